@@ -37,6 +37,7 @@ QUICK = {
     "test_cli_fuzz",
     "test_cli_lint",
     "test_cli_list",
+    "test_code_pages",
     "test_completion",
     "test_conditions",
     "test_fmt",

@@ -7,7 +7,7 @@ import pytest
 
 from shardplan.compiler.layout import model
 from shardplan.compiler.layout.layout_check import Search
-from shardplan.report.catalog import catalog
+from shardplan.report.pages import pages
 from tests.case_tree import CASES, EXIT_CODES, ROOT, Case, cases, read, run_case, write_expected
 
 ALL = list(cases())
@@ -52,7 +52,7 @@ def test_a_case_shows_the_code_that_it_is_named_after(case: Case):
 
 def test_every_code_has_a_case():
     shown = "".join(case.expected or "" for case in ALL)
-    missing = [code for code in catalog() if f"[{code}]" not in shown and code not in ELSEWHERE]
+    missing = [code for code in pages() if f"[{code}]" not in shown and code not in ELSEWHERE]
     assert not missing, f"add tests/cases/err/<CODE>-<slug>.case for {', '.join(missing)}"
 
 

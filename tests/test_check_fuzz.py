@@ -5,8 +5,6 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.compiler import bind as binding
-from shardplan.compiler import check as checking
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import allowed_tp, check
 from shardplan.core.diagnostics import Location
@@ -15,6 +13,7 @@ from shardplan.core.plan import PlanFile, Rule, overlays_of
 from shardplan.core.sections import ActivationCheckpointing, DataParallel
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
+from tests.code_pages import codes_in
 from tests.trees import gpt2, llama_8b, mixtral_8x7b, phi3_mini
 
 MODELS: tuple[ModuleTree, ...] = (
@@ -94,7 +93,7 @@ def test_every_plan_ends_in_findings(plan, model, tp, dp_shard, sequence_paralle
     found += check(resolved, seq_len=seq_len)
     allowed = allowed_tp(resolved)
     assert allowed == tuple(sorted(set(allowed))) and 1 in allowed
-    assert {d.code for d in found} <= {code.code for code in (*binding.CODES, *checking.CODES)}
+    assert {d.code for d in found} <= set(codes_in("compiler/bind", "compiler/check"))
     for finding in found:
         assert finding.message and not finding.message.endswith(".") and "\n" not in finding.message
         assert finding.help, finding.code

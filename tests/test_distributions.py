@@ -13,12 +13,19 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import shardplan
+from shardplan.report.pages import pages
 
 ROOT = Path(__file__).parent.parent
 
 
 def project(folder: str) -> dict:
     return tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def project_data(folder: str) -> set[str]:
+    """What a wheel takes from beside the package."""
+    read = tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))
+    return set(read["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"])
 
 
 def test_both_together_ask_for_what_the_project_does():
@@ -71,9 +78,10 @@ def test_they_build_and_share_no_file(wheels):
         f"shardplan/{path.relative_to(ROOT / 'shardplan').as_posix()}" for path in (ROOT / "shardplan").rglob("*.py")
     }
     assert code <= files["shardplan_core"] and not any("__pycache__" in name for name in files["shardplan_core"])
-    for folder in ("plans", "schemas"):
+    for folder in ("plans", "schemas", "docs/diagnostics"):
         data = {f"shardplan/_data/{folder}/{path.name}" for path in (ROOT / folder).iterdir()}
         assert data <= files["shardplan_core"]
+    assert project_data(".") == {path.removeprefix("../../") for path in project_data("packages/core")} - {"shardplan"}
     assert all(".dist-info/" in name for name in files["shardplan"])
 
 
@@ -124,6 +132,21 @@ def test_the_core_works_without_torch(core, words, code, said):
     done = subprocess.run([sys.executable, "run.py", *words], cwd=core, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+EXPLAINED = """
+import sys
+for name in ("torch", "transformers", "pydantic", "yaml"):
+    sys.modules[name] = None
+from shardplan.cli.main import main
+sys.exit(max(main(["explain", code]) for code in sys.argv[1:]))
+"""
+
+
+def test_every_code_is_explained_without_the_repository(core):
+    done = subprocess.run([sys.executable, "-c", EXPLAINED, *pages()], cwd=core, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"{page}\n" for page in pages().values())
 
 
 @pytest.mark.exhaustive  # it installs from an index

@@ -23,15 +23,15 @@ def test_check_says_what_to_type(tmp_path):
     check = [sys.executable, "tools/generate.py", "--check"]
     assert subprocess.run(check, cwd=copy).returncode == 0
     (copy / "docs" / "cli.md").write_text("stale", "utf-8")
-    (copy / "docs" / "diagnostics" / "SP999.md").write_text("a code that is gone", "utf-8")
+    page = copy / "docs" / "diagnostics" / "SP401.md"
+    page.write_text(page.read_text("utf-8").replace("$ shardplan validate", "$ shardplan check"), "utf-8")
     result = subprocess.run(check, cwd=copy, capture_output=True, text=True)
     assert result.returncode == 1
     assert (
         result.stdout
-        == f"docs/cli.md, docs/diagnostics/SP999.md: not what the code says. Run `{COMMAND}` and commit the result.\n"
+        == f"docs/diagnostics/SP401.md, docs/cli.md: not what the code says. Run `{COMMAND}` and commit the result.\n"
     )
     assert subprocess.run(check[:-1], cwd=copy, capture_output=True).returncode == 0
-    assert not (copy / "docs" / "diagnostics" / "SP999.md").exists()
     assert subprocess.run(check, cwd=copy).returncode == 0
 
 

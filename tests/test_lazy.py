@@ -50,7 +50,7 @@ LIGHT = {
     "lint": command("lint", "llama"),
     "list": command("list"),
     "list --json": command("list", "--json"),
-    "explain": "from shardplan.report.catalog import catalog; " + command("explain", "SP201"),
+    "explain": "from shardplan.report.pages import pages; " + command("explain", "SP201"),
     "schema": command("schema"),
     "schema --report": command("schema", "--report"),
 }

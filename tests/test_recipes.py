@@ -153,28 +153,37 @@ from shardplan.core.diagnostics import Code, Diagnostic, Severity
 
 from .facts import Facts
 
-NOTHING = Code(
-    code="SP399",
-    title="nothing is split",
-    text="""Every rank would compute the same.""",
-    bad="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
-version: "1"
-name: mine
-""",
-    good="""# shardplan validate llama-3.2-1b.json mine.yaml
-version: "1"
-name: mine
-""",
-)
-
-CODES = (NOTHING,)
+NOTHING = Code("SP399")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for the plan."""
     if not facts.splits and (facts.resolved.sizes.tp or 1) > 1:
-        yield Diagnostic(code=NOTHING.code, severity=Severity.ERROR, message="the plan splits nothing")
+        yield Diagnostic(code=NOTHING, severity=Severity.ERROR, message="the plan splits nothing")
 '''
+PAGE_OF_CODE = """---
+code: SP399
+title: nothing is split
+---
+
+Every rank would compute the same.
+
+Wrong:
+
+```yaml
+# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
+version: "1"
+name: mine
+```
+
+Right:
+
+```yaml
+# shardplan validate llama-3.2-1b.json mine.yaml
+version: "1"
+name: mine
+```
+"""
 CASE = f"# run: validate models/llama-3.2-1b.json plan.yaml --tp 2\n-- plan.yaml --\n{PLAN}-- expected --\n"
 CHECK = Recipe(
     "A check",
@@ -184,12 +193,14 @@ CHECK = Recipe(
             "    kinds,\n    packed_weights,\n    parameter_hooks,\n    sequence": "    kinds,\n    nothing,\n    packed_weights,\n    parameter_hooks,\n    sequence",
             "    training_kernels,\n)\n\nCHECKS": "    training_kernels,\n    nothing,\n)\n\nCHECKS",
         },
+        "docs/diagnostics/SP399.md": {"": PAGE_OF_CODE},
         "tests/cases/err/SP399-nothing.case": {"": CASE},
     },
     ("python tests/update_cases.py", "python tools/generate.py"),
     {
         "tests/cases/err/SP399-nothing.case": "error[SP399]: the plan splits nothing",
         "docs/diagnostics.md": "SP399",
+        "docs/diagnostics/SP399.md": "## What it prints",
     },
     used={"python -m shardplan explain SP399": "nothing is split"},
 )

@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 
 from shardplan import __version__
-from shardplan.core.diagnostics import Code
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
 from shardplan.report import json_text, to_json, to_sarif
+from shardplan.report.pages import pages
 from shardplan.report.report_schema import report_schema
 from tests.render_samples import IN_DICT, NO_PLACE, PARTIAL, SOURCES
 
@@ -88,8 +88,7 @@ class TestSarif:
 
     @pytest.fixture
     def run(self) -> dict:
-        pages = {code: Code(code, f"title of {code}", "why", good="a: b") for code in ("SP201", "SP301", "SP501")}
-        data = json.loads(json_text(to_sarif(REPORTS["lint"], pages=pages)))
+        data = json.loads(json_text(to_sarif(REPORTS["lint"])))
         assert data["version"] == "2.1.0" and data["$schema"].endswith("sarif-2.1.0.json")
         (run,) = data["runs"]
         return run
@@ -99,6 +98,10 @@ class TestSarif:
         assert driver["name"] == "shardplan" and driver["semanticVersion"] == __version__
         assert [rule["id"] for rule in driver["rules"]] == ["SP201", "SP301", "SP501"]
         assert all(rule["shortDescription"]["text"] and rule["fullDescription"]["text"] for rule in driver["rules"])
+        for rule in driver["rules"]:
+            assert "\nWrong:\n\n```" in rule["help"]["markdown"] and rule["help"]["text"].startswith(
+                pages()[rule["id"]].text
+            )
 
     def test_results(self, run):
         rules = run["tool"]["driver"]["rules"]

@@ -1,20 +1,45 @@
-"""The page of each diagnostic code: what it means, a command that gives it with what it prints, and the fix."""
+"""What is made of the pages of the diagnostic codes: their table, and below each the run of a command that gives the code."""
 
 from __future__ import annotations
 
 import shlex
 from functools import cache
 
-from shardplan.report.catalog import catalog, page
+from shardplan.core.data_files import data_folder
+from shardplan.report.pages import RUN, pages
 from tests.case_tree import CASES, Case, read
 
 ENDINGS = {"yaml": "yaml", "yml": "yaml", "json": "json", "py": "python"}
+FAMILIES = {
+    "SP1": "The file",
+    "SP2": "Binding a plan to a model",
+    "SP3": "Structure",
+    "SP4": "Layout",
+    "SP5": "Environment, models and applying",
+}
 
 
-def diagnostic_page(code: str) -> str:
-    """docs/diagnostics/CODE.md. A code without a case in tests/cases/err has a page without an example run."""
+def diagnostics_document() -> str:
+    """docs/diagnostics.md: every code, by family, with its page in docs/diagnostics/."""
+    lines = [
+        "# Diagnostics",
+        "",
+        "Every finding has a code that never changes its meaning. Each code has a page; `shardplan explain CODE` prints it.",
+        "Errors refuse the plan, warnings do not, unless `--strict` is given.",
+    ]
+    for prefix, title in FAMILIES.items():
+        lines += ["", f"## {title}", "", "| code | |", "|---|---|"]
+        lines += [
+            f"| [{c}](diagnostics/{c}.md) | {page.title} |" for c, page in pages().items() if c.startswith(prefix)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def with_run(code: str) -> str:
+    """docs/diagnostics/CODE.md: as it is written, with its run; without one where no case in tests/cases/err has the code."""
+    written = (data_folder("docs/diagnostics") / f"{code}.md").read_text("utf-8").partition(RUN)[0]
     case = _shortest_case(code)
-    return f"# {page(catalog()[code])}\n" + ("" if case is None else "\n" + _run(case))
+    return written if case is None else written + _run(case)
 
 
 @cache
@@ -38,7 +63,7 @@ def _text(case: Case) -> str:
 
 def _run(case: Case) -> str:
     """The files of a case that are text, its command and what it prints."""
-    parts = ["## What it prints"]
+    parts = [RUN.rstrip("\n")]
     for name, content in case.files.items():
         try:
             text = content.decode()

@@ -15,21 +15,21 @@ COMMAND = "python tools/generate.py"
 
 
 def _diagnostics() -> str:
-    from shardplan.report.catalog import diagnostics_document
+    from tools.diagnostic_pages import diagnostics_document
 
     return diagnostics_document()
 
 
 def _diagnostic(code: str) -> str:
-    from tools.diagnostic_pages import diagnostic_page
+    from tools.diagnostic_pages import with_run
 
-    return diagnostic_page(code)
+    return with_run(code)
 
 
 def _codes() -> tuple[str, ...]:
-    from shardplan.report.catalog import catalog
+    from shardplan.report.pages import pages
 
-    return tuple(catalog())
+    return tuple(pages())
 
 
 def _combinations() -> str:
@@ -69,20 +69,14 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def stale() -> list[str]:
-    """The generated files that are not what the code says, pages of codes that are gone among them."""
-    gone = [f"docs/diagnostics/{path.name}" for path in (ROOT / "docs" / "diagnostics").glob("*.md")]
-    gone = [name for name in gone if name not in GENERATED]
-    return [*(name for name, make in GENERATED.items() if _read(ROOT / name) != make()), *sorted(gone)]
+    """The generated files that are not what the code says."""
+    return [name for name, make in GENERATED.items() if _read(ROOT / name) != make()]
 
 
 def write() -> list[str]:
     """Bring every generated file up to date; returns those that changed."""
     changed = stale()
     for name in changed:
-        if name not in GENERATED:
-            (ROOT / name).unlink()
-            continue
-        (ROOT / name).parent.mkdir(exist_ok=True)
         (ROOT / name).write_text(GENERATED[name](), encoding="utf-8")
     return changed
 

@@ -75,6 +75,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Point the links that lead out of docs/ to the pages that `on_files` added, and say how high the search puts the page."""
     source = page.file.src_uri
     page.meta.setdefault("search", {"boost": BOOST.get(source.partition("/")[0], 1)})
+    if "code" in page.meta:  # the page of a diagnostic code
+        page.meta["title"] = f"{page.meta['code']}: {page.meta['title']}"
     if source.startswith("project/"):
         return markdown
 

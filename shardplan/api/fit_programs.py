@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardplan.compiler.check.expert_parallel import NO_EXPERTS
 from shardplan.compiler.pipeline import Compiled, compile_variant
 from shardplan.compiler.user_inputs import AnyPlan, FoundOnce, Model
 from shardplan.core.diagnostics import PlanError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from shardplan.cost.fit_screening import Table
 
 MIXED: dict[str, Any] = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}
-NO_EXPERTS = "SP393"
 
 
 class Programs:

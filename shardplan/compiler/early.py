@@ -21,16 +21,17 @@ from shardplan.model.model_words import classify
 from shardplan.model.stored_tensors import Element, Folded, fold, stored_tensors
 
 from .automatic import ReadPlan, auto_plan
+from .bind import decided
+from .bind.assignments import BOTH, CONFLICT
+from .bind.conditions import NO_VALUE
+from .bind.dead import DEAD
 from .user_inputs import AnyPlan, Model, plan_name, read_plan
 from .variants import bind_variants, wanted_variants
 
 if TYPE_CHECKING:
     from .check.facts import Facts
 
-NAMES = frozenset(("SP201", "SP202", "SP203"))
-SIZES = frozenset(("SP301", "SP302", "SP303"))
 ALIKE = 0.6  # of two words: as near as `bind.suggestions` looks
-UNDECIDED = "SP209"  # a condition that has no value
 UNSURE = "this follows from the names and shapes of the checkpoint alone; the model's own may differ"
 
 
@@ -110,7 +111,7 @@ def look_early(
         return report
     if named:
         given = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
-        if any(d.code == UNDECIDED for d in given.findings):
+        if any(d.code == NO_VALUE for d in given.findings):
             raise NoCheckpoint("config.json leaves out a field that decides which plan `auto` is")
         report = replace(report, sources=given.sources, diagnostics=given.findings)
         if not report.ok:
@@ -171,7 +172,7 @@ def early_findings(
         sequence_parallel: as for `validate`.
         sure: only errors that the whole check finds too; without it the others as well, as warnings with a note.
     """
-    from .bind import decided
+    from .check.divisibility import FEATURES, HEADS, KEY_VALUE
     from .check.divisibility import check as check_sizes
     from .check.facts import Facts
 
@@ -185,11 +186,11 @@ def early_findings(
     certain: set[Diagnostic] = set()
     findings = {}
     for on, resolved in variants.resolved.items():
-        found = [d for d in variants.findings[on] if d.code in NAMES]
+        found = [d for d in variants.findings[on] if d.code in (DEAD, BOTH, CONFLICT)]
         certain.update(d for d in found if _is_dead(d, folded.tree, checkpoint.source))
         if (sizes.tp or 1) > 1:
             facts = Facts(resolved)
-            wrong = [d for d in check_sizes(facts) if d.code in SIZES]
+            wrong = [d for d in check_sizes(facts) if d.code in (HEADS, KEY_VALUE, FEATURES)]
             if checkpoint.source is not None and _are_configured(facts):
                 certain.update(wrong)
             found += wrong
@@ -199,7 +200,7 @@ def early_findings(
 
 
 def _unsure(diagnostic: Diagnostic) -> Diagnostic:
-    help = None if diagnostic.code == "SP201" else diagnostic.help  # the names that it knows may not be the model's
+    help = None if diagnostic.code == DEAD else diagnostic.help  # the names that it knows may not be the model's
     return replace(diagnostic, severity=Severity.WARNING, notes=(*diagnostic.notes, UNSURE), help=help)
 
 
@@ -207,7 +208,7 @@ def _is_dead(diagnostic: Diagnostic, tree: ModuleTree, source: Source | None) ->
     """Whether a key that matches nothing in a checkpoint matches nothing in the model either, and the model has no module
     without parameters that may have been meant."""
     matched = re.match("`(.*)` matches no module", diagnostic.message)
-    if diagnostic.code != "SP201" or not diagnostic.is_error or matched is None or source is None:
+    if diagnostic.code != DEAD or not diagnostic.is_error or matched is None or source is None:
         return False
     stored = {part for name in tree.parameters for part in name.split(".")}
     others = source.attributes.keys() - stored

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NewType
 
 Part = Literal["key", "value"]  # of an element of a document
+
+# The code of a kind of findings, `SPnnn`: a constant next to the rule that emits it. Its page is docs/diagnostics/SPnnn.md.
+Code = NewType("Code", str)
 
 
 class Severity(StrEnum):
@@ -92,7 +95,7 @@ class Diagnostic:
     """One finding. The first line (`severity[code]: message`) stands alone.
 
     Args:
-        code: `SPnnn`, never reused; `shardplan explain CODE` prints its page.
+        code: of its kind, never reused; `shardplan explain CODE` prints its page.
         severity: error or warning.
         message: one sentence, without a final full stop, that names what is declared and what is needed.
         primary: the line of the plan to change, if there is one.
@@ -104,7 +107,7 @@ class Diagnostic:
         proposals: changes that the help line names and nobody has tried, of which one may fix it: the likeliest first.
     """
 
-    code: str
+    code: Code
     severity: Severity
     message: str
     primary: Label | None = None
@@ -118,25 +121,6 @@ class Diagnostic:
     @property
     def is_error(self) -> bool:
         return self.severity is Severity.ERROR
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """The page behind a diagnostic code: what it means, why it matters, how it looks and how to fix it.
-
-    Args:
-        code: `SPnnn`.
-        title: a few words, lower case.
-        text: one or more paragraphs (Markdown): why this is wrong and what to do.
-        bad: a minimal plan excerpt (YAML) or command that gives the finding.
-        good: the same, fixed.
-    """
-
-    code: str
-    title: str
-    text: str
-    bad: str = ""
-    good: str = ""
 
 
 class PlanError(ValueError):

@@ -13,7 +13,3 @@
 | bound | the least time of a step on a device |
 | meshes | every mesh for a number of devices |
 """
-
-from .cost_codes import CODES
-
-__all__ = ["CODES"]

@@ -3,35 +3,9 @@
 from typing import Any
 
 from .foreign import from_hf_tp_plan
-from .form import UNKNOWN_FIELD, VERSION, WRONG_VALUE
-from .lint import CONTRADICTION, EMPTY_PART, NO_EFFECT, lint_plan
-from .parents import CIRCLE, NO_PARENT, OUTSIDE
-from .parse_findings import TOO_LARGE
+from .lint import lint_plan
 from .parsing import Parsed, parse_plan, parse_text
-from .plan_files import CANNOT_READ, builtin_plans
-from .read_rules import NONE_WITHOUT_PARENT, UNKNOWN_STYLE, WRONG_EXPRESSION, WRONG_GLOB, WRONG_OPTION
-from .syntax import DUPLICATE_KEY, SYNTAX
-
-CODES = (
-    CANNOT_READ,
-    SYNTAX,
-    DUPLICATE_KEY,
-    UNKNOWN_FIELD,
-    WRONG_VALUE,
-    UNKNOWN_STYLE,
-    WRONG_OPTION,
-    NO_PARENT,
-    CIRCLE,
-    OUTSIDE,
-    TOO_LARGE,
-    WRONG_GLOB,
-    WRONG_EXPRESSION,
-    VERSION,
-    NONE_WITHOUT_PARENT,
-    CONTRADICTION,
-    NO_EFFECT,
-    EMPTY_PART,
-)
+from .plan_files import builtin_plans
 
 
 def json_schema() -> dict[str, Any]:
@@ -42,7 +16,6 @@ def json_schema() -> dict[str, Any]:
 
 
 __all__ = [
-    "CODES",
     "Parsed",
     "builtin_plans",
     "from_hf_tp_plan",

@@ -19,60 +19,9 @@ from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
 from .parse_findings import Findings, describe, quoted
 from .rule_options import takes
 
-UNKNOWN_FIELD = Code(
-    code="SP104",
-    title="an unknown field",
-    text="""
-    Each mapping of a plan has a fixed set of fields. An unknown field is an error, never skipped: a
-    misspelled option would otherwise have no effect. The rules of a section are different: there
-    every key is a pattern.
-    """,
-    bad="""
-    version: "1"
-    tensor_parralel:
-      lm_head: colwise_gather_output
-    """,
-    good="""
-    version: "1"
-    tensor_parallel:
-      lm_head: colwise_gather_output
-    """,
-)
-WRONG_VALUE = Code(
-    code="SP105",
-    title="a value of the wrong type or out of range",
-    text="""
-    The field does not accept this value. Types are strict: the text `"2"` is not the number 2. Plans are YAML
-    1.2, where `yes`, `no`, `on` and `off` are texts; the booleans are `true` and `false`. A field without
-    a value is an error too: leave its line out.
-    """,
-    bad="""
-    tensor_parallel:
-      lm_head: {style: colwise_gather_output, optional: yes}
-    """,
-    good="""
-    tensor_parallel:
-      lm_head: {style: colwise_gather_output, optional: true}
-    """,
-)
-VERSION = Code(
-    code="SP114",
-    title="the version of the plan language is missing or unknown",
-    text="""
-    A plan names the version of the plan language that it is written in, so that a later version can change the
-    meaning of a word without changing the meaning of old plans. It is a text, in quotes: the number 1 and the
-    number 1.0 would be equal, `"1"` and `"1.0"` are not. There is one version: `"1"`. A plan in a later version needs a later
-    shardplan: `shardplan --version` says which one is installed.
-    """,
-    bad="""
-    version: 1
-    extends: llama
-    """,
-    good="""
-    version: "1"
-    extends: llama
-    """,
-)
+UNKNOWN_FIELD = Code("SP104")
+WRONG_VALUE = Code("SP105")
+VERSION = Code("SP114")
 
 KNOWN_VERSION = "1"
 _MISSING = "add a style, as in `{style: colwise, optional: true}`"

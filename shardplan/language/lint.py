@@ -21,62 +21,9 @@ from .inherit import effective_sections
 from .parse_findings import Findings, quoted
 from .parsing import Parsed, parse_plan
 
-CONTRADICTION = Code(
-    code="SP116",
-    title="two rules contradict each other",
-    text="""
-    Two rules of one section have the same pattern and different styles or options. No rule is more specific
-    than another, and their order does not decide. Make the patterns disjoint, or give the later rule
-    `override: true`.
-
-    Without a model, only equal patterns (after their alternatives are expanded) are compared. Patterns that differ and
-    match the same module are found when the plan is bound to a model.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.*.self_attn.{q,k,v}_proj: colwise
-      model.layers.*.self_attn.{v,o}_proj: rowwise
-    """,
-    good="""
-    tensor_parallel:
-      model.layers.*.self_attn.{q,k,v}_proj: colwise
-      model.layers.*.self_attn.o_proj: rowwise
-    """,
-)
-NO_EFFECT = Code(
-    code="SP117",
-    title="a rule, or an option of it, has no effect",
-    text="""
-    The rule repeats an earlier rule of its section, or later rules override it for everything that it
-    matches, or it says `override` and no rule stands before it. The plan means the same without it.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.*.self_attn.{q,k,v}_proj: colwise
-      model.layers.*.self_attn.v_proj: colwise
-    """,
-    good="""
-    tensor_parallel:
-      model.layers.*.self_attn.{q,k,v}_proj: colwise
-    """,
-)
-EMPTY_PART = Code(
-    code="SP118",
-    title="a part of the plan is empty",
-    text="""
-    A section is empty, or names no modules, or the whole plan has no rules. That is fine for
-    a plan in progress; a finished plan means the same without the part.
-    """,
-    bad="""
-    version: "1"
-    tensor_parallel: {}
-    """,
-    good="""
-    version: "1"
-    tensor_parallel:
-      lm_head: colwise_gather_output
-    """,
-)
+CONTRADICTION = Code("SP116")
+NO_EFFECT = Code("SP117")
+EMPTY_PART = Code("SP118")
 
 
 def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> Parsed:

@@ -16,56 +16,9 @@ from .plan_files import CANNOT_READ, ENDINGS, builtin_plans, read_text
 from .reader import Format
 
 LISTED = "`shardplan list` shows the built-in plans"
-NO_PARENT = Code(
-    code="SP108",
-    title="the plan to extend is not found",
-    text="""
-    `extends` names a built-in plan, or, with the ending .yaml, .yml or .json, a file in the same folder. A
-    plan given as a dict has no folder and can extend built-in plans only.
-    """,
-    bad="""
-    version: "1"
-    extends: lama
-    """,
-    good="""
-    version: "1"
-    extends: llama
-    """,
-)
-CIRCLE = Code(
-    code="SP109",
-    title="plans extend each other in a circle, or too deeply",
-    text="""
-    A plan cannot extend itself, directly or through its parents. A chain of `extends` has at most 8 plans.
-    """,
-    bad="""
-    # mine.yaml
-    version: "1"
-    extends: mine.yaml
-    """,
-    good="""
-    # mine.yaml
-    version: "1"
-    extends: base.yaml
-    """,
-)
-OUTSIDE = Code(
-    code="SP110",
-    title="a file outside the plan's folder",
-    text="""
-    A plan reads only files of its own folder, so that a plan from an unknown source can be read without
-    harm: no path separators, no `..`, no symbolic link that leads out. Copy the parent beside the plan, or
-    extend a built-in plan.
-    """,
-    bad="""
-    version: "1"
-    extends: ../common/base.yaml
-    """,
-    good="""
-    version: "1"
-    extends: base.yaml
-    """,
-)
+NO_PARENT = Code("SP108")
+CIRCLE = Code("SP109")
+OUTSIDE = Code("SP110")
 
 PATH = ("extends",)
 

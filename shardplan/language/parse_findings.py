@@ -9,27 +9,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Part, 
 from .limits import MAX_FINDINGS
 from .nodes import ListNode, MapNode, Node, Path, Scalar
 
-TOO_LARGE = Code(
-    code="SP111",
-    title="a plan is too large",
-    text="""
-    A plan is read in bounded time and memory, whatever it contains: a file of at most 1 MiB with at most
-    100,000 keys and values, at most 16 levels deep; patterns of at most 1,000 characters that stand for at
-    most 1,000 alternatives each and 20,000 together. Aliases (`*name`) count each time they are used.
-    Only the first 200 findings about a file, and about its rules for a model, are shown.
-
-    Real plans are far below: one that lists every module of a model of 126 layers by name has 0.1 MiB. Write
-    one pattern where many entries say the same.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}{0,1}.mlp.up_proj: colwise
-    """,
-    good="""
-    tensor_parallel:
-      model.layers.*.mlp.up_proj: colwise
-    """,
-)
+TOO_LARGE = Code("SP111")
 
 
 class Findings:
@@ -72,9 +52,7 @@ class Findings:
         place = Location(self.file, path, part, span)
         proposals = tuple(Rewrite(place, word) for word in words)
         self._found.append(
-            Diagnostic(
-                code.code, severity, message, Label(place, label), tuple(related), notes, help, proposals=proposals
-            )
+            Diagnostic(code, severity, message, Label(place, label), tuple(related), notes, help, proposals=proposals)
         )
 
     @property

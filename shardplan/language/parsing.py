@@ -99,7 +99,7 @@ def _not_read(file: str, error: CannotRead) -> Parsed:
 
 def _refused(file: str, code: Code, message: str, help: str | None = None) -> Parsed:
     """Nothing was read."""
-    finding = Diagnostic(code.code, Severity.ERROR, message, Label(Location(file)), help=help)
+    finding = Diagnostic(code, Severity.ERROR, message, Label(Location(file)), help=help)
     return Parsed(None, SourceMap({file: SourceFile(file)}), (finding,))
 
 

@@ -6,26 +6,13 @@ import os
 from functools import cache
 from pathlib import Path
 
+from shardplan.core.data_files import data_folder
 from shardplan.core.diagnostics import Code
 from shardplan.core.user_files import CannotRead, decode, read_bytes
 
 from .limits import MAX_BYTES
 
-CANNOT_READ = Code(
-    code="SP101",
-    title="the plan cannot be read",
-    text="""
-    There is no such file, it may not be read, it is not a regular file, or it is not UTF-8 text. A word with
-    a path separator or with the ending .yaml, .yml or .json is a file; every other word is the name of a
-    built-in plan (`shardplan list` shows them).
-    """,
-    bad="""
-    $ shardplan lint lama
-    """,
-    good="""
-    $ shardplan lint llama
-    """,
-)
+CANNOT_READ = Code("SP101")
 ENDINGS = (".yaml", ".yml", ".json")
 
 
@@ -52,8 +39,5 @@ def decode_plan(content: bytes) -> str:
 
 @cache
 def builtin_plans() -> dict[str, Path]:
-    """The plans that come with shardplan, by name: plans/ beside the package, in a wheel inside it."""
-    package = Path(__file__).parents[1]
-    packaged = package / "_data" / "plans"
-    folder = packaged if packaged.is_dir() else package.parent / "plans"
-    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in ENDINGS}
+    """The plans that come with shardplan, by name."""
+    return {path.stem: path for path in sorted(data_folder("plans").iterdir()) if path.suffix in ENDINGS}

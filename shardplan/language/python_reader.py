@@ -71,4 +71,4 @@ class _Reader:
 
     def _refuse(self, path: Path, message: str) -> NoReturn:
         primary = Label(Location(self.file, path, "value"))
-        raise Unreadable(Diagnostic(WRONG_VALUE.code, Severity.ERROR, message, primary))
+        raise Unreadable(Diagnostic(WRONG_VALUE, Severity.ERROR, message, primary))

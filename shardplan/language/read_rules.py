@@ -22,98 +22,11 @@ from .nodes import Entry, ListNode, MapNode, Node, Path, Scalar, node_at
 from .parse_findings import TOO_LARGE, Findings, quoted
 from .rule_options import moving_styles, style_names, takers, takes
 
-UNKNOWN_STYLE = Code(
-    code="SP106",
-    title="there is no such style",
-    text="""
-    The style of a rule is not known. Styles are a closed list (`docs/language.md` has the table); the style
-    names of transformers' tensor-parallel plans are among them, with their older spellings.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.*.mlp.up_proj: column_wise
-    """,
-    good="""
-    tensor_parallel:
-      model.layers.*.mlp.up_proj: colwise
-    """,
-)
-WRONG_OPTION = Code(
-    code="SP107",
-    title="an option that the style does not have",
-    text="""
-    Options change what a style does, so each belongs to the styles for which it means something: `grad` to
-    those that gather a value, `output` to block inputs and to whole modules, `packed` to packed matrices, `argument`
-    to block inputs, and so on. `output` accepts only the values that the style supports.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.*.mlp.down_proj: {style: rowwise, output: reduce_scatter}
-    """,
-    good="""
-    sequence_parallel:
-      model.layers.*.mlp.down_proj: rowwise_seq
-    """,
-)
-WRONG_GLOB = Code(
-    code="SP112",
-    title="a pattern that is not a glob",
-    text="""
-    A pattern is compared with whole dotted names. `*`, `?` and `[...]` stand for characters of one segment
-    and never match a dot; `**` stands for zero or more whole segments; `{a,b}` are alternatives, which may be
-    nested, empty and longer than a segment. No alternative may leave an empty segment behind.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.*.self_attn.{q,k,v_proj: colwise
-    """,
-    good="""
-    tensor_parallel:
-      model.layers.*.self_attn.{q,k,v}_proj: colwise
-    """,
-)
-WRONG_EXPRESSION = Code(
-    code="SP113",
-    title="a text that is not an expression",
-    text="""
-    `packed` and `divides` hold expressions over the numbers of the model's configuration: names (with dots
-    for nested configurations), whole numbers, `+`, `-`, `*`, `//` and parentheses. All values are whole
-    numbers, so the division is `//`. `when` and `for` hold conditions, which also have comparisons, `not`,
-    `and` and `or`.
-    """,
-    bad="""
-    tensor_parallel:
-      model.layers.*.self_attn.qkv_proj:
-        style: packed_colwise
-        packed: [hidden_size, hidden_size / 4, hidden_size / 4]
-    """,
-    good="""
-    tensor_parallel:
-      model.layers.*.self_attn.qkv_proj:
-        style: packed_colwise
-        packed: [hidden_size, hidden_size // 4, hidden_size // 4]
-    """,
-)
-NONE_WITHOUT_PARENT = Code(
-    code="SP115",
-    title="`none` in a plan that inherits nothing",
-    text="""
-    The style `none` removes a rule that the plan inherits for the same modules, and in `expert_parallel` one of the other
-    sections. A plan that extends no other inherits none: leave the rule out. To keep modules whole that an earlier rule of the same section would
-    split, write `replicate` with `override: true`.
-    """,
-    bad="""
-    version: "1"
-    tensor_parallel:
-      model.layers.*.mlp.up_proj: none
-    """,
-    good="""
-    version: "1"
-    extends: llama
-    tensor_parallel:
-      model.layers.*.mlp.up_proj: none
-    """,
-)
+UNKNOWN_STYLE = Code("SP106")
+WRONG_OPTION = Code("SP107")
+WRONG_GLOB = Code("SP112")
+WRONG_EXPRESSION = Code("SP113")
+NONE_WITHOUT_PARENT = Code("SP115")
 
 GLOB_LISTS = tuple(glob_lists(Sections))
 

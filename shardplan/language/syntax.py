@@ -10,44 +10,8 @@ from .limits import MAX_DEPTH, MAX_FINDINGS, MAX_NODES
 from .nodes import Entry
 from .parse_findings import TOO_LARGE, quoted
 
-SYNTAX = Code(
-    code="SP102",
-    title="the text is not valid YAML or JSON",
-    text="""
-    A plan is one YAML 1.2 or JSON document. What most often goes wrong in YAML: a pattern that begins with
-    `*`, `{`, `[`, `?`, `!` or `&` means something else to YAML and needs quotes; indentation is made of
-    spaces; text that holds `: ` or ` #` needs quotes. A file that ends in .json must be JSON: no comments, no
-    comma after the last entry.
-
-    Tags (`!!python/...`) name code or types in other tools; nothing in a plan does. `<<` merged mappings in
-    YAML 1.1 and is a plain key in YAML 1.2; a plan that shares rules with another extends it.
-    """,
-    bad="""
-    tensor_parallel:
-      *.q_proj: colwise
-    """,
-    good="""
-    tensor_parallel:
-      "*.q_proj": colwise
-    """,
-)
-DUPLICATE_KEY = Code(
-    code="SP103",
-    title="a duplicate key",
-    text="""
-    A mapping has each key once. Most YAML and JSON readers keep the last of two equal keys and silently drop the
-    other; here that would be a rule without effect.
-    """,
-    bad="""
-    tensor_parallel:
-      lm_head: colwise_gather_output
-      lm_head: colwise_vocab
-    """,
-    good="""
-    tensor_parallel:
-      lm_head: colwise_vocab
-    """,
-)
+SYNTAX = Code("SP102")
+DUPLICATE_KEY = Code("SP103")
 
 
 class Unreadable(Exception):
@@ -61,7 +25,7 @@ class Unreadable(Exception):
 def refuse(file: str, message: str, span: Span | None, *, help: str | None = None, code: Code = SYNTAX) -> NoReturn:
     """Ends the reading of a text with one finding."""
     primary = Label(Location(file, span=span))
-    raise Unreadable(Diagnostic(code.code, Severity.ERROR, message, primary, help=help))
+    raise Unreadable(Diagnostic(code, Severity.ERROR, message, primary, help=help))
 
 
 def refuse_depth(file: str, span: Span | None) -> NoReturn:
@@ -79,7 +43,7 @@ def note_duplicate(findings: list[Diagnostic], file: str, first: Entry, second: 
         refuse(file, f"there are more than {MAX_FINDINGS} findings", second, code=TOO_LARGE)
     findings.append(
         Diagnostic(
-            DUPLICATE_KEY.code,
+            DUPLICATE_KEY,
             Severity.ERROR,
             f"the key {quoted(first.key)} appears twice in one mapping",
             Label(Location(file, span=second), "again here"),

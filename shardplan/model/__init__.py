@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .auto import choose_plan, no_plan
-from .model_codes import CODES
 from .model_words import classify
 from .settings import parse_setting
 
@@ -31,7 +30,6 @@ LAZY = {
 }
 
 __all__ = [
-    "CODES",
     "FoundModel",
     "choose_plan",
     "classify",

@@ -28,7 +28,7 @@ def finding(
     file: str | None = None,
 ) -> Diagnostic:
     primary = Label(Location(file)) if file is not None else None
-    return Diagnostic(code.code, severity, message, primary=primary, notes=notes, help=help)
+    return Diagnostic(code, severity, message, primary=primary, notes=notes, help=help)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:

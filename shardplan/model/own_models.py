@@ -81,7 +81,7 @@ def _function(given: str | Callable, argument: str) -> Callable:
     try:
         return find_callable(given)
     except PlanError as error:
-        raise PlanError(tuple(replace(d, code=NO_OWN_INPUTS.code) for d in error.diagnostics)) from error
+        raise PlanError(tuple(replace(d, code=NO_OWN_INPUTS) for d in error.diagnostics)) from error
 
 
 def call(function: Callable[[], nn.Module], word: str, device: str) -> nn.Module:

@@ -2,7 +2,3 @@
 
 Importing this package does not import torch; using its files does.
 """
-
-from .proof_codes import CODES
-
-__all__ = ["CODES"]

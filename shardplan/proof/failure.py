@@ -41,7 +41,7 @@ def raised(error: Exception) -> Diagnostic:
     """The finding about an exception of the sharded run."""
     cause, where = cause_of(error)
     return Diagnostic(
-        code=RAISES.code,
+        code=RAISES,
         severity=Severity.ERROR,
         message=f"the sharded reduced model raises {reason(cause)}",
         notes=where,

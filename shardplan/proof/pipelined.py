@@ -100,7 +100,7 @@ def scheduled_for(
 def _no_rows(layouts: ModelLayouts) -> Diagnostic:
     kinds = ", ".join(layouts.reduced_model.kinds)
     return Diagnostic(
-        code=NO_ROWS.code,
+        code=NO_ROWS,
         severity=Severity.ERROR,
         message=f"the inputs of {layouts.found.name} ({kinds}) cannot be divided into micro-batches",
         notes=("the first dim of each tensor must be the batch, and all else the same for each row",),

@@ -52,7 +52,7 @@ def _differing(proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts) -
         notes.append(f"and {len(wrong) - len(shown)} more")
     about = [name for row in wrong if row.kind != "output" for name in _in_model(row, reduced)]
     yield Diagnostic(
-        code=DIFFERS.code,
+        code=DIFFERS,
         severity=Severity.ERROR,
         message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
         primary=Label(blamed.rule.location, "next to what differs") if blamed is not None else None,
@@ -107,7 +107,7 @@ def _unreached(
         by_rule.setdefault(_rule_of(program.resolved, name), []).append(name)
     for assignment, names in by_rule.items():
         yield Diagnostic(
-            code=UNREACHED.code,
+            code=UNREACHED,
             severity=Severity.WARNING if allow_unproven else Severity.ERROR,
             message=f"no run reaches {named(names)}: the plan is not proven there",
             primary=Label(assignment.rule.location, "is not proven") if assignment is not None else None,

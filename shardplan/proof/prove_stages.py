@@ -105,7 +105,7 @@ def _built(model: ReducedModel, dtype: torch.dtype) -> nn.Module:
 def _raises(error: Exception) -> Diagnostic:
     cause, where = cause_of(error)
     return Diagnostic(
-        code=STAGES.code,
+        code=STAGES,
         severity=Severity.ERROR,
         message="the reduced model raises when it is cut into pipeline stages",
         notes=(reason(cause), *where),
@@ -126,7 +126,7 @@ def pipeline_findings(proof: PipelineProof, label: Label | None) -> tuple[Diagno
     more = [f"and {len(wrong) - len(shown)} more"] if len(wrong) > len(shown) else []
     return (
         Diagnostic(
-            code=STAGES.code,
+            code=STAGES,
             severity=Severity.ERROR,
             message=f"two steps of the reduced model in {len(proof.sizes)} pipeline stages differ from the whole one's in "
             f"{len(wrong)} tensors",

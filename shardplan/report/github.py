@@ -19,7 +19,7 @@ def github_lines(report: Report) -> Iterator[str]:
 
 
 def _annotation(diagnostic: Diagnostic, sources: SourceMap) -> str:
-    fields = {"title": diagnostic.code}
+    fields: dict[str, str] = {"title": diagnostic.code}
     location = diagnostic.primary.location if diagnostic.primary is not None else None
     if location is not None and (span := sources.span(location)) is not None:
         place = {"line": span.line, "endLine": span.end_line, "col": span.column, "endColumn": span.end_column}

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label
+from shardplan.core.diagnostics import Diagnostic, Label
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 from shardplan.core.version import __version__
 
-from .catalog import catalog, fenced
+from .pages import Page, pages
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def to_sarif(report: Report, *, root: Path | None = None, pages: Mapping[str, Code] | None = None) -> dict[str, Any]:
+def to_sarif(report: Report, *, root: Path | None = None) -> dict[str, Any]:
     """The report as one SARIF run.
 
     Args:
         report: the findings.
         root: the folder that file names are made relative to; None is the current one.
-        pages: the codes' pages; None is the whole catalog.
     """
     root = root or Path.cwd()
-    pages = catalog() if pages is None else pages
     used = sorted({d.code for d in report.diagnostics})
     index = {code: i for i, code in enumerate(used)}
     return {
@@ -38,7 +35,7 @@ def to_sarif(report: Report, *, root: Path | None = None, pages: Mapping[str, Co
                     "driver": {
                         "name": "shardplan",
                         "semanticVersion": __version__,
-                        "rules": [_rule(pages[code]) for code in used],
+                        "rules": [_rule(pages()[code]) for code in used],
                     }
                 },
                 "columnKind": "unicodeCodePoints",
@@ -48,15 +45,13 @@ def to_sarif(report: Report, *, root: Path | None = None, pages: Mapping[str, Co
     }
 
 
-def _rule(page: Code) -> dict[str, Any]:
-    rule: dict[str, Any] = {
+def _rule(page: Page) -> dict[str, Any]:
+    return {
         "id": page.code,
         "shortDescription": {"text": page.title},
         "fullDescription": {"text": " ".join(page.text.split())},
+        "help": {"text": page.body, "markdown": page.body},
     }
-    if page.good:
-        rule["help"] = {"text": page.good, "markdown": fenced(page.good)}
-    return rule
 
 
 def _result(diagnostic: Diagnostic, rule_index: int, sources: SourceMap, root: Path) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import shardplan
 from shardplan.core.diagnostics import Diagnostic, PlanError
-from shardplan.model.model_codes import CODES as MODEL_CODES
-from shardplan.model.reduced.reduced_codes import CODES as REDUCED_CODES
+from tests.code_pages import codes_in
 from tests.model_settings import without_dropout
 
 Verdict = Literal["proven", "names the switch", "gap", "not built", "wrong"]
 # Of a model that transformers cannot build, or whose own code does not run.
-NOT_BUILT = {code.code for code in (*MODEL_CODES, *REDUCED_CODES)}
+NOT_BUILT = set(codes_in("model"))
 
 
 @dataclass(frozen=True)

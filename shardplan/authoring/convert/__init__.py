@@ -1,5 +1,1 @@
 """Plans of other projects as ours: transformers, NeMo Automodel and NeMo-RL, torch, DeepSpeed. Imports nothing heavy."""
-
-from .convert_codes import CODES
-
-__all__ = ["CODES"]

@@ -96,7 +96,7 @@ def finding(
     code: Code, message: str, at: Location | None, *, help: str | None = None, warning: bool = False
 ) -> Diagnostic:
     severity = Severity.WARNING if warning else Severity.ERROR
-    return Diagnostic(code.code, severity, message, Label(at) if at is not None else None, help=help)
+    return Diagnostic(code, severity, message, Label(at) if at is not None else None, help=help)
 
 
 DEFAULT_SEQ_DIM = Rule("", "", Location("")).seq_dim

@@ -1,5 +1,1 @@
 """From a model to a plan."""
-
-from .init_codes import CODES
-
-__all__ = ["CODES"]

@@ -30,7 +30,7 @@ from .regions import Group, grouped, regions
 from .solve import Solved, Solver
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
-BESIDE = tuple(code.code for code in half_covered.CODES)
+BESIDE = (half_covered.SIBLING, half_covered.PARAMETER)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 ELSEWHERE = "is at another place of its list in the model than in the reduced model, which has fewer layers"
 HEAD: Options = {"style": "colwise_gather_output", "optional": True}

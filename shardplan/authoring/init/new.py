@@ -161,7 +161,7 @@ def _kept(found: FoundModel, whole: Whole, code: Code, words: str) -> Diagnostic
     )
     listed = ", ".join(folded({found.tree.address(pattern): {"style": "replicate"} for pattern in patterns}))
     return Diagnostic(
-        code=code.code,
+        code=code,
         severity=Severity.WARNING,
         message=f"{listed} {words} ({size / everything:.1%} of all parameters)",
         notes=(f"on the reduced model: {whole.forbidden.reason}",),
@@ -170,4 +170,4 @@ def _kept(found: FoundModel, whole: Whole, code: Code, words: str) -> Diagnostic
 
 
 def _error(code: Code, message: str, *notes: str) -> Diagnostic:
-    return Diagnostic(code=code.code, severity=Severity.ERROR, message=message, notes=notes)
+    return Diagnostic(code=code, severity=Severity.ERROR, message=message, notes=notes)

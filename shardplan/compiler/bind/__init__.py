@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
@@ -14,29 +14,15 @@ from shardplan.language.limits import MAX_FINDINGS
 from shardplan.language.parse_findings import TOO_LARGE
 from shardplan.styles import NONE, STYLES
 
-from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
-from .combine import CONTRADICTION, contradictions
-from .conditions import NO_VALUE, OTHER_CONFIGURATION, admits, decided
-from .dead import DEAD
+from .assignments import assign, findings, layers
+from .combine import contradictions
+from .conditions import admits, decided
 from .matching import Names
-from .models import OTHER_MODEL, other_model
+from .models import other_model
 from .pipeline_parts import may_match_nothing, pipeline_parts
-from .section_globs import PARAMETERS, expand, wrapped
-from .summed_blocks import SUMMED, declared_sums
+from .section_globs import expand, wrapped
+from .summed_blocks import declared_sums
 from .units import ignored, units_and_parts
-
-CODES: tuple[Code, ...] = (
-    DEAD,
-    BOTH,
-    CONFLICT,
-    TWICE,
-    OTHER_MODEL,
-    CONTRADICTION,
-    PARAMETERS,
-    SUMMED,
-    NO_VALUE,
-    OTHER_CONFIGURATION,
-)
 
 
 def bind(
@@ -111,7 +97,7 @@ def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
         return findings
     *first, next_one = findings
     more = Diagnostic(
-        code=TOO_LARGE.code,
+        code=TOO_LARGE,
         severity=Severity.ERROR,
         message=f"there are more than {MAX_FINDINGS} findings about the rules",
         primary=next_one.primary,
@@ -120,4 +106,4 @@ def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return (*first, more)
 
 
-__all__ = ["CODES", "admits", "bind", "decided"]
+__all__ = ["admits", "bind", "decided"]

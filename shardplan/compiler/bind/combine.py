@@ -9,30 +9,7 @@ from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.tree import named
 from shardplan.styles import STYLES, ParameterStyle
 
-CONTRADICTION = Code(
-    code="SP206",
-    title="a module's rule and its parameter's rule contradict each other",
-    text="""A rule for a module determines how all of its parameters are stored. A rule for one of these parameters is
-accepted beside it, but it must declare the same: the module's forward and the moves around it rely on the module's
-style. A block input (`gather_seq_input`, `moe_tp_experts`, ...) declares nothing about parameters; rules for single
-parameters usually go with one.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-  model.layers.*.mlp.up_proj.weight: replicate
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.experts: moe_tp_experts
-  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
-  model.layers.*.mlp.experts.down_proj: rowwise
-""",
-)
+CONTRADICTION = Code("SP206")
 
 
 def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
@@ -57,7 +34,7 @@ def _storage(rule: Rule, style: ParameterStyle) -> tuple[object, ...]:
 def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnostic:
     module_style = STYLES[module_rule.style].parameter(names[0].rpartition(".")[2])
     return Diagnostic(
-        code=CONTRADICTION.code,
+        code=CONTRADICTION,
         severity=Severity.ERROR,
         message=f"`{module_rule.style}` stores {named(names)} {_words(module_style)}, "
         f"but the parameter's own rule `{rule.style}` stores it {_words(STYLES[rule.style].weight)}",

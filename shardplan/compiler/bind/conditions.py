@@ -14,47 +14,8 @@ from shardplan.core.sum_outputs import SumRule
 from shardplan.core.tree import LIST_OF_WORDS, ModuleTree
 from shardplan.language.limits import MAX_FINDINGS
 
-NO_VALUE = Code(
-    code="SP209",
-    title="a condition that has no value for the configuration",
-    text="""The conditions of `when` and `for` read fields of the model's configuration that are numbers, booleans or
-None, and how often a word is in a list of words (`layer_types.full_attention`). This configuration does not have such a field, or it is something else, such as a text or a list.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-extends: llama
-tensor_parallel:
-  model.layers.*.self_attn.{q,k}_norm: {style: replicated_with_grad_allreduce, when: use_qk_norm}
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-extends: llama
-tensor_parallel:
-  lm_head: {style: colwise_vocab, when: num_attention_heads > 8}
-""",
-)
-
-OTHER_CONFIGURATION = Code(
-    code="SP210",
-    title="a plan for other configurations",
-    text="""`for` is a condition over the model's configuration. It says which models of the types in `models` the plan is
-for. For any other configuration the plan is refused.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-models: [llama]
-for: num_key_value_heads == num_attention_heads
-extends: llama
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-models: [llama]
-for: num_key_value_heads < num_attention_heads
-extends: llama
-""",
-)
+NO_VALUE = Code("SP209")
+OTHER_CONFIGURATION = Code("SP210")
 
 _parse = lru_cache(maxsize=1024)(parse_condition)
 
@@ -133,7 +94,7 @@ class _Conditions:
             values = self.values(*read)
             fields = ", ".join(f"{name} is {values[name]}" for name in read)
             self.findings[location] = Diagnostic(
-                code=OTHER_CONFIGURATION.code,
+                code=OTHER_CONFIGURATION,
                 severity=Severity.ERROR,
                 message=f"the plan is for configurations with `{condition}`, and {fields} in this one",
                 primary=Label(location, "does not hold"),
@@ -158,7 +119,7 @@ class _Conditions:
         except EvaluationError as error:
             near = closest(error.unknown[0], self.tree.fields) if error.unknown else None
             self.findings[location] = Diagnostic(
-                code=NO_VALUE.code,
+                code=NO_VALUE,
                 severity=Severity.ERROR,
                 message=f"the condition `{condition}` has no value: {error.reason}",
                 primary=Label(location),

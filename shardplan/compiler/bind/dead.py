@@ -10,31 +10,7 @@ from shardplan.language.globs import Glob
 from .matching import Names
 from .suggestions import suggestions
 
-DEAD = Code(
-    code="SP201",
-    title="a key that matches nothing",
-    text="""Every key of a plan must match a module or a parameter of the model by its whole dotted name. A rule that
-matches nothing leaves whole what it should split; torch's `parallelize_module` only warns. Write `optional: true` in
-a rule that only some models need. A child plan removes an inherited rule with the style `none`.
-
-The patterns of `units` and `modules` must match modules.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-  lm_heads: colwise_gather_output
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-  lm_head: colwise_gather_output
-""",
-)
+DEAD = Code("SP201")
 
 
 def dead(
@@ -73,7 +49,7 @@ def dead(
         proposals = tuple(Rewrite(location, key) for key in keys) or (Rewrite(location, None),)
         help += "" if modules_only else ", or write `optional: true` if only some models have it"
     return Diagnostic(
-        code=DEAD.code,
+        code=DEAD,
         severity=Severity.WARNING if lenient else Severity.ERROR,
         message=f"`{glob.pattern}` matches {nothing} of {model}",
         primary=Label(location, "matches nothing"),

@@ -13,24 +13,7 @@ from shardplan.language.globs import parse_glob
 from .dead import dead
 from .matching import Names
 
-PARAMETERS = Code(
-    code="SP207",
-    title="parameters where modules are expected",
-    text="""`units` and `modules` list modules: FSDP gathers, checkpointing recomputes, and torch.compile compiles the
-forward of a module. A parameter cannot be wrapped; name the module that owns it.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*.mlp.experts.gate_up_proj]
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*.mlp.experts]
-""",
-)
+PARAMETERS = Code("SP207")
 
 
 def expand(
@@ -90,7 +73,7 @@ def _each(n: int, modules: tuple[str, ...], names: Names) -> tuple[str, ...]:
 def _parameters(pattern: str, location: Location, names: tuple[str, ...]) -> Diagnostic:
     owners = pattern.rpartition(".")[0]
     return Diagnostic(
-        code=PARAMETERS.code,
+        code=PARAMETERS,
         severity=Severity.ERROR,
         message=f"`{pattern}` matches parameters, such as {names[0]}, but must match modules",
         primary=Label(location, f"matches {len(names)} parameters"),

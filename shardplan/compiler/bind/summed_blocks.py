@@ -15,27 +15,7 @@ from .conditions import applies
 from .dead import dead
 from .matching import Names
 
-SUMMED = Code(
-    code="SP208",
-    title="`sum_outputs` that does not name two modules of a block",
-    text="""`sum_outputs` is written at a block and lists the modules below it whose partial sums the block's code
-adds up: by their names relative to the block, in the order in which they run. Each name or pattern must match a
-module of some block, each block needs at least two modules, and a module may be in one sum only.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-extends: llama
-tensor_parallel:
-  model.layers.*: {sum_outputs: [self_attn.out_proj, mlp.down_proj]}
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-extends: llama
-tensor_parallel:
-  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
-""",
-)
+SUMMED = Code("SP208")
 
 
 def declared_sums(
@@ -114,7 +94,7 @@ def _unmatched(tree: ModuleTree, rule: SumRule, blocks: Mapping[str, tuple[tuple
 
 def _finding(rule: SumRule, message: str, help: str, modules: tuple[str, ...]) -> Diagnostic:
     return Diagnostic(
-        code=SUMMED.code,
+        code=SUMMED,
         severity=Severity.ERROR,
         message=message,
         primary=Label(rule.location, "declares a sum"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shardplan.core.diagnostics import Code, Diagnostic
+from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import ResolvedPlan
 
 from . import (
@@ -55,7 +55,6 @@ _RULES = (
 )
 
 CHECKS: tuple[Callable[[Facts], Iterator[Diagnostic]], ...] = tuple(rule.check for rule in _RULES)
-CODES: tuple[Code, ...] = tuple(code for rule in _RULES for code in rule.CODES)
 
 
 def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagnostic, ...]:
@@ -79,4 +78,4 @@ def allowed_tp(resolved: ResolvedPlan) -> tuple[int, ...]:
     return Facts(resolved).allowed
 
 
-__all__ = ["CHECKS", "CODES", "allowed_tp", "check"]
+__all__ = ["CHECKS", "allowed_tp", "check"]

@@ -11,31 +11,7 @@ from shardplan.styles.adapter_styles import adapter_style
 
 from .facts import Facts
 
-ADAPTER = Code(
-    code="SP390",
-    title="an adapter that cannot be split with its layer",
-    text="""A LoRA adapter of a split layer is split with the layer: B by the output features, A by the input
-features. DoRA needs the norm of each row of the whole weight, which no rank has if the input features or the rows of
-a vocabulary are split. Adapters of single parameters (`target_parameters`: the weights of experts) replace the
-parameter while the module runs, which a sharded parameter does not allow. Other kinds of adapters are unknown: on a
-part of the layer they may compute something else than on the whole layer.""",
-    bad="""# shardplan validate my_models:llama_with_dora mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.self_attn.{q,k,v}_proj: colwise
-  model.layers.*.self_attn.o_proj: rowwise
-""",
-    good="""# shardplan validate my_models:llama_with_lora mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.self_attn.{q,k,v}_proj: colwise
-  model.layers.*.self_attn.o_proj: rowwise
-""",
-)
-
-CODES = (ADAPTER,)
+ADAPTER = Code("SP390")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -53,7 +29,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for (_, what, help), (rule, names) in groups.items():
         adapted = tuple(dict.fromkeys(names))
         yield Diagnostic(
-            code=ADAPTER.code,
+            code=ADAPTER,
             severity=Severity.ERROR,
             message=f"{what} {facts.resolved.tree.named(map(facts.resolved.tree.address, adapted))}",
             primary=Label(rule.location, f"`{rule.style}` splits the layer") if rule is not None else None,

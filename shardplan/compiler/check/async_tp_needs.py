@@ -9,32 +9,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from .facts import Facts
 from .field_places import field_label
 
-NEEDS = Code(
-    code="SP383",
-    title="asynchronous tensor parallelism without what it needs",
-    text="""torch.compile hides the gathers and scatters of sequence parallelism behind the matrix products beside
-them. It finds them in the graphs of compiled modules, so it needs sequence parallelism, the backend `inductor`, and
-modules to compile. On one tp rank there is no communication to hide.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  lm_head: colwise_gather_output
-compile:
-  modules: [model.layers.*]
-  async_tensor_parallel: true
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  lm_head: colwise_gather_output
-compile:
-  modules: [model.layers.*]
-""",
-)
-
-CODES = (NEEDS,)
+NEEDS = Code("SP383")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -51,7 +26,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     lacking = [what for what, there in missing.items() if not there]
     if lacking:
         yield Diagnostic(
-            code=NEEDS.code,
+            code=NEEDS,
             severity=Severity.ERROR,
             message=f"async_tensor_parallel needs {' and '.join(lacking)}",
             primary=field_label(section, "async_tensor_parallel"),

@@ -14,109 +14,13 @@ from .check_words import join
 from .facts import Facts
 from .field_places import field_label
 
-MISSING = Code(
-    code="SP551",
-    title="a data-parallel backend that is not installed",
-    text="""`backend: megatron_fsdp` needs the package `megatron-fsdp`, which shardplan does not install.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  backend: megatron_fsdp
-  units: [model.layers.*]
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  backend: fsdp2
-  units: [model.layers.*]
-""",
-)
-
-REPLICATES = Code(
-    code="SP552",
-    title="ddp with an axis that splits the model",
-    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients. It cannot shard
-(`dp_shard` above 1), and its buckets do not accept the DTensor parameters of tensor parallelism. Use `fsdp2`, which
-replicates over `dp_replicate` and shards over `dp_shard`.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  backend: ddp
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
-version: "1"
-name: mine
-data_parallel:
-  backend: ddp
-""",
-)
-
-NO_SECTION = Code(
-    code="SP553",
-    title="data-parallel ranks without a data_parallel section",
-    text="""The mesh has ranks that see other batches or tokens (`dp_replicate`, `dp_shard`, `cp`), but the plan does
-not declare how their gradients are reduced: each rank would train a model of its own. Add a `data_parallel` section,
-or apply the plan on the mesh's tp axis alone (`mesh["tp"]`) and wrap the model yourself.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-""",
-)
-
-FIELD = Code(
-    code="SP554",
-    title="a field that the data-parallel backend does not have",
-    text="""Each backend supports some of the fields of `data_parallel`. A field that the backend would ignore, and
-that changes what is computed or where it is stored, is an error. The fields that control how FSDP2 gathers
-(`reshard_after_forward`, `prefetch`) are accepted: other backends gather in their own way.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
-version: "1"
-name: mine
-data_parallel:
-  backend: ddp
-  mixed_precision: {param: bfloat16}
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
-version: "1"
-name: mine
-data_parallel:
-  backend: ddp
-""",
-)
-
-COMBINED = Code(
-    code="SP555",
-    title="a plan that the data-parallel backend would train wrongly",
-    text="""Megatron-FSDP gives modules plain tensors in place of their DTensor parameters. It would never sum
-gradients that are partial sums over tp (norms on heads, and all norms under sequence parallelism). Use `fsdp2`, or a
-plan without such parameters.""",
-)
-
-CLASSES = Code(
-    code="SP556",
-    title="units of Megatron-FSDP that are not all modules of their class",
-    text="""Megatron-FSDP finds its units by their class. If `units` names some modules of a class and leaves out
-others, it would wrap all of them.""",
-)
-
-STRATEGY = Code(
-    code="SP557",
-    title="sharding strategies that Megatron-FSDP does not combine",
-    text="""`outer_dp_sharding_strategy: optim` shards the optimizer state over `dp_replicate`. It needs
-`zero_dp_strategy: optim_grads_params`, which shards everything over `dp_shard`. A model on the meta device cannot
-stay unsharded (`init_model_with_meta_device` with `no_shard`).""",
-)
-
-CODES = (MISSING, REPLICATES, NO_SECTION, FIELD, COMBINED, CLASSES, STRATEGY)
+MISSING = Code("SP551")
+REPLICATES = Code("SP552")
+NO_SECTION = Code("SP553")
+FIELD = Code("SP554")
+COMBINED = Code("SP555")
+CLASSES = Code("SP556")
+STRATEGY = Code("SP557")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -128,7 +32,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     backend = BACKENDS[section.backend]
     if backend.module and find_spec(backend.module) is None:
         yield Diagnostic(
-            code=MISSING.code,
+            code=MISSING,
             severity=Severity.ERROR,
             message=f"the backend {backend.name} ({backend.package}) is not installed",
             primary=field_label(section, "backend"),
@@ -140,7 +44,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     if splitting:
         listed = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
         yield Diagnostic(
-            code=REPLICATES.code,
+            code=REPLICATES,
             severity=Severity.ERROR,
             message=f"the backend {backend.name} {_limits(backend)}, but the mesh has {listed}",
             primary=field_label(section, "backend"),
@@ -167,7 +71,7 @@ def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
     for name, value in section.values.items():
         if name not in known and value != default[name]:
             yield Diagnostic(
-                code=FIELD.code,
+                code=FIELD,
                 severity=Severity.ERROR,
                 message=f"the backend {backend.name} does not have the field {name}",
                 primary=field_label(section, name),
@@ -192,7 +96,7 @@ def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator
     else:
         return
     yield Diagnostic(
-        code=COMBINED.code,
+        code=COMBINED,
         severity=Severity.ERROR,
         message=message,
         primary=field_label(section, "backend"),
@@ -209,7 +113,7 @@ def _classes(facts: Facts) -> Iterator[Diagnostic]:
     others = tuple(n for n, m in resolved.tree.modules.items() if m.class_name in classes and n not in units)
     if others:
         yield Diagnostic(
-            code=CLASSES.code,
+            code=CLASSES,
             severity=Severity.ERROR,
             message=f"{section.backend} finds units by their class, and {facts.resolved.tree.named(others)} has the class of a unit but is not in `units`",
             primary=field_label(section, "units"),
@@ -233,7 +137,7 @@ def _strategy(section: DataParallel) -> Iterator[Diagnostic]:
     else:
         return
     yield Diagnostic(
-        code=STRATEGY.code,
+        code=STRATEGY,
         severity=Severity.ERROR,
         message=message,
         primary=field_label(section, "megatron_fsdp"),
@@ -247,7 +151,7 @@ def _no_section(facts: Facts) -> Iterator[Diagnostic]:
     if ranks:
         axes = " and ".join(f"{axis}={size}" for axis, size in ranks.items())
         yield Diagnostic(
-            code=NO_SECTION.code,
+            code=NO_SECTION,
             severity=Severity.ERROR,
             message=f"the mesh has {axes}, but the plan has no data_parallel section",
             help="add `data_parallel: {backend: fsdp2, units: [...]}`",

@@ -13,52 +13,8 @@ from shardplan.styles.boundary import Boundary
 
 from .facts import Facts
 
-NESTED = Code(
-    code="SP363",
-    title="a block input inside a block input that already moves the value",
-    text="""A block input moves the argument of its module once for everything inside the module. A second block input
-of the same kind inside it would move the value again: a gathered sequence would be gathered twice, or a gradient
-would be all-reduced twice, which makes it tp times too large while the loss stays the same. If all parts of the block
-read the same value, keep the outer block input; otherwise keep the inner ones.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
-version: "1"
-name: mine
-extends: mixtral
-tensor_parallel:
-  model.layers.*.mlp.experts: input_with_grad_allreduce
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
-version: "1"
-name: mine
-extends: mixtral
-""",
-)
-
-UNSPLIT = Code(
-    code="SP364",
-    title="gathering a sequence that no rule splits",
-    text="""`gather_seq_input` and `colwise_seq` gather the sequence from all ranks, but no rule of the plan splits it
-first: every rank already has it whole. Under `tensor_parallel`, write `input_with_grad_allreduce` for the input of a
-block; the styles that gather belong under `sequence_parallel`.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp: gather_seq_input
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp: input_with_grad_allreduce
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-""",
-)
-
-CODES = (NESTED, UNSPLIT)
+NESTED = Code("SP363")
+UNSPLIT = Code("SP364")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -93,7 +49,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
         pairs.setdefault((id(outer_rule), id(rule)), (outer_rule, rule, []))[2].append(name)
     for outer_rule, rule, names in pairs.values():
         yield Diagnostic(
-            code=NESTED.code,
+            code=NESTED,
             severity=Severity.ERROR,
             message=f"the block input `{rule.style}` for {facts.resolved.tree.named(names)} is inside the block input `{outer_rule.style}`, "
             "which already moves the value",
@@ -133,7 +89,7 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
             vain.setdefault(id(rule), (rule, []))[1].append(name)
     for rule, names in vain.values():
         yield Diagnostic(
-            code=UNSPLIT.code,
+            code=UNSPLIT,
             severity=Severity.ERROR,
             message=f"`{rule.style}` for {facts.resolved.tree.named(names)} gathers the sequence, which no rule splits",
             primary=Label(rule.location, "gathers the sequence"),

@@ -28,11 +28,11 @@ def by_rule(
     """
     groups: dict[tuple[int, str, str], tuple[Code, Rule, dict[str, None]]] = {}
     for code, reason, rule, name in problems:
-        groups.setdefault((id(rule), code.code, reason), (code, rule, {}))[2][name] = None
+        groups.setdefault((id(rule), code, reason), (code, rule, {}))[2][name] = None
     for (_, _, reason), (code, rule, names) in groups.items():
         what, help = words(code, rule)
         yield Diagnostic(
-            code=code.code,
+            code=code,
             severity=Severity.ERROR,
             message=f"{what} for {named(names)}: {reason}",
             primary=Label(rule.location),

@@ -18,101 +18,11 @@ from shardplan.styles.stored_parameters import distributed_experts
 from .facts import Facts
 from .field_places import field_label
 
-SIZES = Code(
-    code="SP391",
-    title="a size of the axis ep that the mesh does not have",
-    text="""The axis `ep` takes no ranks of its own: it is a view of dp_shard x cp x tp, the innermost ranks of them. So ep must divide
-their product, and either tp must divide ep or ep tp. The rest, ep_shard = dp_shard x cp x tp / ep, are the ranks over which FSDP2
-shards the experts of one ep rank.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2 --dp-shard 3 --ep 3
-version: "1"
-name: mine
-extends: mixtral
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2 --dp-shard 2 --ep 4
-version: "1"
-name: mine
-extends: mixtral
-""",
-)
-UNEVEN = Code(
-    code="SP392",
-    title="experts that the ranks cannot share evenly",
-    text="""Each rank has as many experts as every other: ep must divide their number. `ep_experts` distributes them over the tp
-ranks, which all have the same tokens, so ep must be tp; `ep_dispatch` takes any ep. FSDP2 shards a rank's experts over ep_shard
-ranks: ep_shard must divide their number, or another dim of each stack.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 1 --dp-shard 16 --ep 16
-version: "1"
-name: mine
-extends: mixtral
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 1 --dp-shard 16 --ep 8
-version: "1"
-name: mine
-extends: mixtral
-""",
-)
-NO_EXPERTS = Code(
-    code="SP393",
-    title="an axis ep, and no experts that are distributed over it",
-    text="""On a mesh with several ep ranks the section `expert_parallel` of a plan is laid over the others; it must distribute some
-module of experts. The style `ep_dispatch` stands there and nowhere else, as the other sections apply without an axis ep too;
-`ep_experts`, which distributes experts over tp, may stand in each.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 4 --ep 4 --tp 1
-version: "1"
-name: mine
-data_parallel: {units: [model.layers.*]}
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 4 --ep 4 --tp 1
-version: "1"
-name: mine
-expert_parallel:
-  model.layers.*.mlp.experts: ep_dispatch
-data_parallel: {units: [model.layers.*]}
-""",
-)
-NO_STACK = Code(
-    code="SP394",
-    title="a module that is not a stack of experts",
-    text="""The experts of a module are distributed by the first dim of its parameters: all must be stacks of as many experts, biases
-too. Those of modules below it (a norm of each expert's result) are shared by all experts, and whole on every rank. Experts that are
-modules of a list, one by one, are split by tensor parallelism.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 2 --ep 2 --tp 1
-version: "1"
-name: mine
-expert_parallel:
-  model.layers.*.mlp: ep_dispatch
-data_parallel: {units: [model.layers.*]}
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 2 --ep 2 --tp 1
-version: "1"
-name: mine
-expert_parallel:
-  model.layers.*.mlp.experts: ep_dispatch
-data_parallel: {units: [model.layers.*]}
-""",
-)
-COMBINED = Code(
-    code="SP395",
-    title="what cannot be combined with expert parallelism",
-    text="""Experts that are sent tokens are units of FSDP2 over other ranks than the rest of the model, which `ddp` and `megatron_fsdp` do
-not know. How many tokens a rank gets is known only when they are there, so a graph breaks around the experts: a module around them
-cannot be compiled with `fullgraph`. Adapters of experts are not distributed.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 2 --ep 2 --tp 1
-version: "1"
-name: mine
-extends: mixtral
-compile: {}
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 2 --ep 2 --tp 1
-version: "1"
-name: mine
-extends: mixtral
-compile: {fullgraph: false}
-""",
-)
-
-CODES = (SIZES, UNEVEN, NO_EXPERTS, NO_STACK, COMBINED)
+SIZES = Code("SP391")
+UNEVEN = Code("SP392")
+NO_EXPERTS = Code("SP393")
+NO_STACK = Code("SP394")
+COMBINED = Code("SP395")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -148,9 +58,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _error(code: Code, message: str, place: Label | None, help: str, modules: tuple[str, ...] = ()) -> Diagnostic:
-    return Diagnostic(
-        code=code.code, severity=Severity.ERROR, message=message, primary=place, help=help, modules=modules
-    )
+    return Diagnostic(code=code, severity=Severity.ERROR, message=message, primary=place, help=help, modules=modules)
 
 
 # (code, message about `{names}`, text beside the rule, help)

@@ -24,94 +24,10 @@ from .check_words import join
 from .facts import Facts
 from .field_places import field_label
 
-DTYPES = Code(
-    code="SP332",
-    title="parameters of several dtypes in one FSDP unit",
-    text="""FSDP2 reduces the gradients of a unit in one buffer, so all trainable parameters of a unit must have one
-dtype. A module of another dtype inside a unit becomes a unit of its own automatically. That is not possible if one
-module has parameters of several dtypes, or if they are tied: convert the model to one dtype, and set the compute
-dtype in `mixed_precision`.""",
-    bad="""# shardplan validate mixtral-float64-bias.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-""",
-    good="""# shardplan validate mixtral-float64-router.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-""",
-)
-
-RESHARD = Code(
-    code="SP333",
-    title="reshard_after_forward does not divide the number of FSDP ranks",
-    text="""As a number, `reshard_after_forward` is the number of ranks over which a unit is split between forward and
-backward; the FSDP ranks (`dp_shard` times `cp`) form groups of that size. FSDP2 does not support this for parameters
-that are split over tp (torch 2.13).""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 8
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-  reshard_after_forward: 3
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 8
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-  reshard_after_forward: 4
-""",
-)
-
-TRAINED = Code(
-    code="SP334",
-    title="a trained parameter that data parallelism ignores",
-    text="""The gradients of ignored parameters are not reduced over the data-parallel ranks, so the copies on the
-ranks would diverge. Freeze ignored parameters before you apply the plan.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-  ignored: [model.norm]
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-""",
-)
-
-UNCAST = Code(
-    code="SP335",
-    title="an ignored parameter whose dtype is not the compute dtype",
-    text="""FSDP2 casts the parameters that it gathers, and the inputs of their modules, to `mixed_precision.param`.
-Ignored parameters (`ignored`, `frozen: replicated`) keep their dtype, which would differ from that of their inputs.
-Convert them before you apply the plan.""",
-    bad="""# shardplan validate llama-frozen-embedding.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-  frozen: replicated
-  mixed_precision: {param: bfloat16}
-""",
-    good="""# shardplan validate llama-frozen-embedding.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-  frozen: root
-  mixed_precision: {param: bfloat16}
-""",
-)
-
-CODES = (DTYPES, RESHARD, TRAINED, UNCAST)
+DTYPES = Code("SP332")
+RESHARD = Code("SP333")
+TRAINED = Code("SP334")
+UNCAST = Code("SP335")
 
 
 def fully_shards(resolved: ResolvedPlan) -> bool:
@@ -208,7 +124,7 @@ def _finding(
     facts: Facts, code: Code, message: str, help: str, names: tuple[str, ...], key: str = "units"
 ) -> Diagnostic:
     return Diagnostic(
-        code=code.code,
+        code=code,
         severity=severity(facts.resolved),
         message=message,
         primary=field_label(facts.resolved.data_parallel, key),

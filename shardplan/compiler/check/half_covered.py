@@ -14,52 +14,8 @@ from shardplan.styles.head_counts import stays_split
 from .check_words import join
 from .facts import Facts
 
-SIBLING = Code(
-    code="SP350",
-    title="a matrix left whole beside split siblings",
-    text="""Linear modules of one parent work on the same heads or features. If some of them are split over tp and no
-rule names another one, that one computes on a value of another width, or its gradient is incomplete. If you want a
-whole copy, declare it with `replicate`.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.gate_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-""",
-)
-
-PARAMETER = Code(
-    code="SP351",
-    title="a parameter that no rule names, beside split ones",
-    text="""A module's own parameter (attention sinks, a bias, a stack of expert biases) stays whole unless a rule
-splits it. Beside split parameters it then has another width than they have, or each rank computes only a part of its
-gradient. If you want a whole copy, declare it with `replicate` or `replicated_with_grad_allreduce`.""",
-    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.experts: moe_tp_experts
-  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
-""",
-    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.experts: moe_tp_experts
-  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
-  model.layers.*.mlp.experts.down_proj: rowwise
-""",
-)
-
-CODES = (SIBLING, PARAMETER)
+SIBLING = Code("SP350")
+PARAMETER = Code("SP351")
 
 MATMUL = ("linear", "conv1d")
 
@@ -146,7 +102,7 @@ def _finding(facts: Facts, code: Code, names: list[str], split: dict[str, Rule])
     beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
     replicate = "replicate" if " and " in what else f"{what}: replicate"
     return Diagnostic(
-        code=code.code,
+        code=code,
         severity=Severity.WARNING,
         message=f"no rule names {what}, which stays whole beside the split {beside}",
         primary=Label(next(iter(split.values())).location, "splits what stands beside it"),

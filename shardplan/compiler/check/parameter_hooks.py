@@ -10,17 +10,7 @@ from shardplan.styles.backends import BACKENDS
 
 from .facts import Facts
 
-HOOKED = Code(
-    code="SP525",
-    title="a hook on a parameter that is replaced",
-    text="""`register_hook` and `register_post_accumulate_grad_hook` belong to one Parameter object. Tensor
-parallelism and FSDP2 replace it by a DTensor, and the hook would never run: a gradient that it clips, scales or
-zeroes would pass unchanged, without an error. Register the hooks on the parameters that the model has after
-`apply_plan`: `register_post_accumulate_grad_hook`, whose parameter and gradient are this rank's DTensors. `register_hook` runs there
-without FSDP2 alone, and raises with it. A parameter that is not replaced (tp=1 without FSDP) keeps its hooks.""",
-)
-
-CODES = (HOOKED,)
+HOOKED = Code("SP525")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -43,7 +33,7 @@ def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
     names = tuple(name for name, (_, parameter) in resolved.tree.parameters.items() if parameter.hooked)
     if names:
         yield Diagnostic(
-            code=HOOKED.code,
+            code=HOOKED,
             severity=Severity.ERROR,
             message=f"hooks are registered on {resolved.tree.named(names)}, but applying the plan replaces these parameters: the hooks "
             "would never run",

@@ -11,66 +11,9 @@ from shardplan.core.tree import block
 
 from .facts import Facts
 
-LENGTH = Code(
-    code="SP360",
-    title="a sequence length that tp does not divide",
-    text="""Under sequence parallelism each rank has `length / tp` tokens between the blocks. Uneven slices are
-refused before any communication: gloo would abort and NCCL would wait forever. Pad the batch to the length that the
-message names.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8 --sequence-parallel --seq-len 4097
-version: "1"
-name: mine
-extends: llama
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8 --sequence-parallel --seq-len 4104
-version: "1"
-name: mine
-extends: llama
-""",
-)
-
-NO_OVERLAY = Code(
-    code="SP361",
-    title="sequence parallelism without a `sequence_parallel` section",
-    text="""Sequence parallelism was requested, but neither the plan nor a plan that it extends has a
-`sequence_parallel` section, which declares the modules that work on a slice of the sequence.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
-""",
-)
-
-NO_ENTRANCE = Code(
-    code="SP362",
-    title="an embedding for sequence parallelism without the block input after it",
-    text="""`embedding_rowwise_seq` leaves the sequence whole, so that the model can compute positions and masks from
-its length; a `split_seq_input` rule at the first block then gives each rank its slice. Without this block input the
-embedding outputs the whole sequence, the blocks output slices, and the model adds the two.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
-version: "1"
-name: mine
-extends: llama
-sequence_parallel:
-  model.layers.0: none
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
-version: "1"
-name: mine
-extends: llama
-""",
-)
-
-CODES = (LENGTH, NO_OVERLAY, NO_ENTRANCE)
+LENGTH = Code("SP360")
+NO_OVERLAY = Code("SP361")
+NO_ENTRANCE = Code("SP362")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -80,7 +23,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         return
     if not resolved.plan.has_overlay:
         yield Diagnostic(
-            code=NO_OVERLAY.code,
+            code=NO_OVERLAY,
             severity=Severity.ERROR,
             message=f"sequence parallelism was requested, but `{resolved.plan.name}` has no "
             "`sequence_parallel` section",
@@ -91,7 +34,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     if facts.seq_len is not None and facts.tp is not None and facts.seq_len % facts.tp:
         padded = -(-facts.seq_len // facts.tp) * facts.tp
         yield Diagnostic(
-            code=LENGTH.code,
+            code=LENGTH,
             severity=Severity.ERROR,
             message=f"the sequence length is {facts.seq_len}, which tp={facts.tp} does not divide",
             help=f"pad the sequences to {padded} tokens",
@@ -120,7 +63,7 @@ def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) 
     in_list = first.rpartition(".")[2].isdecimal()
     line = f"`{tree.address(first)}: split_seq_input`" if in_list else "a `split_seq_input` rule for the first block"
     return Diagnostic(
-        code=NO_ENTRANCE.code,
+        code=NO_ENTRANCE,
         severity=Severity.ERROR,
         message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, but no "
         "`split_seq_input` rule splits it for the blocks, which output slices",

@@ -11,30 +11,7 @@ from shardplan.core.tree import named
 
 from .facts import Facts
 
-NO_SUM = Code(
-    code="SP365",
-    title="`sum_outputs` of a module whose output is not a partial sum",
-    text="""The modules that `sum_outputs` names are reduced together. Each must therefore compute a partial sum that
-its rule reduces, by a style (`rowwise`, `rowwise_seq`, `all_reduce`, `reduce_scatter`) or by `output: all_reduce`,
-and all must be reduced to the same layout. If sequence parallelism splits a block in another way, remove the list
-there: write `sum_outputs: []` in the `sequence_parallel` section.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-extends: llama
-tensor_parallel:
-  model.layers.*: {sum_outputs: [self_attn.q_proj, mlp.down_proj]}
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml
-version: "1"
-name: mine
-extends: llama
-tensor_parallel:
-  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
-""",
-)
-
-CODES = (NO_SUM,)
+NO_SUM = Code("SP365")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -65,7 +42,7 @@ def _reduced_to(facts: Facts, name: str) -> Layout | None:
 
 def _finding(rule: SumRule, message: str, names: list[str]) -> Diagnostic:
     return Diagnostic(
-        code=NO_SUM.code,
+        code=NO_SUM,
         severity=Severity.ERROR,
         message=message,
         primary=Label(rule.location, "declares their sum"),

@@ -15,55 +15,8 @@ from .facts import Facts
 from .field_places import field_label
 from .fsdp import fully_shards, severity
 
-DIFFERENT = Code(
-    code="SP340",
-    title="tied parameters with different placements",
-    text="""An embedding and an output head that share their weight are one parameter, so both rules must store it in
-the same way. The rows of the embedding are the output features of the head: `embedding_rowwise` for the embedding and
-a `colwise` style for the head both split dim 0. With two placements the one parameter would become two: the
-embedding's gradient would lack the head's part, and the loss would not show it.""",
-    bad="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.embed_tokens: embedding_rowwise
-""",
-    good="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.embed_tokens: embedding_rowwise
-  lm_head: colwise_gather_output
-""",
-)
-
-UNITS = Code(
-    code="SP341",
-    title="tied parameters in two FSDP units",
-    text="""FSDP2 gathers the parameters of a unit together and frees them together. A parameter with two names must
-belong to one unit; otherwise its second use finds it freed, and torch raises an error when the model first runs.
-Leave both modules out of `units` (they then belong to the root), or name one module that contains both.""",
-    bad="""# shardplan validate llama-3.2-1b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.embed_tokens: embedding_rowwise
-  lm_head: colwise_gather_output
-data_parallel:
-  units: [model.layers.*, lm_head]
-""",
-    good="""# shardplan validate llama-3.2-1b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-tensor_parallel:
-  model.embed_tokens: embedding_rowwise
-  lm_head: colwise_gather_output
-data_parallel:
-  units: [model.layers.*]
-""",
-)
-
-CODES = (DIFFERENT, UNITS)
+DIFFERENT = Code("SP340")
+UNITS = Code("SP341")
 
 BY_ROWS = {
     "embedding": "embedding_rowwise",
@@ -111,7 +64,7 @@ def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
     rules = {name: facts.stored[name].rule for name in places if name in facts.stored}
     first = next(name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules)
     return Diagnostic(
-        code=DIFFERENT.code,
+        code=DIFFERENT,
         severity=Severity.ERROR,
         message=f"{' and '.join(places)} are one parameter, but the plan stores it in different ways: "
         + ", ".join(f"{place}" for place in places.values()),
@@ -145,7 +98,7 @@ def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> s
 def _units(facts: Facts, units: dict[str, str]) -> Diagnostic:
     where = " and ".join(f"{name} to {unit or 'the root'}" for name, unit in units.items())
     return Diagnostic(
-        code=UNITS.code,
+        code=UNITS,
         severity=severity(facts.resolved),
         message=f"{' and '.join(units)} are one parameter, but belong to different FSDP units",
         primary=field_label(facts.resolved.data_parallel, "units"),

@@ -9,22 +9,9 @@ from shardplan.core.plan import Assignment, Rule
 from shardplan.core.tree import full_name
 
 from .check_words import join
-from .declared_heads import PLAN
 from .facts import Facts
 
-KERNEL = Code(
-    code="SP315",
-    title="a kernel for training that skips moves",
-    text="""The code of the module hands parameters of modules below it to one function where `self.training` is true: a kernel that
-computes all of them together (`mamba_split_conv1d_scan_combined` of mamba_ssm). The forwards of these modules do not run then, and neither do the
-plan's moves at them: a row-wise matrix would give a partial sum, a norm over split features a mean of its own, without an error. Whether the
-kernel is installed is no part of a plan, so a plan that is right without it may be wrong elsewhere. `fused: false` in the module's rule keeps its code
-from that branch.""",
-    bad=PLAN.replace("    fused: false\n", ""),
-    good=PLAN,
-)
-
-CODES = (KERNEL,)
+KERNEL = Code("SP315")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -41,7 +28,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for rule, class_name, children, names in groups.values():
         own_rule = facts.resolved.modules.get(names[0])
         yield Diagnostic(
-            code=KERNEL.code,
+            code=KERNEL,
             severity=Severity.ERROR,
             message=f"{class_name} may compute {facts.resolved.tree.named(names)} in one kernel in training, with the parameters of {join(children, 'and')}: "
             "what the plan does there would be skipped",

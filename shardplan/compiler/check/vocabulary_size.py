@@ -12,48 +12,8 @@ from .facts import Facts
 from .stored_by_rules import StoredParameter
 from .vocabulary_rows import chunk_rows, leaves_rank_empty, vocabulary_rows
 
-UNEVEN = Code(
-    code="SP320",
-    title="a vocabulary that tp does not divide",
-    text="""tp need not divide the rows of a vocabulary: embedding, head and loss use chunks of `ceil(rows / tp)`
-rows, and the last rank has fewer. The result is right, and the load is slightly uneven. A vocabulary padded to a
-multiple of the tp size (64 or 128 is usual) avoids that.""",
-    bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 4
-version: "1"
-name: mine
-tensor_parallel:
-  transformer.wte: embedding_rowwise
-  lm_head: colwise_gather_output
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
-version: "1"
-name: mine
-tensor_parallel:
-  model.embed_tokens: embedding_rowwise
-  lm_head: colwise_gather_output
-""",
-)
-
-EMPTY = Code(
-    code="SP321",
-    title="a vocabulary with too few rows for every rank",
-    text="""With chunks of `ceil(rows / tp)` rows the last rank would have none. FSDP2 cannot reduce the gradient of
-an empty shard (torch 2.13: "_chunk_cat expects non-empty tensor").""",
-    bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 513
-version: "1"
-name: mine
-tensor_parallel:
-  transformer.wpe: embedding_rowwise
-""",
-    good="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 512
-version: "1"
-name: mine
-tensor_parallel:
-  transformer.wpe: embedding_rowwise
-""",
-)
-
-CODES = (UNEVEN, EMPTY)
+UNEVEN = Code("SP320")
+EMPTY = Code("SP321")
 
 MOST_LISTED = 8  # ranks whose rows are listed one by one
 
@@ -74,7 +34,7 @@ def _finding(rows: int, tp: int, group: list[StoredParameter]) -> Diagnostic:
     # The head's rule is the same with and without the sequence-parallel overlay; the embedding's is not.
     location = group[-1].rule.location
     return Diagnostic(
-        code=EMPTY.code if empty else UNEVEN.code,
+        code=EMPTY if empty else UNEVEN,
         severity=Severity.ERROR if empty else Severity.WARNING,
         message=f"a vocabulary of {rows} rows leaves rank {-(-rows // size)} of tp={tp} without a row"
         if empty

@@ -5,14 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .layout_codes import CODES
-
 if TYPE_CHECKING:
     from .layout_check import LayoutReport, check_layout
     from .model import ModelLayouts
     from .run import Workbench
 
-__all__ = ["CODES", "LayoutReport", "ModelLayouts", "Workbench", "check_layout"]
+__all__ = ["LayoutReport", "ModelLayouts", "Workbench", "check_layout"]
 
 _HOMES = {"LayoutReport": "layout_check", "check_layout": "layout_check", "ModelLayouts": "model", "Workbench": "run"}
 

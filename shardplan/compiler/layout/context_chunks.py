@@ -100,7 +100,7 @@ def context_facts(found: FoundModel) -> tuple[ContextFacts, tuple[Diagnostic, ..
         return ContextFacts(seen.tables, loss), ()
     return ContextFacts(), (
         Diagnostic(
-            code=CHUNKS.code,
+            code=CHUNKS,
             severity=Severity.ERROR,
             message=f"the model cannot run on chunks of the sequence: {reason}",
             help=_help(found, seen),

@@ -245,7 +245,7 @@ def decide(
 def unmanaged(modules: tuple[str, ...]) -> Diagnostic:
     """One finding for a model that is not typed."""
     return Diagnostic(
-        code=DROPOUT.code,
+        code=DROPOUT,
         severity=Severity.ERROR,
         message=f"dropout is above 0 in {named(modules)}, and this plan is not proven, so which values it acts on is unknown",
         help=SWITCH_OFF,
@@ -280,7 +280,7 @@ def _add(at: _Decision, drawing: Drawing, by_place: Mapping[tuple[str, str, Sour
 
 def _diagnostic(modules: tuple[str, ...], reason: str, fix: str, at: _Decision) -> Diagnostic:
     return Diagnostic(
-        code=DROPOUT.code,
+        code=DROPOUT,
         severity=Severity.ERROR,
         message=f"{named(modules)} {reason}",
         notes=tuple(at.places)[:4],

@@ -64,7 +64,7 @@ def around_compiled(
     )
     return {}, (
         Diagnostic(
-            code=DROPOUT.code,
+            code=DROPOUT,
             severity=Severity.ERROR,
             message=f"{named(mixed)}, which the plan compiles as one, drops elements of whole values and of split ones: "
             f"{named(inside)}",

@@ -137,7 +137,7 @@ def diagnostic(
     if blamed is not None:
         primary = Label(blamed.rule.location, _label(first, blamed, repair))
     return Diagnostic(
-        code=code.code,
+        code=code,
         severity=Severity.ERROR,
         message=message(first, plan.tree),
         primary=primary,

@@ -123,7 +123,7 @@ class ModelLayouts:
         try:
             return self._made_benches()
         except PlanError as error:
-            if self.tp > 1 or self.found.config is None or [d.code for d in error.diagnostics] != [NOT_RUNNING.code]:
+            if self.tp > 1 or self.found.config is None or [d.code for d in error.diagnostics] != [NOT_RUNNING]:
                 raise
             times = 2 * self.heads_times
             larger = ModelLayouts(self.found, 1, self.ep, times, self.pp, self.blocks)
@@ -351,7 +351,7 @@ UNPROVEN_HELP = (
 def unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
     """What keeps a plan from being proven, as an error or, where that is accepted, a warning. That another model was proven than
     the one that is there (SP524, SP526) cannot be accepted."""
-    if diagnostic.code in (NOT_CARRIED.code, NOT_REDUCED.code):
+    if diagnostic.code in (NOT_CARRIED, NOT_REDUCED):
         return diagnostic
     return replace(
         diagnostic,
@@ -363,7 +363,7 @@ def unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
 
 def _unseen(name: str, why: str) -> Diagnostic:
     return Diagnostic(
-        code=UNTYPED.code,
+        code=UNTYPED,
         severity=Severity.WARNING,
         message=f"{name} accepts images, but its reduced model cannot be given any: this plan is proven for text alone",
         notes=(why,),
@@ -372,7 +372,7 @@ def _unseen(name: str, why: str) -> Diagnostic:
 
 def _undetermined(names: tuple[str, ...], allowed: bool) -> Diagnostic:
     found = Diagnostic(
-        code=UNTYPED.code,
+        code=UNTYPED,
         severity=Severity.ERROR,
         message=f"layers of the same classes read values of different layouts in {named(names)}: which of them a layer reads that the "
         "reduced model does not have cannot be determined",
@@ -383,7 +383,7 @@ def _undetermined(names: tuple[str, ...], allowed: bool) -> Diagnostic:
 
 def _not_small(name: str, findings: list[Diagnostic], allowed: bool) -> Diagnostic:
     found = Diagnostic(
-        code=UNTYPED.code,
+        code=UNTYPED,
         severity=Severity.ERROR,
         message=f"the plan fits {name}, but not the reduced model on which it would be proven",
         notes=tuple(d.message for d in findings),

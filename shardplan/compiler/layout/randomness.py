@@ -117,7 +117,7 @@ def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
     modules = tuple(dict.fromkeys(site.module for site in sites if site.module))
     where = named(modules) if modules else model
     return Diagnostic(
-        code=RANDOM.code,
+        code=RANDOM,
         severity=Severity.ERROR,
         message=f"the code of {where} draws random numbers in training, but they are not managed across tp={tp}",
         notes=tuple(

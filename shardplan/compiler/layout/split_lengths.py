@@ -57,7 +57,7 @@ def misfit(lengths: Mapping[int, str], tp: int, checked: int) -> Diagnostic | No
         return None
     known = [str(size) for size in range(1, max(lengths) + 1) if all(length % size == 0 for length in lengths)]
     return Diagnostic(
-        code=FEATURES.code,
+        code=FEATURES,
         severity=Severity.ERROR,
         message=f"the model's code splits a dimension of length {wrong[0]}, which tp={tp} does not divide",
         notes=(lengths[wrong[0]], f"seen at tp={checked}, at which the plan is right"),

@@ -39,7 +39,7 @@ def stage_findings(
         return
     if facts.shared:
         yield Diagnostic(
-            code=ORDER.code,
+            code=ORDER,
             severity=severity,
             message=f"{named(facts.shared)} runs inside another block than its own",
             primary=about("layers"),
@@ -51,7 +51,7 @@ def stage_findings(
         blocks = facts.results is None
         what = "the blocks return" if blocks else f"{named(facts.unnamed)} returns"
         yield Diagnostic(
-            code=UNNAMED.code,
+            code=UNNAMED,
             severity=severity,
             message=f"{what} something else than a tensor or a tuple of tensors, each the same",
             primary=about("layers" if blocks else "carry"),
@@ -61,7 +61,7 @@ def stage_findings(
     yield from _crossings(facts, section, severity, declared)
     if facts.apart and not facts.crossings:
         yield Diagnostic(
-            code=APART.code,
+            code=APART,
             severity=severity,
             message=f"{named(facts.apart)} does not read the first result of the block before it",
             primary=about("layers"),
@@ -81,7 +81,7 @@ def _order(facts: CutFacts, order: tuple[int, ...], label: Label | None, severit
     else:
         message = f"the blocks run in the order {', '.join(map(str, order))}"
     return Diagnostic(
-        code=ORDER.code,
+        code=ORDER,
         severity=severity,
         message=f"{message}: pipeline stages need blocks that run once, in order",
         primary=label,
@@ -102,7 +102,7 @@ def _parameters(facts: CutFacts, label: Label | None, severity: Severity) -> Ite
         message = f"{what} {named(names)}" if names is ends.unread else f"{named(names)} {what.rstrip(':')}"
         if names is ends.unread:
             message += ": its pipeline stage is not known"
-        yield Diagnostic(code=NOWHERE.code, severity=severity, message=message, primary=label, help=help, modules=names)
+        yield Diagnostic(code=NOWHERE, severity=severity, message=message, primary=label, help=help, modules=names)
 
 
 def _crossings(
@@ -126,7 +126,7 @@ def _crossings(
         if misplaced:
             field = "first" if misplaced[0] in facts.parts.first else "last"
             yield Diagnostic(
-                code=CROSSING.code,
+                code=CROSSING,
                 severity=severity,
                 message=_message(run, crossing),
                 primary=field_label(section, field),
@@ -137,7 +137,7 @@ def _crossings(
         carry = [*section.carry, *(one for one in known if one not in section.carry)]
         can = None not in sources and known and not set(known) <= set(section.carry)
         yield Diagnostic(
-            code=CROSSING.code,
+            code=CROSSING,
             severity=severity,
             message=_message(run, crossing),
             primary=field_label(section, "carry" if "carry" in section.given else "layers"),

@@ -141,7 +141,7 @@ def _unknown(resolved: ResolvedPlan, names: tuple[str, ...], severity: Severity)
         return ()
     return (
         Diagnostic(
-            code=NOWHERE.code,
+            code=NOWHERE,
             severity=severity,
             message=f"no run reads {named(names)}: its pipeline stage is not known",
             primary=field_label(resolved.pipeline_parallel, "layers"),

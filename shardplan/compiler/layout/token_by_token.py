@@ -89,7 +89,7 @@ def _of_rank(module: nn.Module, count: int, ranks: int, rank: int) -> nn.Module:
 def _finding(plan: ResolvedPlan, why: str, names: list[str]) -> Diagnostic:
     rule = plan.modules[names[0]].rule
     return Diagnostic(
-        code=TOKENS.code,
+        code=TOKENS,
         severity=Severity.ERROR,
         message=f"the experts of {named(names)} cannot be distributed: {why}",
         primary=Label(rule.location, "distributes them"),

@@ -60,7 +60,7 @@ def dropping(tree: ModuleTree, through: Iterable[tuple[SummedOutputs, str]]) -> 
 
 def _diagnostic(one: SummedOutputs, message: str, modules: tuple[str, ...]) -> Diagnostic:
     return Diagnostic(
-        code=UNSUMMED.code,
+        code=UNSUMMED,
         severity=Severity.ERROR,
         message=f"the outputs that `sum_outputs` names are not only added up: {message}",
         primary=Label(one.rule.location, "declares their sum"),

@@ -8,12 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .reduced_codes import CODES
-
 if TYPE_CHECKING:
     from .reduced_model import ReducedModel, make_reduced_model
 
-__all__ = ["CODES", "ReducedModel", "make_reduced_model"]
+__all__ = ["ReducedModel", "make_reduced_model"]
 
 
 def __getattr__(name: str) -> Any:

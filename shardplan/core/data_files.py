@@ -1,0 +1,12 @@
+"""The files of the project that the package reads: plans, and the pages of the diagnostic codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def data_folder(name: str) -> Path:
+    """A folder of the project: in a clone it stands beside the package, in a wheel inside it."""
+    package = Path(__file__).parents[1]
+    packaged = package / "_data" / name
+    return packaged if packaged.is_dir() else package.parent / name
