@@ -1,12 +1,13 @@
-"""Played schedules against real ones: `python -m benchmarks.pipelines`."""
+"""Schedules in closed form against real ones: `python -m benchmarks.pipelines`."""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardplan
-from shardplan.core.schedules import SCHEDULES
-from shardplan.cost.pipeline_time import StageTime, play
-from shardplan.torchlib.schedule_actions import actions_of
+from shardplan.cost.pipeline_time import step_seconds
 
 from .page import table
 
 RANKS, MICRO_BATCHES, SEQ, TURNS = 2, 4, 256, 5
-APART = 0.05  # played steps that differ by less are no order that a measurement could confirm
+APART = 0.05  # steps that differ by less are no order that a measurement could confirm
 CONFIG = {
     "hidden_size": 384,
     "intermediate_size": 1024,
@@ -36,15 +34,14 @@ CONFIG = {
     "max_position_embeddings": SEQ,
 }
 SECTION = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": ["model.norm", "lm_head"]}
-# What runs: (schedule, how blocks are divided).
-RUNS = [("gpipe", "layers"), ("1f1b", "layers"), *((name, "cost") for name in SCHEDULES)]
+# What runs: (schedule, how many blocks each stage has).
+RUNS = [("gpipe", [4, 4]), ("1f1b", [4, 4]), ("gpipe", [5, 3]), ("1f1b", [5, 3]), ("interleaved", [2, 2, 3, 1])]
+BASE = 3
 TEXT = """## Schedules of a pipeline
 
 `python -m benchmarks.pipelines`: a step of a Llama of 8 blocks on {ranks} gloo processes, {micro} micro-batches of {seq} tokens, the median of {turns} turns, over that of
-1F1B with blocks divided by cost in the same turn; beside it the same from the table of actions, with what a block, the head and a hand-over take in these processes. A backward at once
-and one in two halves (torch's `stage_backward_input` and `stage_backward_weight`, which go over the graph twice) are measured by themselves: {split}. {blocks}
+1F1B with 5 and 3 blocks in the same turn; beside it the same as `estimate` computes it, in closed form, with what a block and the head take in these processes. The head took {head:.1f} times what a block takes.
 """
-Costs = tuple[float, float, float, float]  # seconds of a forward, of a backward at once, and of its two halves
 
 
 def measured(work: Callable[[], Any], repeats: int = 9) -> float:
@@ -56,61 +53,22 @@ def measured(work: Callable[[], Any], repeats: int = 9) -> float:
     return statistics.median(times[2:])
 
 
-def costs(module: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], width: int) -> Costs:
-    """As torch's stages compute them."""
+def seconds_of(module: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], width: int) -> float:
+    """A forward and a backward."""
 
-    def forward() -> tuple[Tensor, Tensor]:
-        x = torch.randn(1, SEQ, width, requires_grad=True)
-        return x, module(x)
-
-    def at_once() -> None:
-        x, out = forward()
-        stage_backward(out, torch.ones_like(out), [x])
-        clear()
-
-    def first_half() -> list[dict[str, Any]]:
-        x, out = forward()
-        return stage_backward_input([out], [torch.ones_like(out)], [x], iter(parameters))[1]
-
-    def both() -> None:
-        stage_backward_weight(iter(parameters), first_half())
-        clear()
-
-    def clear() -> None:
+    def step() -> None:
+        module(torch.randn(1, SEQ, width, requires_grad=True)).sum().backward()
         for parameter in parameters:
             parameter.grad = None
 
-    one, half = measured(forward), measured(first_half)
-    return one, measured(at_once) - one, half - one, measured(both) - half
+    return measured(step)
 
 
-def hand_over(index: int, width: int) -> float:
-    """Seconds of sending what a stage sends."""
-    x = torch.zeros(1, SEQ, width)
-
-    def there_and_back() -> None:
-        for source in range(RANKS):
-            dist.send(x, 1 - source) if index == source else dist.recv(x, source)
-
-    return measured(there_and_back, 21) / RANKS
-
-
-def stage_times(sizes: Sequence[int], block: Costs, head: Costs, *, splits: bool) -> list[StageTime]:
-    """What each stage costs. The first one has no input that needs a gradient: torch computes all of its backward in the second half."""
-    times = []
-    for stage, blocks in enumerate(sizes):
-        more = stage == len(sizes) - 1
-        forward, whole, inputs, weights = (blocks * b + (h if more else 0.0) for b, h in zip(block, head, strict=True))
-        halves = (inputs, weights) if splits and stage else (0.0, whole) if splits else (whole, 0.0)
-        times.append(StageTime(forward, *halves))
-    return times
-
-
-def together(one: Costs) -> Costs:
+def together(one: float) -> float:
     """The mean over the ranks."""
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, one)
-    return tuple(map(statistics.mean, zip(*every, strict=True)))  # type: ignore[return-value]
+    return statistics.mean(every)
 
 
 def rank(index: int, folder: str) -> None:
@@ -130,15 +88,15 @@ def rank(index: int, folder: str) -> None:
 
     weights = [*block.parameters()], [*whole.model.norm.parameters(), *whole.lm_head.parameters()]
 
-    def look() -> tuple[Costs, Costs]:
+    def look() -> tuple[float, float]:
         dist.barrier()
-        of_block = costs(lambda x: block(x, position_embeddings=table_of), weights[0], config.hidden_size)
+        of_block = seconds_of(lambda x: block(x, position_embeddings=table_of), weights[0], config.hidden_size)
         dist.barrier()
-        return together(of_block), together(costs(head, weights[1], config.hidden_size))
+        return together(of_block), together(seconds_of(head, weights[1], config.hidden_size))
 
-    before, sent = look(), hand_over(index, config.hidden_size)
+    before = look()
     pipelines = []
-    for name, balance in RUNS:
+    for name, sizes in RUNS:
         pipeline = shardplan.apply_pipeline(
             LlamaForCausalLM(config),
             mesh,
@@ -148,7 +106,7 @@ def rank(index: int, folder: str) -> None:
             seq_len=SEQ,
             prove=False,
             check_inputs=False,
-            pipeline_parallel=SECTION | {"balance": balance},
+            pipeline_parallel=SECTION | {"sizes": sizes},
         )
         pipelines.append(pipeline)
     batch = torch.randint(config.vocab_size, (MICRO_BATCHES, SEQ))
@@ -164,14 +122,9 @@ def rank(index: int, folder: str) -> None:
             if turn:
                 times.append(time.perf_counter() - start)
     after = look()
-    of_block, of_head = (tuple(map(statistics.mean, zip(*one, strict=True))) for one in zip(before, after, strict=True))
-    simulated = []
-    for (name, _), pipeline in zip(RUNS, pipelines, strict=True):
-        record, sizes = SCHEDULES[name], pipeline.layout.cut.sizes
-        stages = stage_times(sizes, of_block, of_head, splits=record.splits_backward)  # type: ignore[arg-type]
-        simulated.append((play(actions_of(record, RANKS, MICRO_BATCHES), stages, sent).seconds, sizes))
     if index == 0:
-        Path(folder, "made").write_text(repr((of_block, of_head, simulated, real)), "utf-8")
+        of_block, of_head = map(statistics.mean, zip(before, after, strict=True))
+        Path(folder, "made").write_text(json.dumps([of_block, of_head, real]), "utf-8")
     dist.destroy_process_group()
 
 
@@ -179,27 +132,25 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank, (folder,), nprocs=RANKS)
-        of_block, of_head, simulated, real = eval(Path(folder, "made").read_text("utf-8"))
-    base = RUNS.index(("1f1b", "cost"))
-    ratios = [statistics.median(a / b for a, b in zip(one, real[base], strict=True)) for one in real]
+        of_block, of_head, real = json.loads(Path(folder, "made").read_text("utf-8"))
+    closed = []
+    for _, sizes in RUNS:
+        stages = [of_block * blocks for blocks in sizes]
+        stages[-1] += of_head
+        closed.append(step_seconds([sum(stages[r::RANKS]) for r in range(RANKS)], MICRO_BATCHES, len(sizes) // RANKS))
+    ratios = [statistics.median(a / b for a, b in zip(one, real[BASE], strict=True)) for one in real]
     rows = [
-        [name, ", ".join(map(str, sizes)), f"{seconds / simulated[base][0]:.2f}", f"{ratio:.2f}"]
-        for (name, _), (seconds, sizes), ratio in zip(RUNS, simulated, ratios, strict=True)
+        [name, ", ".join(map(str, sizes)), f"{seconds / closed[BASE]:.2f}", f"{ratio:.2f}"]
+        for (name, sizes), seconds, ratio in zip(RUNS, closed, ratios, strict=True)
     ]
-    blocks = f"The head took {sum(of_head[:2]) / sum(of_block[:2]):.1f} times what a block takes."
-    split = f"the halves of a block took {sum(of_block[2:]) / of_block[1]:.2f} times what its backward takes at once"
-    print(TEXT.format(ranks=RANKS, micro=MICRO_BATCHES, seq=SEQ, turns=TURNS, split=split, blocks=blocks))
-    print(table(["schedule", "blocks of the stages", "played", "real"], rows))
-    played = [seconds for seconds, _ in simulated]
-    print()
-    for split in (False, True):
-        group = [i for i, (name, _) in enumerate(RUNS) if split or not SCHEDULES[name].splits_backward]
-        pairs = [(i, j) for i in group for j in group if played[i] > (1 + APART) * played[j]]
-        agree = sum(ratios[i] > ratios[j] for i, j in pairs)
-        what = "all schedules" if split else "schedules that compute each backward at once"
-        print(
-            f"Of the {len(pairs)} pairs of {what} whose played steps differ by {APART:.0%}, {agree} are in the same order in reality."
-        )
+    print(TEXT.format(ranks=RANKS, micro=MICRO_BATCHES, seq=SEQ, turns=TURNS, head=of_head / of_block))
+    print(table(["schedule", "blocks of the stages", "closed form", "real"], rows))
+    every = range(len(RUNS))
+    pairs = [(i, j) for i in every for j in every if closed[i] > (1 + APART) * closed[j]]
+    agree = sum(ratios[i] > ratios[j] for i, j in pairs)
+    print(
+        f"\nOf the {len(pairs)} pairs whose closed forms differ by {APART:.0%}, {agree} are in the same order in reality."
+    )
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from shardplan.proof.exact import in_precision_of
 
 STEPS = 3
 # What the tests need of the section, by kind of model.
-LLAMA = {"layers": "model.layers.*", "balance": "layers"}
-GPT2 = {"layers": "transformer.h.*", "balance": "layers"}
+LLAMA = {"layers": "model.layers.*"}
+GPT2 = {"layers": "transformer.h.*"}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_a_mesh_is_sizes_by_axis_in_any_spelling_or_keywords() -> None:
     with pytest.raises(TypeError, match="verify needs a tp size"):
         shardplan.verify(small, "llama")
     for wrong, text in (
-        ({"pp": 2, "schedule": "zbv"}, "a schedule and micro-batches are for pipeline stages in real processes"),
+        ({"pp": 2, "schedule": "gpipe"}, "a schedule and micro-batches are for pipeline stages in real processes"),
         ({"pp": 2, "processes": True, "schedule": "2f2b"}, "there is no pipeline schedule '2f2b'"),
         ({"pp": 2, "processes": True, "micro_batches": 0}, "micro_batches must be at least 1, not 0"),
         ({"pp": 2, "processes": True, "micro_batches": 1}, "1f1b needs a micro-batch for each of its 2 stages"),

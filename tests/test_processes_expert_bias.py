@@ -109,7 +109,7 @@ def pipelined(first_dense: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         "auto",
         micro_batches=2,
         prove=False,
-        pipeline_parallel={"layers": "model.layers.*", "balance": "layers"},
+        pipeline_parallel={"layers": "model.layers.*"},
     )
     reference = build(case)
     with pytest.raises(ValueError, match="not counted"):

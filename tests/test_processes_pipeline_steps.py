@@ -80,7 +80,7 @@ def with_own_loss(recipe: Recipe) -> dict[str, Any]:
     return {"evaluated": evaluated.item(), "loss": pipeline.step(**inputs).item(), "gradients": gradients_of(pipeline)}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_a_loss_of_ones_own_and_evaluation(schedule: str) -> None:
     recipe = replace(TIED, tied=False, schedule=schedule)
     runs, model = on_ranks(2, with_own_loss, recipe), recipe.build()
@@ -145,7 +145,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "blocks": ({"schedule": "interleaved", "stages_per_rank": 3, "micro_batches": 6}, "4 blocks, too few for 6 stages"),
     "no such schedule": ({"schedule": "2f2b"}, "there is no pipeline schedule '2f2b'"),
-    "compiled": ({"schedule": "zbv", "compile": {"modules": ["model.layers.*"]}}, "issues/161904"),
+    "a schedule that was": ({"schedule": "zbv"}, "the schedules are gpipe, 1f1b, interleaved"),
     "micro-batches": ({"micro_batches": 0}, "micro_batches must be at least 1"),
 }
 
@@ -190,22 +190,11 @@ def wrong_meshes() -> None:
     for sizes, options, text in (
         ({"pp": 2, "cp": 2, "dp_shard": 1}, {}, "pipeline stages do not work with context parallelism"),
         ({"dp_shard": 2, "tp": 2}, {}, "no axis pp"),
-        ({"pp": 2, "dp_shard": 2}, {"schedule": "zbv", "data_parallel": {"reshard_after_forward": True}}, "torch 2.13"),
-        (
-            {"pp": 2, "dp_replicate": 2, "dp_shard": 1},
-            {"schedule": "zbv", "data_parallel": {"backend": "ddp"}},
-            "issues/144530",
-        ),
     ):
         with pytest.raises(ValueError, match=text):
             _apply(recipe.build(), sizes, **options)
     with pytest.raises(ValueError, match="apply_pipeline cuts a model into stages"):
         shardplan.apply_plan(recipe.build(), shardplan.build_mesh(pp=2), "auto")
-    last = recipe.build()
-    for name, parameter in last.named_parameters():
-        parameter.requires_grad_("layers.3" in name)
-    with pytest.raises(ValueError, match="nothing is trained before stage 3"):
-        _apply(last, {"pp": 2}, schedule="zero_bubble")
 
 
 @pytest.mark.slow

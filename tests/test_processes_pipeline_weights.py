@@ -22,7 +22,7 @@ from shardplan.weights.materialize import initialize
 TIED = Recipe("qwen2", {"pp": 2, "dp_shard": 2}, tied=True)
 CASES = {
     "llama": (replace(TIED, model="llama", tied=False), {}),
-    "tied in a v": (replace(TIED, schedule="zbv"), {}),
+    "tied, interleaved": (replace(TIED, schedule="interleaved"), {}),
     "packed, tp": (Recipe("gpt2", {"pp": 2, "tp": 2}, tied=True, section=GPT2), {"n_layer": 4}),
     "experts": (Recipe("qwen3_moe", {"pp": 2, "dp_shard": 2}, schedule="interleaved"), {"output_router_logits": False}),
 }
@@ -142,7 +142,7 @@ def test_training_goes_on_at_any_pp(tied: bool, tmp_path: Path) -> None:
     for run in whole:
         for name, value in run.items():
             assert torch.allclose(value, expected[0].parameters[name], rtol=0, atol=1e-7), name
-    again = {"v": replace(recipe, schedule="zbv"), "the same": recipe}
+    again = {"interleaved": replace(recipe, schedule="interleaved"), "the same": recipe}
     for other in again.values():
         for source in (folder, copied):
             check(other, on_ranks(4, other_steps, other, source), expected[1:])

@@ -133,12 +133,12 @@ def test_a_schedule_is_proven_of(name: str):
 
 @pytest.mark.slow
 def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
-    words = ["verify", "llama", "llama", "--pp", "2", "--dp-shard", "2", "--processes", "--schedule", "zbv"]
+    words = ["verify", "llama", "llama", "--pp", "2", "--dp-shard", "2", "--processes", "--schedule", "interleaved"]
     assert main([*words, "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     jsonschema.Draft202012Validator(report_schema()).validate(report)
     (proof,) = report["proofs"]
-    assert (proof["schedule"], proof["micro_batches"], report["pipeline"]["sizes"]) == ("zbv", 8, [1, 1, 1, 1])
+    assert (proof["schedule"], proof["micro_batches"], report["pipeline"]["sizes"]) == ("interleaved", 8, [1, 1, 1, 1])
     names = {row["name"] for row in proof["comparisons"] if row["kind"] == "gradient"}
     assert {"model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "lm_head.weight"} <= names
 

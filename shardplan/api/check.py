@@ -226,7 +226,7 @@ def verify(
     from shardplan.proof.prove import prove
     from shardplan.proof.prove_stages import with_pipeline
     from shardplan.report.errors import raise_errors
-    from shardplan.runtime.pipeline.layout_of_stages import number_of_stages
+    from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
 
     of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
@@ -254,7 +254,7 @@ def verify(
     raise_errors((*given.findings, *variants.all_findings), given.sources)
     stages = sizes.pp
     if processes and sizes.pp > 1:
-        stages = number_of_stages(variants.resolved[wanted[0]], record, sizes.pp, None, micro_batches)
+        stages = len(stage_sizes(variants.resolved[wanted[0]], record, sizes.pp, None, micro_batches))
     reduced = ModelLayouts(found, sizes.tp, sizes.ep, pp=stages, blocks=stages if processes and sizes.pp > 1 else 0)
     staged, scheduled = None, None
     if sizes.pp > 1:

@@ -53,7 +53,7 @@ def estimate(
             fp16 and fp32. What is computed in follows from it and from the plan's mixed_precision.
         optimizer: torch's: "adamw" or "sgd" as it is without options on a GPU, "adamw-fused", "adamw-for-loop"; or "none".
         micro_batches: forwards and backwards before the optimizer steps, of a pipeline or accumulated.
-        schedule: of pipeline stages: gpipe, 1f1b, interleaved, looped, zero_bubble, zbv, dualpipev.
+        schedule: of pipeline stages: gpipe, 1f1b or interleaved.
         expert_load: the busiest ep rank's share of all rows for experts, over the mean of the ranks, from 1 (an even load) to ep;
             the figures are that rank's.
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shardplan.compiler.pipeline import Changes, compile_variant
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardplan.compiler.lower import Program
-    from shardplan.core.plan import ResolvedPlan
-    from shardplan.core.schedules import Schedule
-    from shardplan.model import FoundModel
     from shardplan.runtime.apply.plan_mesh import PlanMesh
     from shardplan.runtime.pipeline import Pipeline
 
@@ -55,7 +51,7 @@ def apply_pipeline(
 
     Args:
         mesh: as for `apply_plan`, with an axis pp, the outermost.
-        schedule: gpipe, 1f1b, interleaved, looped, zero_bubble, zbv or dualpipev, or the name of torch's class.
+        schedule: gpipe, 1f1b or interleaved, or the name of torch's class.
         micro_batches: how many parts the batch of a step has, on each data-parallel rank.
         stages_per_rank: of a schedule that works with several numbers; None: as the section's `sizes` say, else the
             schedule's least.
@@ -108,11 +104,10 @@ def apply_pipeline(
             ),
         )
         program, warnings = program_or_raise(compiled), compiled.findings
-        program = for_stages(program, record, wrapped=_wrapped(plan_mesh, program))
+        program = for_stages(program, wrapped=_wrapped(plan_mesh, program))
         plan_mesh.check_sections(program.resolved)
         autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
-        balance = partial(_balance, compiled.given.both[0], plan_mesh.sizes.pp, seq_len)
-        layout = lay_out(plan_mesh, program.resolved, record, stages_per_rank, micro_batches, balance)
+        layout = lay_out(plan_mesh, program.resolved, record, stages_per_rank, micro_batches)
         agreement.say(f"{intention(program)}\nautocast {autocast}\n{layout.cut}\n{record.name} {micro_batches}")
     about, proof = prove_splits(
         compiled, named, changes, program, mesh, prove=prove, strict=strict, allow_unproven=allow_unproven
@@ -147,11 +142,3 @@ def _wrapped(mesh: PlanMesh, program: Program) -> bool:
 
     section = program.resolved.data_parallel
     return section is not None and mesh.data_parallel(BACKENDS[section.backend]) is not None
-
-
-def _balance(
-    found: FoundModel, pp: int, seq_len: int | None, resolved: ResolvedPlan, schedule: Schedule, stages: int
-) -> tuple[int, ...]:
-    from shardplan.cost.stage_sizes import stage_sizes
-
-    return stage_sizes(found, resolved, pp, schedule, stages // pp, seq_len)

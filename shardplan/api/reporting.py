@@ -23,7 +23,7 @@ from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of,
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
     from shardplan.core.estimates import Device, Estimate, TrainingStep
-    from shardplan.core.stages import PlayedSchedule
+    from shardplan.core.stages import PipelineCut
 
 Flow = tuple[str, tuple[tuple[str, int], ...]]  # a block, and the modules below it in the order in which they run
 
@@ -43,7 +43,7 @@ class PlanReport:
         programs: of each variant.
         estimates: of each variant, where a step was named.
         flow: a repeated block of the model.
-        pipeline: the stages and the schedule, with several pp ranks.
+        pipeline: the stages, with several pp ranks.
     """
 
     plan: str
@@ -53,7 +53,7 @@ class PlanReport:
     programs: Mapping[Section, Program] = field(default_factory=dict)
     estimates: Mapping[Section, Estimate] = field(default_factory=dict)
     flow: Flow = ("", ())
-    pipeline: PlayedSchedule | None = None
+    pipeline: PipelineCut | None = None
 
 
 def plan_report(
@@ -101,7 +101,7 @@ def plan_report(
     derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
     given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
     programs = {variant_name(on): one for on, one in compiled(given, sizes, sequence_parallel, progress).items()}
-    pipeline = _pipeline(named, plan, sizes, step, derive, progress) if sizes.pp > 1 else None
+    pipeline = _pipeline(named, plan, sizes, step, derive) if sizes.pp > 1 else None
     estimates: dict[Section, Estimate] = {}
     if step is not None:
         for section, program in programs.items():
@@ -121,20 +121,17 @@ def plan_report(
 
 
 def _pipeline(
-    model: Model,
-    plan: AnyPlan,
-    sizes: MeshSizes,
-    step: TrainingStep | None,
-    derive: Derive | None,
-    progress: Callable[[str], None],
-) -> PlayedSchedule:
-    """The stages, which all variants have alike. Without a step, as a schedule of 1F1B with two micro-batches for each stage."""
-    from shardplan.cost.played_schedule import played_schedule
+    model: Model, plan: AnyPlan, sizes: MeshSizes, step: TrainingStep | None, derive: Derive | None
+) -> PipelineCut:
+    """The stages, which all variants have alike. Without a step, those of 1F1B.
 
-    made = compile_variant(model, sizes, plan, {}, allow_unproven=True, derive=derive)
-    program = program_or_raise(made)
-    found, _ = made.given.both
-    schedule, count, length = (
-        ("1f1b", None, None) if step is None else (step.schedule, step.micro_batches, step.seq_len)
-    )
-    return played_schedule(found, program.resolved, schedule, count, length, progress)
+    Raises:
+        ValueError: the schedule does not work with the mesh, the micro-batches or the number of blocks.
+    """
+    from shardplan.compiler.pipeline_cut import pipeline_cut
+    from shardplan.core.schedules import SCHEDULES
+    from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
+
+    resolved = program_or_raise(compile_variant(model, sizes, plan, {}, allow_unproven=True, derive=derive)).resolved
+    schedule, count = ("1f1b", None) if step is None else (step.schedule, step.micro_batches)
+    return pipeline_cut(resolved, stage_sizes(resolved, SCHEDULES[schedule], sizes.pp, None, count))

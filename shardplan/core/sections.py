@@ -229,15 +229,9 @@ class PipelineParallel(Section):
         "outside of the blocks, or of later blocks, reads it.",
         ["model.layers.*.mlp.gate"],
     )
-    balance: Literal["cost", "layers"] = option(
-        "cost",
-        "How blocks are distributed over the stages. `cost`: so that the slowest stage takes the least time. `layers`: the "
-        "same number for each, as far as it divides.",
-        "layers",
-    )
     sizes: tuple[int, ...] | None = option(
         None,
-        "How many blocks each stage has, in place of `balance`: a number for each stage.",
+        "How many blocks each stage has; without it the same number, as far as it divides.",
         [9, 10, 10, 7],
         least=1,
         most=100_000,

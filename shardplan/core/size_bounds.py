@@ -10,7 +10,7 @@ MOST_TOKENS = 2**26  # of a sequence: the longest that models are made for have 
 MOST_OF_A_NUMBER = 1e24  # bytes, operations or tokens: a million times what the fastest device does in a second
 LEAST_SHARE = 1e-6  # of a bound's speed
 MOST_SEQUENCES = 2**20  # of a step on all devices, and of one forward
-MOST_MICRO_BATCHES = 2**16  # of a step: a schedule is played one by one
+MOST_MICRO_BATCHES = 2**16  # of a step: torch lists the actions of each
 
 
 def check_count(what: str, value: object, most: int) -> None:

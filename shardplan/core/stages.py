@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schedules import ActionKind
-
 
 @dataclass(frozen=True, slots=True)
 class HandedOn:
@@ -21,36 +19,6 @@ class HandedOn:
     module: str
     positions: tuple[int, ...] = (0,)
     length: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """What a rank does in a schedule that was played, and when: shares of the step, 0 to 1."""
-
-    kind: ActionKind
-    stage: int
-    micro_batch: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedSchedule:
-    """A step of a pipeline as a picture.
-
-    Args:
-        schedule: its name.
-        micro_batches: of the step.
-        cut: the stages.
-        ranks: of each pp rank, what it does, in order.
-        bubble: the share of the step in which ranks wait.
-    """
-
-    schedule: str
-    micro_batches: int
-    cut: PipelineCut
-    ranks: tuple[tuple[Slot, ...], ...]
-    bubble: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,6 @@ def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
         line(low.stored, high.stored),
         line(low.touched, high.touched),
         high.parts,
-        high.tied,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardplan.core.balance import BlockCosts, balanced
+from shardplan.compiler.pipeline_cut import even_sizes
 from shardplan.core.estimates import Bound, Device, Traffic
 from shardplan.core.fits import Checkpointing, Choice, Order
 from shardplan.core.mesh import Axis, MeshSizes
@@ -17,13 +17,10 @@ from shardplan.core.stages import PipelineCut
 from .depth import Depths
 from .least_time import bound_of, waiting
 from .part_costs import PartCosts, Stored
-from .stage_costs import StageCosts, stage_time, stages_of
+from .pipeline_time import ahead, step_seconds
+from .stage_costs import StageCosts, stage_seconds, stages_of
 
-SCREENED = ("1f1b", "interleaved", "zbv")
-# Of a stage's micro-batches, how many more are in flight than pp, and which share of 1F1B's bubble there is: near enough for
-# choosing what is estimated.
-IN_FLIGHT = {"1f1b": 1.0, "interleaved": 1.4, "zbv": 1.0}
-BUBBLE = {"1f1b": 1.0, "interleaved": 0.5, "zbv": 0.2}
+SCREENED = ("1f1b", "interleaved")
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: its stages are kept
@@ -97,14 +94,10 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screen
     if len(table.blocks) < pp * laps:
         return None
     stages = [_scaled(one, choice.micro_batch) for one in _stages(table, pp, laps)]
-    owner = [schedule.rank_of(s, pp) if schedule else 0 for s in range(pp * laps)]
-    ranks = [[one for one, at in zip(stages, owner, strict=True) if at == rank] for rank in range(pp)]
-    times = [sum(_seconds(one, device, sizes) for one in rank) for rank in ranks]
+    ranks = [stages[rank::pp] for rank in range(pp)]
+    times = [sum(stage_seconds(one, device, sizes) for one in rank) for rank in ranks]
     busiest = ranks[times.index(max(times))]
-    pipeline = None
-    if choice.schedule is not None:
-        waited = (pp - 1) * BUBBLE[choice.schedule]
-        pipeline = max(times) * (choice.micro_batches + waited)
+    pipeline = step_seconds(times, choice.micro_batches, laps) if schedule else None
     memory = max(_memory(choice, rank, place, width) for place, rank in enumerate(ranks))
     flops: dict[str, int] = {}
     for one in busiest:
@@ -125,14 +118,7 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screen
 
 @lru_cache(maxsize=256)
 def _stages(table: Table, pp: int, laps: int) -> tuple[StageCosts, ...]:
-    def of(name: str) -> int:
-        costs = table.costs.get(table.depths.like(name))
-        return costs.flops if costs is not None else 0
-
-    from .traced_parts import FIRST, LAST
-
-    costs = BlockCosts(tuple(map(of, table.blocks)), of(FIRST), of(LAST))
-    cut = PipelineCut(table.blocks, balanced(costs, pp, laps), (), ())
+    cut = PipelineCut(table.blocks, even_sizes(len(table.blocks), pp * laps), (), ())
     return stages_of(cut, table.costs, table.depths)
 
 
@@ -144,18 +130,12 @@ def _scaled(stage: StageCosts, rows: int) -> StageCosts:
             part,
             forward={d: n * rows for d, n in part.forward.items()},
             backward={d: n * rows for d, n in part.backward.items()},
-            weights={d: n * rows for d, n in part.weights.items()},
             kept={c: n * rows for c, n in part.kept.items()},
             burst=part.burst * rows,
             traffic={key: (calls, size * rows) for key, (calls, size) in part.traffic.items()},
         )
 
     return StageCosts(stage.names, tuple(map(times, stage.parts)), stage.received * rows, stage.handed * rows)
-
-
-def _seconds(stage: StageCosts, device: Device, sizes: MeshSizes) -> float:
-    one = stage_time(stage, device, sizes)
-    return one.forward + one.inputs + one.weights
 
 
 def _memory(choice: Choice, own: list[StageCosts], place: int, width: Bytes) -> int:
@@ -171,12 +151,12 @@ def _memory(choice: Choice, own: list[StageCosts], place: int, width: Bytes) -> 
         outside = elements - max(blocks) * sum(1 for n in blocks if n == max(blocks))
         held = (max(outside, 0) + 2 * max(blocks)) * width.computed + max(blocks) * width.added
         return stored + max(held + kept + burst, updating)
-    in_flight = min(choice.micro_batches, (sizes.pp - (place if choice.schedule == "1f1b" else 0)))
+    in_flight = ahead(SCHEDULES[choice.schedule], sizes.pp, choice.micro_batches, place, len(own)) / len(own)
     buffers = choice.micro_batches * sum(one.received + one.handed for one in own)
     if not choice.offload:
         stored -= share * width.stored  # gradients are whole until the last micro-batch
     whole = elements * (width.computed + width.added)
-    running = int(whole + kept * in_flight * IN_FLIGHT[choice.schedule] + burst)
+    running = int(whole + kept * in_flight + burst)
     return stored + buffers + max(running, share * width.stored + updating)
 
 

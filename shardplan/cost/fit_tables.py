@@ -55,7 +55,6 @@ def of_chunks(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table
         return PartCosts(
             forward=numbers(x.forward, y.forward),
             backward=numbers(x.backward, y.backward),
-            weights=numbers(x.weights, y.weights),
             kept=numbers(x.kept, y.kept),
             burst=number(x.burst, y.burst),
             handed=number(x.handed, y.handed),

@@ -10,7 +10,7 @@ from shardplan.core.estimates import OFFLOADED, Category
 from shardplan.core.mesh import Axis
 
 from .meter import Log, category_of
-from .part_costs import PartCosts, Stored
+from .part_costs import PartCosts
 from .running_module import Place
 
 Bytes = Mapping[Category, int]
@@ -40,7 +40,6 @@ class Ledger:
         stored: elements of the parameters that the rank stores.
         touched: bytes of memory that the step must read or write at least.
         parts: what one micro-batch costs in each part of the model, at the traced depth, where it was asked for.
-        tied: parameters that several parts have, and each counts.
     """
 
     moments: Mapping[Place, Moment]
@@ -50,7 +49,6 @@ class Ledger:
     stored: int
     touched: int
     parts: Mapping[str, PartCosts] = field(default_factory=dict)
-    tied: Stored = field(default_factory=Stored)
 
 
 def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:

@@ -87,7 +87,7 @@ class Log:
         flops: (place, dtype) -> floating point operations.
         operands: (storage, bytes, part) of what products read, each time that they do.
         kept: what is alive when the forward ends, and was not before it, with its bytes.
-        part_flops: (part, phase, dtype) -> operations; the phase "weights" are those of the forward that read parameters.
+        part_flops: (part, phase, dtype) -> operations.
         part_calls, part_bytes: (part, axis, collective) -> as calls and bytes.
     """
 
@@ -214,8 +214,6 @@ class Meter(_DispatchMode):
         self.log.operands += [(record, x.nbytes, part) for record, x in zip(operands, read, strict=True)]
         if self.parts is not None:
             self.log.part_flops[part, place[0], dtype] += operations
-            if place[0] == "forward" and any(x.purpose == "parameters" or x.gathered for x in operands):
-                self.log.part_flops[part, "weights", dtype] += operations
 
     @property
     def _part(self) -> str:

@@ -41,15 +41,6 @@ class Stored:
             self.experts + other.experts,
         )
 
-    def __sub__(self, other: Stored) -> Stored:
-        return Stored(
-            self.elements - other.elements,
-            self.bytes - other.bytes,
-            self.whole - other.whole,
-            self.states - other.states,
-            self.experts - other.experts,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
@@ -57,7 +48,6 @@ class PartCosts:
 
     Args:
         forward, backward: dtype -> floating point operations; what is computed again counts as backward.
-        weights: of `forward`, those of products with parameters. The gradients of these parameters cost as many.
         kept: category -> bytes that the forward keeps for the backward.
         burst: the most bytes at one moment of what it makes.
         handed: bytes that are handed on where a stage ends with it.
@@ -68,7 +58,6 @@ class PartCosts:
 
     forward: Mapping[str, int] = field(default_factory=dict)
     backward: Mapping[str, int] = field(default_factory=dict)
-    weights: Mapping[str, int] = field(default_factory=dict)
     kept: Mapping[Category, int] = field(default_factory=dict)
     burst: int = 0
     handed: int = 0
@@ -111,7 +100,6 @@ def part_costs(log: Log, handed: Mapping[str, int], stored: Mapping[str, Stored]
         part: PartCosts(
             forward=flops(part, "forward"),
             backward=flops(part, "backward"),
-            weights=flops(part, "weights"),
             kept=kept.get(part, {}),
             burst=burst[part],
             handed=handed.get(part, 0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -22,15 +22,14 @@ from shardplan.core.mesh import Axis
 from shardplan.core.schedules import SCHEDULES
 from shardplan.core.stages import PipelineCut
 from shardplan.model.found import FoundModel
+from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
 from shardplan.runtime.pipeline.refused_plans import for_stages
-from shardplan.torchlib.schedule_actions import actions_of
 
 from .depth import cut, depths_of
 from .ledger import Ledger
 from .part_costs import Stored
-from .pipeline_time import play
-from .stage_costs import StageCosts, hand_over, sends, stage_time, stages_of
-from .stage_sizes import stage_sizes
+from .pipeline_time import Moment, StageBytes, fullest, step_seconds
+from .stage_costs import StageCosts, hand_over, sends, stage_seconds, stages_of
 from .step_ledgers import step_ledger
 from .traced_parts import PartNames
 
@@ -44,7 +43,7 @@ class PipelineLedger:
 
     Args:
         pipeline: its schedule.
-        seconds: of the played schedule; of operations without a device.
+        seconds: of the step; operations without a device.
         memory: of the fullest rank.
         ledger: flops, calls and bytes of the busiest rank, and what the fullest one stores.
     """
@@ -73,9 +72,8 @@ def pipeline_ledger(
         raise Unschedulable(f"{why}: see --micro-batches and --schedule")
     wrapped = program.resolved.data_parallel is not None and sizes.dp_shard * sizes.dp_replicate > 1
     try:
-        program = for_stages(program, schedule, wrapped=wrapped)
-        progress("balancing pipeline stages")
-        lengths = stage_sizes(found, program.resolved, pp, schedule, None, step.seq_len)
+        program = for_stages(program, wrapped=wrapped)
+        lengths = stage_sizes(program.resolved, schedule, pp, None, count)
     except ValueError as error:
         raise Unschedulable(str(error)) from None
     resolved = program.resolved
@@ -89,45 +87,29 @@ def pipeline_ledger(
     shorten = partial(cut, depths=depths, depth=depth)
     ledger = step_ledger(found, inner, once, shorten=shorten, names=PartNames.of(resolved))
     stages = stages_of(divided, ledger.parts, depths)
-    owner = {stage: schedule.rank_of(stage, pp) for stage in range(divided.stages)}
-    own = {rank: [s for s in owner if owner[s] == rank] for rank in range(pp)}
+    own = [list(range(rank, divided.stages, pp)) for rank in range(pp)]
     added = wrapped and count > 1
-    times = [replace(stage_time(stage, device, sizes), gradients=_gradients(stage.stored, added)) for stage in stages]
+    times = [stage_seconds(stage, device, sizes) for stage in stages]
+    busy = [sum(times[stage] for stage in one) for one in own]
     largest = max(stage.handed for stage in stages)
-    played = play(
-        actions_of(schedule, pp, count),
-        times,
-        hand_over(largest, Axis.PP, device, sizes) if device is not None else 0.0,
-    )
+    handing = hand_over(largest, Axis.PP, device, sizes) if device is not None else 0.0
+    seconds = step_seconds(busy, count, divided.stages // pp, handing)
+    kept = [StageBytes(sum(stage.kept.values()), _gradients(stage.stored, added)) for stage in stages]
+    moments = [fullest(schedule, pp, count, rank, kept) for rank in range(pp)]
     keep = resolved.data_parallel is not None and resolved.data_parallel.reshard_after_forward is False
     memories = [
-        _memory(
-            divided,
-            stages,
-            own[rank],
-            played.in_flight[rank],
-            played.trained[rank],
-            count,
-            ledger,
-            added=added,
-            whole=keep,
-            offloaded=offloaded,
-        )
-        for rank in range(pp)
+        _memory(divided, stages, own[rank], moment, count, ledger, added=added, whole=keep, offloaded=offloaded)
+        for rank, moment in enumerate(moments)
     ]
     peaks = tuple(memory.total for memory in memories)
-    fullest = peaks.index(max(peaks))
-    busiest = max(range(pp), key=lambda rank: played.busy[rank])
-    pipeline = PipelineEstimate(
-        schedule.name, count, lengths, played.bubble, peaks, fullest, played.in_flight[fullest], busiest
-    )
-    totals = _totals(stages, own[busiest], owner, count, stored=_stored(divided, stages, own[fullest], ledger))
-    return PipelineLedger(pipeline, played.seconds, memories[fullest], totals), depths.count, depth
+    full, busiest = peaks.index(max(peaks)), busy.index(max(busy))
+    bubble = 1 - count * sum(busy) / (seconds * pp) if seconds else 0.0
+    pipeline = PipelineEstimate(schedule.name, count, lengths, bubble, peaks, full, moments[full].in_flight, busiest)
+    totals = _totals(stages, own[busiest], count, stored=_stored(stages, own[full]))
+    return PipelineLedger(pipeline, seconds, memories[full], totals), depths.count, depth
 
 
-def _totals(
-    stages: tuple[StageCosts, ...], own: list[int], owner: dict[int, int], micro_batches: int, *, stored: Stored
-) -> Ledger:
+def _totals(stages: tuple[StageCosts, ...], own: list[int], micro_batches: int, *, stored: Stored) -> Ledger:
     """A step of one rank."""
     flops: Counter[str] = Counter()
     calls: Counter[tuple[Axis, str]] = Counter()
@@ -142,16 +124,13 @@ def _totals(
         touched += one.touched * micro_batches + (
             3 * one.stored.bytes + 2 * one.stored.states if one.stored.states else 0
         )
-    calls[Axis.PP, "send"], sent[Axis.PP, "send"] = sends(stages, own, owner, micro_batches)
+    calls[Axis.PP, "send"], sent[Axis.PP, "send"] = sends(stages, own, micro_batches)
     return Ledger({}, dict(flops), dict(calls), dict(sent), stored.elements, touched)
 
 
-def _stored(divided: PipelineCut, stages: tuple[StageCosts, ...], own: list[int], ledger: Ledger) -> Stored:
-    """The parameters of a rank; a tied one is there once where its stages are on one rank."""
-    total = sum((stages[stage].stored for stage in own), Stored())
-    if {0, divided.stages - 1} <= set(own):
-        total = total - ledger.tied
-    return total
+def _stored(stages: tuple[StageCosts, ...], own: Iterable[int]) -> Stored:
+    """The parameters of a rank's stages."""
+    return sum((stages[stage].stored for stage in own), Stored())
 
 
 def _gradients(stored: Stored, added: bool) -> int:
@@ -164,8 +143,7 @@ def _memory(
     divided: PipelineCut,
     stages: tuple[StageCosts, ...],
     own: list[int],
-    in_flight: dict[int, int],
-    trained: frozenset[int],
+    moment: Moment,
     micro_batches: int,
     ledger: Ledger,
     *,
@@ -176,17 +154,17 @@ def _memory(
     """The memory of a rank where its forwards keep the most, with the gradients that there are then, or where its optimizer steps.
 
     Args:
-        trained: the stages that have gradients there.
+        moment: the one with the most.
         added: FSDP2 adds gradients of several micro-batches.
         whole: parameters stay gathered between micro-batches.
     """
-    stored = _stored(divided, stages, own, ledger)
+    stored = _stored(stages, own)
     traced = sum((part.stored for part in ledger.parts.values()), Stored())
     gathered = max((one.most.get("gathered parameters", 0) for one in ledger.moments.values()), default=0)
     if whole and traced.whole:
         gathered = gathered * stored.whole // traced.whole
     kept: Counter[Category] = Counter()
-    for stage, count in in_flight.items():
+    for stage, count in moment.in_flight.items():
         kept.update({category: size * count for category, size in stages[stage].kept.items()})
     (burst, where), _ = max((stages[stage].burst, stage) for stage in own)
     # torch receives each micro-batch, and each gradient, into a buffer of its own.
@@ -195,7 +173,7 @@ def _memory(
     peak["parameters"] = stored.bytes
     peak["optimizer state"] = stored.states
     peak["gathered parameters"] = gathered
-    peak["gradients"] = _gradients(_stored(divided, stages, sorted(trained), ledger), added)
+    peak["gradients"] = _gradients(_stored(stages, moment.trained), added)
     peak["temporaries"] += burst + buffers
     phase: Phase = "backward"
     stepping = ledger.moments.get(("optimizer step", ""))

@@ -1,137 +1,91 @@
-"""A schedule's table of actions, played with what each stage costs: how long a step takes, how much of it ranks wait, and how many
-activations they keep."""
+"""A step of a pipeline in closed form: how long it takes, and what a rank keeps.
+
+GPipe runs all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965). 1F1B and its interleaved form run some forwards
+ahead, then a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), as torch's classes do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.core.schedules import Action, ActionTable
+from shardplan.core.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
-    """Seconds of one micro-batch in a stage (or any other unit), and what it keeps.
+class StageBytes:
+    """What a stage keeps: of each micro-batch from its forward to its backward, and the gradients that its first backward makes."""
 
-    Args:
-        forward, inputs, weights: of the forward, of the gradients of its input, of those of its weights. A whole backward is
-            the sum of the last two.
-        kept: bytes that its forward keeps until the gradients of its weights are computed.
-        gradients: bytes that its first backward makes, and that stay.
-    """
-
-    forward: float
-    inputs: float
-    weights: float
-    kept: int = 0
-    gradients: int = 0
-
-    def of(self, action: Action) -> float:
-        match action.kind:
-            case "forward":
-                return self.forward
-            case "backward of inputs":
-                return self.inputs
-            case "backward of weights":
-                return self.weights
-            case "backward":
-                return self.inputs + self.weights
+    kept: int
+    gradients: int
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineTime:
-    """One step of a pipeline.
-
-    Args:
-        seconds: until the last rank is done.
-        busy: of each rank, the seconds in which it computes.
-        kept: of each rank, what its forwards keep at the moment at which that and its gradients are the most bytes.
-        in_flight: of each rank, its stages at that moment -> micro-batches whose backward is not done.
-        trained: of each rank, the stages that have gradients at that moment.
-        ends: of each rank, when each of its actions ends, in the table's order.
+class Moment:
+    """Args:
+    in_flight: the stages of a rank -> micro-batches whose backward is not done.
+    trained: those of them that have gradients.
     """
 
-    seconds: float
-    busy: tuple[float, ...]
-    kept: tuple[int, ...]
-    in_flight: tuple[dict[int, int], ...]
-    trained: tuple[frozenset[int], ...] = ()
-    ends: tuple[tuple[float, ...], ...] = ()
-
-    @property
-    def bubble(self) -> float:
-        """The share of the step, over all ranks, in which they wait: 0 to 1."""
-        return 1 - sum(self.busy) / (self.seconds * len(self.busy)) if self.seconds else 0.0
+    in_flight: dict[int, int]
+    trained: frozenset[int]
 
 
-def play(table: ActionTable, stages: Sequence[StageTime], hand_over: float = 0.0) -> PipelineTime:
-    """The step of a table: each rank does its actions in order, each as soon as what it needs is there.
+def step_seconds(ranks: Sequence[float], micro_batches: int, stages_per_rank: int, hand_over: float = 0.0) -> float:
+    """Until the last rank is done: the slowest rank's work, and while it waits for the first micro-batch and after its last one, a stage of
+    each of the others. Where all stages are alike, (pp - 1) / (stages_per_rank * micro_batches) of the rank's work is such a bubble.
+    With fewer micro-batches than ranks, a rank waits for them between its stages too.
 
     Args:
-        stages: what each costs, by its index.
-        hand_over: seconds from the end of a stage on one rank to its neighbour's beginning on another.
+        ranks: of each pp rank, the time that one micro-batch takes in all of its stages, forward and backward.
+        hand_over: the time from a stage to the next one.
     """
-    rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
-    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # what ran -> when it ended, on which rank
-    clocks, at = [0.0] * len(table), [0] * len(table)
-    ends: list[list[float]] = [[] for _ in table]
-    waiting = set(range(len(table)))
-    while waiting:
-        rank = waiting.pop()
-        while at[rank] < len(table[rank]):
-            action = table[rank][at[rank]]
-            needed = _needs(action, len(stages))
-            if any(need not in done for need in needed):
-                break  # the rank that does it comes back to this one
-            ready = (end + (hand_over if other != rank else 0.0) for end, other in (done[need] for need in needed))
-            clocks[rank] = max(clocks[rank], *ready, 0.0) + stages[action.stage].of(action)
-            made = _made(action)
-            done[made] = clocks[rank], rank
-            ends[rank].append(clocks[rank])
-            at[rank] += 1
-            readers = (action.stage + 1, action.stage - 1)
-            waiting |= {rank_of[s] for s in readers if s in rank_of and rank_of[s] != rank}
-    assert all(i == len(row) for i, row in zip(at, table, strict=True)), "the table waits for itself"
-    busy = tuple(sum(stages[action.stage].of(action) for action in row) for row in table)
-    moments = [_fullest(row, stages) for row in table]
-    kept = tuple(sum(stages[stage].kept * count for stage, count in live.items()) for live, _ in moments)
-    live, trained = tuple(live for live, _ in moments), tuple(trained for _, trained in moments)
-    return PipelineTime(max(clocks), busy, kept, live, trained, tuple(map(tuple, ends)))
+    pp, slowest = len(ranks), max(ranks)
+    between = (stages_per_rank - 1) * max(0, pp - micro_batches) * sum(ranks) / (pp * stages_per_rank)
+    return micro_batches * slowest + (sum(ranks) - slowest) / stages_per_rank + between + 2 * (pp - 1) * hand_over
 
 
-def _made(action: Action) -> tuple[str, int, int]:
-    kind = "backward of inputs" if action.kind == "backward" else action.kind
-    return kind, action.stage, action.micro_batch
+def ahead(schedule: Schedule, pp: int, micro_batches: int, rank: int, stages_per_rank: int) -> int:
+    """How many forwards of its stages a rank has run before its first backward; never more are in flight."""
+    if schedule.name == "gpipe":
+        return micro_batches
+    if not schedule.multiple:
+        return min(micro_batches, pp - rank)
+    first = (stages_per_rank - 1) * _round(pp, micro_batches) + 2 * (pp - 1 - rank) + 1
+    return min(micro_batches * stages_per_rank, first)
 
 
-def _needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
-    """What must have run before an action: forwards go up the stages, gradients of inputs down."""
-    stage, i = action.stage, action.micro_batch
-    match action.kind:
-        case "forward":
-            return [("forward", stage - 1, i)] if stage else []
-        case "backward of weights":
-            return [("backward of inputs", stage, i)]
-        case _:
-            after = [("backward of inputs", stage + 1, i)] if stage < stages - 1 else []
-            return [("forward", stage, i), *after]
+def fullest(schedule: Schedule, pp: int, micro_batches: int, rank: int, stages: Sequence[StageBytes]) -> Moment:
+    """The moment at which a rank has the most bytes; of several, one with the most micro-batches in flight.
+
+    Args:
+        stages: of all ranks.
+    """
+    own, size = range(rank, len(stages), pp), _round(pp, micro_batches)
+    count, total = len(own), micro_batches * len(own)
+    first = ahead(schedule, pp, micro_batches, rank, count)
+
+    def ran(forwards: int) -> list[int]:
+        """How many of them each stage has: they go a round through each in turn."""
+        times, left = divmod(forwards, size * count)
+        return [times * size + min(size, max(0, left - i * size)) for i in range(count)]
+
+    def at(backwards: int) -> Moment:
+        forward, backward = (
+            ran(min(first + backwards, total)),
+            ran(backwards)[::-1],
+        )  # the last stage is first to go back
+        there = {stage: f - b for stage, f, b in zip(own, forward, backward, strict=True) if f > b}
+        return Moment(there, frozenset(stage for stage, b in zip(own, backward, strict=True) if b))
+
+    def fullness(moment: Moment) -> tuple[int, int]:
+        kept = sum(stages[stage].kept * n for stage, n in moment.in_flight.items())
+        return kept + sum(stages[stage].gradients for stage in moment.trained), sum(moment.in_flight.values())
+
+    # From round to round it is the same; when the forwards have ended and each stage has gradients, it only shrinks.
+    begin, end = max(0, total - first - size * count), max(total - first, (count - 1) * size) + 1
+    return max(map(at, range(begin, min(end, total) + 1)), key=fullness)
 
 
-def _fullest(row: Sequence[Action], stages: Sequence[StageTime]) -> tuple[dict[int, int], frozenset[int]]:
-    """The moment at which a rank has the most bytes: the micro-batches of each stage, and the stages that have gradients. A stage's first
-    backward makes these while it gives back what it kept. Of moments with as many bytes, the one with the most micro-batches."""
-    live: dict[int, int] = {}
-    trained: set[int] = set()
-    most, found = (0, 0), (dict[int, int](), frozenset[int]())
-    for action in row:
-        stage = action.stage
-        if action.kind == "forward":
-            live[stage] = live.get(stage, 0) + 1
-        elif action.kind != "backward of inputs":
-            live[stage] -= 1
-            trained.add(stage)
-        kept = sum(stages[one].kept * count for one, count in live.items())
-        size = kept + sum(stages[one].gradients for one in trained), sum(live.values())
-        if size > most:
-            most, found = size, ({one: count for one, count in live.items() if count}, frozenset(trained))
-    return found
+def _round(pp: int, micro_batches: int) -> int:
+    """How many micro-batches go through a stage before the rank's next one has its turn."""
+    return micro_batches // max(1, micro_batches // pp)

@@ -13,7 +13,6 @@ from shardplan.core.stages import PipelineCut
 from .depth import Depths
 from .least_time import computing, placed
 from .part_costs import PartCosts, Stored
-from .pipeline_time import StageTime
 from .traced_parts import FIRST, LAST, SHARED
 
 OF_A_MICRO_BATCH = (Axis.TP, Axis.EP, Axis.CP)  # what the other axes move, they move once in a step
@@ -51,7 +50,7 @@ class StageCosts:
         return sum(part.touched for part in self.parts)
 
     def flops(self, *kinds: str) -> dict[str, int]:
-        """dtype -> operations of the forward, of the backward, or of the gradients of weights in it."""
+        """dtype -> operations of the forward, of the backward, or of both."""
         total: Counter[str] = Counter()
         for part in self.parts:
             for kind in kinds:
@@ -103,26 +102,20 @@ def stages_of(cut: PipelineCut, costs: Mapping[str, PartCosts], depths: Depths) 
     return tuple(made)
 
 
-def stage_time(stage: StageCosts, device: Device | None, sizes: MeshSizes) -> StageTime:
-    """Seconds of a stage at full speed: products, reading parameters, and what tp and ep send, overlapped perfectly; without a
-    device, its operations."""
-    forward, weights = stage.flops("forward"), stage.flops("weights")
-    inputs = Counter(stage.flops("backward"))
-    inputs.subtract(weights)
-    kept = sum(stage.kept.values())
+def stage_seconds(stage: StageCosts, device: Device | None, sizes: MeshSizes) -> float:
+    """Of one micro-batch in a stage, forward and backward, at full speed: products, reading parameters, and what tp and ep send, overlapped
+    perfectly; without a device, its operations."""
     if device is None:
-        return StageTime(sum(forward.values()), sum(inputs.values()), sum(weights.values()), kept)
-    reading = stage.touched / 3 / device.memory_bandwidth
+        return sum(stage.flops("forward", "backward").values())
+    forward, backward = stage.flops("forward"), stage.flops("backward")
+    reading = stage.touched / 3 / device.memory_bandwidth  # in the forward, for the gradients of inputs, of weights
     sending = sum(
         hand_over(size, axis, device, sizes)
         for (axis, _), (_, size) in stage.traffic(1).items()
         if axis in OF_A_MICRO_BATCH
     )
-    return StageTime(
-        max(computing(device, forward), reading, sending / 2),
-        max(computing(device, inputs), reading, sending / 2),
-        max(computing(device, weights), reading),
-        kept,
+    return max(computing(device, forward), reading, sending / 2) + max(
+        computing(device, backward), 2 * reading, sending / 2
     )
 
 
@@ -132,14 +125,12 @@ def hand_over(size: int, axis: Axis, device: Device, sizes: MeshSizes) -> float:
     return size / inside / device.network_bandwidth if crosses else size / device.node_bandwidth
 
 
-def sends(
-    stages: Sequence[StageCosts], own: Iterable[int], owner: Mapping[int, int], micro_batches: int
-) -> tuple[int, int]:
+def sends(stages: Sequence[StageCosts], own: Iterable[int], micro_batches: int) -> tuple[int, int]:
     """(calls, bytes) that a rank sends to other stages in a step: results forward, gradients backward."""
     calls = size = 0
     for stage in own:
         for other, sent in ((stage + 1, stages[stage].handed), (stage - 1, stages[stage].received)):
-            if other in owner and owner[other] != owner[stage]:
+            if 0 <= other < len(stages):
                 calls += micro_batches
                 size += micro_batches * sent
     return calls, size

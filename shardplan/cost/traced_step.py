@@ -113,7 +113,7 @@ def trace(
         stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
         updated = sum(3 * p.nbytes for p in parameters) + sum(2 * x.nbytes for x in states) if updates else 0
-        each, tied = _stored(model, updates, parts) if parts is not None else ({}, Stored())
+        each = _stored(model, updates, parts) if parts is not None else {}
         costs = part_costs(log, parts.handed, each) if parts is not None else {}
 
     def all_of(measured: int) -> int:
@@ -130,14 +130,12 @@ def trace(
         stored,
         all_of(weights) + updated,
         costs,
-        tied,
     )
 
 
-def _stored(model: nn.Module, updates: Updates | None, parts: Parts) -> tuple[dict[str, Stored], Stored]:
-    """The parameters of each part on this rank; and those that a second part has too."""
+def _stored(model: nn.Module, updates: Updates | None, parts: Parts) -> dict[str, Stored]:
+    """The parameters of each part on this rank."""
     found: dict[str, Stored] = {}
-    tied = Stored()
     seen: set[tuple[nn.Parameter, str]] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         part, local = parts.of(name) or SHARED, to_local_if_dtensor(parameter)
@@ -156,10 +154,8 @@ def _stored(model: nn.Module, updates: Updates | None, parts: Parts) -> tuple[di
             ranks = math.prod(parameter.device_mesh.size(i) for i in gathered)
         one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(x.nbytes for x in states), experts)
         found[part] = found[part] + one if part in found else one
-        if any(other is parameter for other, _ in seen):
-            tied = tied + one
         seen.add((parameter, part))
-    return found, tied
+    return found
 
 
 def run_step(

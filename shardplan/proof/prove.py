@@ -116,7 +116,7 @@ def prove(
             programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
             case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
             if scheduled is not None:
-                kept = for_stages(program, scheduled.schedule, wrapped=True)
+                kept = for_stages(program, wrapped=True)
                 case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
             layouts = compiled.layouts.get(on)
             with sharded_run(layouts.diagnostics if layouts is not None else ()):

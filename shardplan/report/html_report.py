@@ -11,14 +11,14 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Section
 from shardplan.core.report import Report, VerifyReport, count_text
 from shardplan.core.sources import SourceMap
-from shardplan.core.stages import PipelineCut, PlayedSchedule
+from shardplan.core.stages import PipelineCut
 
 from .estimate_text import bytes_text, mesh_text, peak_place, seconds_text
 from .html_axes import mesh_table
 from .html_parts import chip, color, hue, page, table, text
-from .html_pipeline import pipeline_html
 from .html_tree import flow_svg, styles_of, tree_html
 from .proof_text import VARIANTS, fold_rows
+from .short_names import fold_names
 from .text import proof_lines
 from .text import text as findings_text
 
@@ -34,7 +34,7 @@ def html_report(
     programs: Mapping[Section, Program],
     estimates: Mapping[Section, Estimate],
     flow: Flow,
-    pipeline: PlayedSchedule | None = None,
+    pipeline: PipelineCut | None = None,
 ) -> str:
     """The page: the verdict and the findings; for each variant the tree of modules, the flow of a block, memory and communication;
     the proof. It asks for nothing from elsewhere, and no script is in it.
@@ -45,14 +45,13 @@ def html_report(
         report: of `validate`.
         programs, estimates: by variant; empty where there are errors.
         flow: a block, and the modules below it in the order in which they run, with their depth.
-        pipeline: its stages and schedule, with several pp ranks.
+        pipeline: its stages, with several pp ranks.
     """
     parts = [_head(plan, model, sizes, report), _findings(report)]
     if pipeline is not None:
-        parts.append(pipeline_html(pipeline))
+        parts.append(_stages(pipeline, sizes.pp))
     for section, program in programs.items():
-        cut = pipeline.cut if pipeline is not None else None
-        parts.append(_variant(section, program, report.sources, estimates.get(section), flow, cut))
+        parts.append(_variant(section, program, report.sources, estimates.get(section), flow, pipeline))
     if report.proof is not None:
         parts.append(_proof(report.proof))
     return page(f"{plan} for {model}", "\n".join(parts))
@@ -71,6 +70,17 @@ def _findings(report: Report) -> str:
         return ""
     shown = (findings_text([d], report.sources, color=False) for d in report.diagnostics)
     return "<h2>Findings</h2>" + "".join(f"<pre>{text_lines(one)}</pre>" for one in shown)
+
+
+def _stages(cut: PipelineCut, pp: int) -> str:
+    rows = []
+    for stage in range(cut.stages):
+        blocks = cut.blocks_of(stage)
+        beside = (name for name in cut.roots_of(stage) if name not in blocks)
+        numbers = (str(stage), str(stage % pp), str(len(blocks)))
+        rows.append((*numbers, text(", ".join(fold_names(blocks))), text(", ".join(beside))))
+    header = ("stage", "pp rank", "blocks", "", "besides")
+    return f"<h2>Pipeline</h2>{table(header, rows, frozenset({0, 1, 2}))}"
 
 
 def text_lines(block: str) -> str:

@@ -158,5 +158,5 @@ def _sizes(resolved: ResolvedPlan, section: PipelineParallel, stages: int) -> It
             severity=Severity.ERROR,
             message=f"the sizes of the pipeline stages do not fit: {'; '.join(wrong)}",
             primary=field_label(section, "sizes"),
-            help="give a number for each stage, or leave `sizes` out: `balance` chooses them",
+            help="give a number for each stage, or leave `sizes` out: blocks are then divided evenly",
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
-from shardplan.compiler.pipeline_cut import pipeline_cut
+from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.schedules import Schedule, schedule_of
@@ -14,16 +13,6 @@ from shardplan.core.stages import PipelineCut
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
 from .pipelined_model import Layout
-
-
-def _first_trained(cut: PipelineCut, resolved: ResolvedPlan) -> int:
-    """The first stage with a parameter that requires a gradient; 0 where none has."""
-    trained = [name for name, (_, parameter) in resolved.tree.parameters.items() if parameter.requires_grad]
-    return min((stage for name in trained if (stage := cut.stage_of(name)) is not None), default=0)
-
-
-# (bound plan, schedule, number of stages) -> how many blocks each stage has.
-Balance = Callable[[ResolvedPlan, Schedule, int], tuple[int, ...]]
 
 
 def read_call(mesh: PlanMesh, schedule: str, micro_batches: int) -> Schedule:
@@ -64,39 +53,27 @@ def lay_out(
     schedule: Schedule,
     stages_per_rank: int | None,
     micro_batches: int,
-    balance: Balance,
 ) -> Layout:
     """The cut of a compiled plan, and the stages of this rank.
-
-    Args:
-        balance: used where the section has no `sizes`.
 
     Raises:
         ValueError: the schedule wants another number of stages or of micro-batches; there are fewer blocks than stages;
             `sizes` are those of another number of stages.
     """
     assert mesh.pp is not None  # `read_call` refused it
-    pp, section = mesh.pp.size(), resolved.pipeline_parallel
-    sizes = section.sizes if section is not None else None
-    count = number_of_stages(resolved, schedule, pp, stages_per_rank, micro_batches)
-    if micro_batches < count:
+    sizes = stage_sizes(resolved, schedule, mesh.pp.size(), stages_per_rank, micro_batches)
+    if micro_batches < (count := len(sizes)):
         warnings.warn(
             f"{micro_batches} micro-batches for {count} stages: some stages wait all the time; use at least {count}",
             stacklevel=3,
         )
-    cut = pipeline_cut(resolved, sizes or balance(resolved, schedule, count))
-    if schedule.splits_backward and (stage := _first_trained(cut, resolved)) > 0:
-        raise ValueError(
-            f"nothing is trained before stage {stage}, and the schedule {schedule.name} would compute no gradients there (torch "
-            "2.13 splits the backward of a stage only where a gradient goes on to the one before): use 1f1b or interleaved"
-        )
-    return layout_on(mesh, cut, schedule)
+    return layout_on(mesh, pipeline_cut(resolved, sizes), schedule)
 
 
-def number_of_stages(
+def stage_sizes(
     resolved: ResolvedPlan, schedule: Schedule, pp: int, stages_per_rank: int | None, micro_batches: int | None
-) -> int:
-    """How many stages the ranks of pp have together.
+) -> tuple[int, ...]:
+    """How many blocks each stage has: as the section's `sizes` say, or as many for each as far as it divides.
 
     Args:
         micro_batches: None: twice as many as stages, which every schedule can run.
@@ -122,12 +99,12 @@ def number_of_stages(
         raise ValueError(
             f"the model has {blocks} blocks, too few for {count} stages (pp {pp}, schedule {schedule.name})"
         )
-    return count
+    return sizes or even_sizes(blocks, count)
 
 
 def layout_on(mesh: PlanMesh, cut: PipelineCut, schedule: Schedule) -> Layout:
     """Which rank of a mesh with an axis pp has which stage."""
     assert mesh.pp is not None
-    owners = {stage: schedule.rank_of(stage, mesh.pp.size()) for stage in range(cut.stages)}
+    owners = {stage: stage % mesh.pp.size() for stage in range(cut.stages)}
     rank = mesh.pp.get_local_rank()
     return Layout(mesh, cut, schedule, owners, tuple(stage for stage, owner in owners.items() if owner == rank))
