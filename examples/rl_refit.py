@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardplan import apply_plan, build_mesh, clip_grad_norm_, full_parameters, log_probabilities, materialize
+from shardplan import apply_plan, build_mesh, clip_grad_norm_, full_parameters, materialize
+from shardplan.runtime.training import log_probabilities
 
 CONFIG = os.path.join(os.path.dirname(__file__), "tiny-qwen3.json")
 WANTED = ord("e")  # the token that is rewarded

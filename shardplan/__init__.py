@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         validate,
         verify,
     )
-    from .compat import DDPConfig, FSDP2Config, MegatronFSDPConfig
     from .compiler.user_inputs import Model
     from .core.diagnostics import PlanError
     from .core.estimates import TrainingStep
@@ -41,19 +40,12 @@ if TYPE_CHECKING:
     from .runtime.pipeline import Pipeline
     from .runtime.training import (
         causal_lm_loss,
-        clip_grad_by_total_norm_,
         clip_grad_norm_,
         context_parallel,
         count_expert_tokens,
-        entropy,
-        get_grad_norm,
-        log_probabilities,
         pad_to_multiple,
-        to_local_if_dtensor,
-        top_k,
         unshard,
         update_expert_bias,
-        vocabulary_parallel_nll,
     )
     from .weights import (
         Loaded,
@@ -101,21 +93,11 @@ _EXPORTS = {
     "Progress": "shardplan.weights",
     "causal_lm_loss": "shardplan.runtime.training",
     "pad_to_multiple": "shardplan.runtime.training",
-    "clip_grad_by_total_norm_": "shardplan.runtime.training",
     "clip_grad_norm_": "shardplan.runtime.training",
-    "entropy": "shardplan.runtime.training",
-    "get_grad_norm": "shardplan.runtime.training",
-    "log_probabilities": "shardplan.runtime.training",
-    "to_local_if_dtensor": "shardplan.runtime.training",
-    "top_k": "shardplan.runtime.training",
     "unshard": "shardplan.runtime.training",
     "context_parallel": "shardplan.runtime.training",
     "count_expert_tokens": "shardplan.runtime.training",
     "update_expert_bias": "shardplan.runtime.training",
-    "vocabulary_parallel_nll": "shardplan.runtime.training",
-    "FSDP2Config": "shardplan.compat",
-    "MegatronFSDPConfig": "shardplan.compat",
-    "DDPConfig": "shardplan.compat",
     "Model": "shardplan.compiler.user_inputs",
     "TrainingStep": "shardplan.core.estimates",
     "PlanError": "shardplan.core.diagnostics",

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.training import get_grad_norm
 
 EXPERTS = 8
 COMMON = {
@@ -163,7 +164,7 @@ def equal_to_the_unsharded(cases: list[Case]) -> None:
         wrong = {name: error for name, x in gradients.items() if (error := relative_error(x, expected[name])) > limit}
         assert not wrong, (case, wrong)
         # The whole parameters are the unsharded model's.
-        norm = shardplan.get_grad_norm(model)
+        norm = get_grad_norm(model)
         squares = sum(x.double().square().sum() for x in expected.values())
         assert relative_error(norm.double(), squares.sqrt()) <= limit, (case, "norm")
         for name, parameter in reference.named_parameters():

@@ -14,6 +14,7 @@ from shardplan.api.keywords import MeshOptions, ModelOptions, sizes_of, split_op
 from shardplan.core.dtypes import dtype_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.cost.step_options import StepOptions
+from shardplan.runtime import training
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 96}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -95,7 +96,7 @@ PASSED_ON = {"context_parallel"}  # to the model's forward
 
 def open_functions() -> Iterator[Callable[..., object]]:
     """The public functions and classes that take further keyword arguments."""
-    for module in (shardplan, compat):
+    for module in (shardplan, training, compat):
         for name in module.__all__:
             function = getattr(module, name)
             if callable(function) and name not in PASSED_ON and (found := _signature(function)) is not None:

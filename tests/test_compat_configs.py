@@ -14,8 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlavaConfig
 
-from shardplan import DDPConfig, FSDP2Config, MegatronFSDPConfig, compile_plan
-from shardplan.compat import DistributedConfig, MultimodalDistributedConfig, to_dict
+from shardplan import compile_plan
+from shardplan.compat import (
+    DDPConfig,
+    DistributedConfig,
+    FSDP2Config,
+    MegatronFSDPConfig,
+    MultimodalDistributedConfig,
+    to_dict,
+)
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.sections import DDP, MegatronFSDP, MixedPrecision, Prefetch
 

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardplan import DDPConfig, FSDP2Config, build_mesh
+from shardplan import build_mesh
 from shardplan.compat import (
+    DDPConfig,
     DDPManager,
+    FSDP2Config,
     FSDP2Manager,
     apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.runtime.apply import phases
+from shardplan.runtime.training import get_grad_norm
 
 TIED = Recipe("qwen2", {"pp": 2}, tied=True)
 SPLIT = Recipe("llama", {"pp": 2, "tp": 2})
@@ -43,14 +44,14 @@ def in_two_calls(recipe: Recipe) -> dict[str, Any]:
     first, second = halves(inputs)
     loss = pipeline.step(**first, accumulate=True, tokens=tokens, calls=2)
     with pytest.raises(ValueError, match="call it once more without"):
-        shardplan.get_grad_norm(pipeline)
+        get_grad_norm(pipeline)
     with pytest.raises(ValueError, match="several calls for one optimizer step need `tokens`"):
         pipeline.step(**second)
     loss += pipeline.step(**second, tokens=tokens, calls=2)
     with pytest.raises(ValueError, match="has a gradient of an earlier step"):
         pipeline.step(**second)
     with pytest.raises(ValueError, match="call get_grad_norm\\(pipeline"):
-        shardplan.get_grad_norm(pipeline.parameters())
+        get_grad_norm(pipeline.parameters())
     return {"loss": loss.item(), "gradients": gradients_of(pipeline)}
 
 

@@ -19,7 +19,7 @@ def get_grad_norm(
     *,
     dp_group: ProcessGroup | None = None,
 ) -> float:
-    """`shardplan.get_grad_norm` as a number.
+    """`shardplan.runtime.training.get_grad_norm` as a number.
 
     Args:
         dp_group, dp_cp_group, tp_group: not needed: the parameters' placements tell what is where, and each element counts once.
@@ -35,7 +35,7 @@ def get_grad_norm(
 def clip_grad_by_total_norm_(
     parameters: Parameters, max_grad_norm: float, total_norm: Tensor | float, dtype: torch.dtype = torch.float32
 ) -> None:
-    """`shardplan.clip_grad_by_total_norm_`.
+    """`shardplan.runtime.training.clip_grad_by_total_norm_`.
 
     Args:
         dtype: float32; gradients are scaled in their own dtype, in place.
