@@ -97,12 +97,11 @@ def rank(index: int, folder: str) -> None:
     before = look()
     pipelines = []
     for name, sizes in RUNS:
-        pipeline = shardplan.apply_pipeline(
+        pipeline = shardplan.apply_plan(
             LlamaForCausalLM(config),
             mesh,
             "llama",
-            schedule=name,
-            micro_batches=MICRO_BATCHES,
+            pipeline=shardplan.PipelineOptions(name, MICRO_BATCHES),
             seq_len=SEQ,
             prove=False,
             check_inputs=False,

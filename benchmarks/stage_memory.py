@@ -38,7 +38,7 @@ class Case:
 
     Args:
         mesh: axis -> size.
-        options: arguments of `estimate` and `apply_pipeline` alike.
+        options: arguments of `estimate` and `apply_plan` alike.
         micro_batch: sequences.
     """
 
@@ -65,12 +65,11 @@ def measured_peak(case: Case) -> int:
     found = find_any("llama", settings=SETTINGS, trust_remote_code=False, inputs=None)
 
     def made() -> tuple[tuple[()], Step]:
-        pipeline = shardplan.apply_pipeline(
+        pipeline = shardplan.apply_plan(
             found.build("cpu").train(),
             mesh,
             "auto",
-            schedule=case.schedule,
-            micro_batches=case.micro_batches,
+            pipeline=shardplan.PipelineOptions(case.schedule, case.micro_batches),
             seq_len=SEQ,
             src_data_rank=None,
             prove=False,

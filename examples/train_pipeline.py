@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardplan import (
     Pipeline,
+    PipelineOptions,
     applied,
-    apply_pipeline,
+    apply_plan,
     build_mesh,
     clip_grad_norm_,
     load_training_state,
@@ -57,12 +58,11 @@ def make_pipeline(args: argparse.Namespace, device: str) -> Pipeline:
     # On the meta device a model has names and shapes but no memory: no rank ever holds the whole model.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model))
-    pipeline = apply_pipeline(
+    pipeline = apply_plan(
         model,
         mesh,
         args.plan,
-        schedule=args.schedule,
-        micro_batches=args.micro_batches,
+        pipeline=PipelineOptions(args.schedule, args.micro_batches),
         sequence_parallel=args.sequence_parallel,
         pipeline_parallel={"layers": args.layers},
         seq_len=args.seq_len,

@@ -10,7 +10,6 @@ from .core.version import __version__
 if TYPE_CHECKING:
     from .api import (
         applied,
-        apply_pipeline,
         apply_plan,
         check_lock,
         compile_plan,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from .core.report import Report
     from .runtime.apply import build_mesh, without_sequence_parallel
     from .runtime.apply.micro_batches import micro_batches
-    from .runtime.pipeline import Pipeline
+    from .runtime.pipeline import Pipeline, PipelineOptions
     from .runtime.training import (
         causal_lm_loss,
         clip_grad_norm_,
@@ -73,7 +72,6 @@ _EXPORTS = {
     "validate": "shardplan.api.check",
     "compile_plan": "shardplan.api.apply",
     "apply_plan": "shardplan.api.apply",
-    "apply_pipeline": "shardplan.api.pipeline_stages",
     "verify": "shardplan.api.check",
     "estimate": "shardplan.api.cost",
     "sweep": "shardplan.api.cost",
@@ -83,6 +81,7 @@ _EXPORTS = {
     "without_sequence_parallel": "shardplan.runtime.apply",
     "micro_batches": "shardplan.runtime.apply",
     "Pipeline": "shardplan.runtime.pipeline",
+    "PipelineOptions": "shardplan.runtime.pipeline",
     "materialize": "shardplan.weights",
     "load_checkpoint": "shardplan.weights",
     "save_checkpoint": "shardplan.weights",

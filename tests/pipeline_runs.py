@@ -30,7 +30,7 @@ class Recipe:
 
     Args:
         sizes: of the mesh, as `build_mesh` gets them.
-        options: of `apply_pipeline`.
+        options: of `apply_plan`.
         settings: of the model's configuration.
         change: done to the unsharded model first, in both runs.
         auxiliary: (output of the model) -> what its loss has besides the mean over tokens.
@@ -97,12 +97,12 @@ def pipeline_of(recipe: Recipe) -> shardplan.Pipeline:
     """The pipeline of a recipe, on the ranks of this process group."""
     mesh = shardplan.build_mesh(**recipe.sizes)
     options = {"prove": False, "sequence_parallel": recipe.sequence_parallel, **recipe.options}
-    return shardplan.apply_pipeline(
+    own = {name: options.pop(name) for name in ("stages_per_rank", "loss_fn") if name in options}
+    return shardplan.apply_plan(
         recipe.build(),
         mesh,
         recipe.plan,
-        schedule=recipe.schedule,
-        micro_batches=recipe.micro_batches,
+        pipeline=shardplan.PipelineOptions(recipe.schedule, recipe.micro_batches, **own),
         pipeline_parallel=dict(recipe.section),
         **options,
     )

@@ -40,7 +40,7 @@ SLOW = ("fit", "diff", "report", "init", "verify", "estimate")
 
 def test_each_name_is_one_of_ours() -> None:
     names = [text for text in spans() if not text.startswith("shardplan ") and text not in NOT_OURS]
-    assert {"apply_pipeline", "save_checkpoint", "load_training_state"} <= set(names)
+    assert {"PipelineOptions", "save_checkpoint", "load_training_state"} <= set(names)
     assert [name for name in names if not hasattr(shardplan, name)] == []
 
 

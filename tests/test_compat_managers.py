@@ -118,7 +118,7 @@ def test_without_tensor_parallelism_no_plan_is_needed(world: None) -> None:
 
 
 def test_axes_for_stages_and_experts_are_refused(world: None) -> None:
-    with pytest.raises(ValueError, match="apply_pipeline cuts a model into stages"):
+    with pytest.raises(ValueError, match="apply_plan cuts a model into stages"):
         FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(pp=2, dp_shard=2, tp=2)).parallelize(llama())
     with pytest.raises(ValueError, match="ep is no axis of its own"):
         FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(ep=2, dp_shard=2, tp=2)).parallelize(llama())

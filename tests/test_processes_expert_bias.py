@@ -103,11 +103,11 @@ def pipelined(first_dense: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """
     case = replace(double(), settings=(("num_hidden_layers", 2), ("first_k_dense_replace", first_dense)))
     mesh = shardplan.build_mesh(pp=2, dp_shard=1)
-    pipeline = shardplan.apply_pipeline(
+    pipeline = shardplan.apply_plan(
         build(case),
         mesh,
         "auto",
-        micro_batches=2,
+        pipeline=shardplan.PipelineOptions(micro_batches=2),
         prove=False,
         pipeline_parallel={"layers": "model.layers.*"},
     )

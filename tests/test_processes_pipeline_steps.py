@@ -178,8 +178,11 @@ def wrong_calls() -> None:
 
 
 def _apply(model: nn.Module, sizes: dict[str, int], **options: Any) -> shardplan.Pipeline:
-    given = {"pipeline_parallel": dict(LLAMA), "micro_batches": 4, "prove": False, **options}
-    return shardplan.apply_pipeline(model, shardplan.build_mesh(**sizes), "auto", **given)
+    own = {name: options[name] for name in ("schedule", "micro_batches", "stages_per_rank") if name in options}
+    given = {"pipeline_parallel": dict(LLAMA), "prove": False, **options}
+    given = {name: value for name, value in given.items() if name not in own}
+    given.setdefault("pipeline", shardplan.PipelineOptions(**{"micro_batches": 4, **own}))
+    return shardplan.apply_plan(model, shardplan.build_mesh(**sizes), "auto", **given)
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -194,8 +197,8 @@ def wrong_meshes() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             _apply(recipe.build(), sizes, **options)
-    with pytest.raises(ValueError, match="apply_pipeline cuts a model into stages"):
-        shardplan.apply_plan(recipe.build(), shardplan.build_mesh(pp=2), "auto")
+    with pytest.raises(TypeError, match="pipeline must be a PipelineOptions"):
+        _apply(recipe.build(), {"pp": 2, "dp_shard": 2}, pipeline={"schedule": "1f1b"})
 
 
 @pytest.mark.slow
@@ -412,7 +415,13 @@ def net() -> Net:
 
 def of_ones_own() -> tuple[float, dict[str, Tensor | None], str]:
     mesh, ids = shardplan.build_mesh(pp=2, tp=2), some_ids(1)["input_ids"]
-    pipeline = shardplan.apply_pipeline(net(), mesh, NET_PLAN, micro_batches=4, loss_fn=nll, inputs=some_ids)
+    pipeline = shardplan.apply_plan(
+        net(),
+        mesh,
+        NET_PLAN,
+        pipeline=shardplan.PipelineOptions(micro_batches=4, loss_fn=nll),
+        inputs=some_ids,
+    )
     loss = pipeline.step(input_ids=ids, labels=ids)
     gradients = {name: gradient for name, _, gradient in shardplan.full_parameters(pipeline, gradients=True)}
     return loss.item(), gradients, shardplan.applied(pipeline).proof

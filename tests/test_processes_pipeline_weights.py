@@ -31,12 +31,11 @@ CASES = {
 def on_meta(recipe: Recipe, settings: dict[str, Any]) -> shardplan.Pipeline:
     model = meta_model(recipe.model, tied=recipe.tied, **{"num_hidden_layers": 4, **settings})
     mesh = shardplan.build_mesh(**recipe.sizes)
-    return shardplan.apply_pipeline(
+    return shardplan.apply_plan(
         model,
         mesh,
         "auto",
-        schedule=recipe.schedule,
-        micro_batches=4,
+        pipeline=shardplan.PipelineOptions(recipe.schedule, micro_batches=4),
         pipeline_parallel=dict(recipe.section),
         prove=False,
     )

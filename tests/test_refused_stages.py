@@ -1,4 +1,4 @@
-"""What `apply_pipeline` and a step refuse, each with its message; no ranks are needed. docs/pipelines.md lists them."""
+"""What `apply_plan` with stages and a step refuse, each with its message; no ranks are needed. docs/pipelines.md lists them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 import shardplan
 from shardplan.core.schedules import SCHEDULES
 from shardplan.runtime.pipeline import layout_of_stages
-from shardplan.runtime.pipeline.layout_of_stages import read_schedule, stage_sizes
+from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
 from shardplan.runtime.pipeline.micro_batch_inputs import REFUSED, read_inputs
+from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
 from shardplan.runtime.pipeline.refused_plans import for_stages
 
 SETTINGS = {"num_hidden_layers": 4}
@@ -114,7 +115,7 @@ def test_schedules_and_micro_batches_that_are_none(
     schedule: Any, micro_batches: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as told:
-        read_schedule(schedule, micro_batches)
+        PipelineOptions(schedule, micro_batches)
     assert str(told.value).startswith(text)
 
 

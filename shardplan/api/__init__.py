@@ -5,7 +5,6 @@
 | plans | load_plan, init_plan, convert_plan |
 | check | validate, verify, coverage |
 | apply | compile_plan, apply_plan, applied |
-| pipeline_stages | apply_pipeline |
 | cost | estimate, sweep |
 | fitting | fit |
 | comparing | diff_plans |
@@ -21,7 +20,6 @@ from .cost import estimate, sweep
 from .fitting import fit
 from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
-from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
 from .reporting import plan_report
 
@@ -29,7 +27,6 @@ __all__ = [
     "ConvertedPlan",
     "FixedPlan",
     "applied",
-    "apply_pipeline",
     "apply_plan",
     "check_lock",
     "compile_plan",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+from shardplan.compiler.overrides import Logits, Override
+from shardplan.compiler.pipeline import Changes, compile_variant
 from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyPlan, AnyReduced, Model
 
+from .deciding import Asked, decide, program_or_raise, prove_decided
 from .deriving import deriving
 from .keywords import AnyMesh, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 
@@ -17,25 +19,31 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardplan.compiler.lower import Program
-    from shardplan.core.diagnostics import Diagnostic
     from shardplan.runtime.apply import Applied
     from shardplan.runtime.apply.applied import AppliedParts
-    from shardplan.runtime.pipeline import Pipeline
+    from shardplan.runtime.pipeline import Pipeline, PipelineOptions
 
 
 class CompileOptions(ModelOptions, PlanOptions, Changes, total=False):
     """Keyword arguments of `compile_plan`."""
 
 
-class LiveModelOptions(TypedDict, total=False):
-    """Options of a live module."""
+class ApplyOptions(PlanOptions, Changes, total=False):
+    """Keyword arguments of `apply_plan` besides `pipeline`."""
 
+    seq_len: int | None
+    strict: bool
+    prove: bool
+    allow_unproven: bool
+    axes: Mapping[str, str] | None
+    ep: int | None
+    moe_mesh: DeviceMesh | None
+    check_inputs: bool
+    src_data_rank: int | None
+    autocast_dtype: torch.dtype | str | None
+    patch_is_packed_sequence: bool
     inputs: AnyInputs | None
     reduced: AnyReduced | None
-
-
-class ApplyOptions(LiveModelOptions, PlanOptions, Changes, total=False):
-    """Keyword arguments of `apply_plan`."""
 
 
 def compile_plan(
@@ -85,45 +93,26 @@ def compile_plan(
     return program_or_raise(compiled)
 
 
-def program_or_raise(compiled: Compiled) -> Program:
-    """The program. Raises PlanError with what was found where there is none."""
-    from shardplan.report.errors import raise_errors
-
-    raise_errors(compiled.findings, compiled.given.sources)
-    assert compiled.program is not None
-    return compiled.program
-
-
-def prove_splits(
-    compiled: Compiled,
-    named: Model,
-    changes: Changes,
-    program: Program,
+@overload
+def apply_plan(
+    model: nn.Module,
     mesh: DeviceMesh,
+    plan: AnyPlan,
     *,
-    prove: bool,
-    strict: bool,
-    allow_unproven: bool,
-) -> tuple[tuple[Diagnostic, ...], str]:
-    """Prove what the program splits over tp, on the mesh's first rank for all: the warnings, and how it is known to be right, in words.
+    pipeline: PipelineOptions,
+    **options: Unpack[ApplyOptions],
+) -> Pipeline: ...
 
-    Raises:
-        PlanError: the proof found errors.
-    """
-    from shardplan.proof.stage import Question, prove_on_first_rank
-    from shardplan.report.errors import raise_errors
 
-    if (program.resolved.sizes.tp or 1) == 1:
-        return (), "data parallel only: nothing is split"
-    if not prove:
-        return (), "not proven: prove=False"
-    if compiled.reduced_model is None:
-        return (), "not proven: it cannot be (allow_unproven)"
-    _, read = compiled.given.both
-    asked = Question(compiled.reduced_model, named, read, changes.get("logits", "plan"), allow_unproven)
-    found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
-    raise_errors(found, compiled.given.sources, strict=strict)
-    return tuple(found), f"proven {method}, on a reduced model"
+@overload
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: AnyPlan,
+    *,
+    pipeline: None = None,
+    **options: Unpack[ApplyOptions],
+) -> nn.Module: ...
 
 
 def apply_plan(
@@ -131,6 +120,7 @@ def apply_plan(
     mesh: DeviceMesh,
     plan: AnyPlan,
     *,
+    pipeline: PipelineOptions | None = None,
     seq_len: int | None = None,
     strict: bool = False,
     prove: bool = True,
@@ -142,20 +132,34 @@ def apply_plan(
     src_data_rank: int | None = 0,
     autocast_dtype: torch.dtype | str | None = None,
     patch_is_packed_sequence: bool = False,
-    **options: Unpack[ApplyOptions],
-) -> nn.Module:
-    """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2.
+    derive: bool = True,
+    inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
+    sequence_parallel: bool = False,
+    logits: Logits = "plan",
+    data_parallel: Override = None,
+    activation_checkpointing: Override = None,
+    compile: Override = None,
+    pipeline_parallel: Override = None,
+    regather: bool | None = None,
+) -> nn.Module | Pipeline:
+    """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2; on a mesh
+    with several pp ranks, cut into the stages of a pipeline, each of which is sharded like that.
 
     The model is changed in place and returned (with the backend ddp, its wrapper). Names of modules and parameters
-    stay. Make the optimizer afterwards.
+    stay. Make the optimizer afterwards. With stages, each rank keeps its own, in the Pipeline that is returned: what belongs to
+    other ranks is never given memory, sent or moved, and nothing is left in the model that was given. The plan is compiled and
+    proven for the whole model; its section `pipeline_parallel` says what the repeated blocks are.
 
     Args:
         model: on the meta device, the CPU or a CUDA device, not sharded yet.
-        mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
-            understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
+        mesh: a DeviceMesh with axis names: `tp` and any of `pp` (the outermost), `dp_replicate`, `dp_shard`, `cp` (other common
+            spellings are understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
         plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
         allow_unproven, derive, inputs, reduced: as for `compile_plan`. Where "auto" derives a plan, the mesh's first rank derives it for
-            all.
+            all. With stages `data_parallel` keeps gathered parameters between micro-batches (`reshard_after_forward: false`) unless the
+            plan or the argument says otherwise.
+        pipeline: the schedule and the micro-batches, on a mesh with several pp ranks; None: the defaults of `PipelineOptions`.
         prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
             it before (`validate`). Without it, `applied(model)` says "not proven".
         ep: over how many ranks experts are distributed, by the plan's `expert_parallel` section: the innermost of dp_shard x cp x tp.
@@ -170,15 +174,18 @@ def apply_plan(
         patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,
             which makes the device wait; in this process, with a warning, and an error for packed inputs.
 
+    Returns:
+        The model; on a mesh with several pp ranks a Pipeline, the stages of this rank and their step. Type checkers know of it
+        where `pipeline` is given.
+
     Raises:
-        PlanError: all findings of `validate`; the model is untouched.
-        ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
+        PlanError: all findings of `validate`, and those about the cut; the model is untouched.
+        ValueError, TypeError: a wrong argument, a model that is sharded already, `pipeline` on a mesh without pp; the model is
+            untouched.
         RuntimeError: ranks compiled different programs (untouched), or a step failed on one of them (the model is unusable
             then, and its forward raises).
     """
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
-    from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
-    from shardplan.runtime.apply.autocast import read_dtype
     from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.failed_steps import Ranks
     from shardplan.runtime.apply.guards import guard
@@ -186,56 +193,37 @@ def apply_plan(
     from shardplan.runtime.apply.plan_mesh import read_mesh
     from shardplan.runtime.apply.random_numbers import draws_of, shared_seed
     from shardplan.runtime.apply.unfit_models import refuse_source, refuse_unfit
+    from shardplan.runtime.pipeline.apply_stages import apply_stages
+    from shardplan.runtime.pipeline.pipeline_options import read_pipeline
 
-    of_model, of_plan, changes = split_options("apply_plan", options, LiveModelOptions, PlanOptions, Changes)
     refuse_used(refuse_unfit(model))
-    plan_mesh, named = read_mesh(mesh, axes, ep, moe_mesh), Model(model, **of_model)
-    if plan_mesh.sizes.pp > 1:
-        raise ValueError(
-            f"the mesh has {plan_mesh.sizes.pp} ranks on its axis pp, and apply_plan shards whole models: apply_pipeline cuts a "
-            "model into stages"
-        )
+    plan_mesh = read_mesh(mesh, axes, ep, moe_mesh)
     refuse_source(src_data_rank, plan_mesh.tp_size)
-    with same_on_all_ranks(mesh) as agreement:
-        compiled = compile_variant(
-            named,
-            plan_mesh.sizes,
-            plan,
-            changes,
-            seq_len=seq_len,
-            strict=strict,
-            allow_unproven=allow_unproven,
-            derive=deriving(
-                named,
-                of_plan,
-                plan_mesh.sizes,
-                sequence_parallel=changes.get("sequence_parallel", False),
-                share=agreement.share,
-            ),
-        )
-        program, warnings = program_or_raise(compiled), compiled.findings
-        plan_mesh.check_sections(program.resolved)
-        autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
-        agreement.say(f"{intention(program)}\nautocast {autocast}")
-    found, proof = prove_splits(
-        compiled, named, changes, program, mesh, prove=prove, strict=strict, allow_unproven=allow_unproven
+    stages = read_pipeline(pipeline, plan_mesh)
+    changes = Changes(
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        data_parallel=data_parallel,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        pipeline_parallel=pipeline_parallel,
+        regather=regather,
     )
-    warnings = (*warnings, *found)
-    originals = Originals(model)
-    result = apply_program(
-        model,
-        plan_mesh,
-        program,
-        src_data_rank=src_data_rank,
-        autocast=autocast,
-        seed=shared_seed(plan_mesh) if draws_of(program) else None,
-        diagnostics=warnings,
-        proof=proof,
-        derived=compiled.given.derived,
-        ranks=Ranks(mesh),
-    )
+    named = Model(model, inputs=inputs, reduced=reduced)
+    asked = Asked(named, plan, changes, seq_len=seq_len, strict=strict, allow_unproven=allow_unproven, derive=derive)
+    decided = decide(asked, plan_mesh, stages, autocast_dtype)
+    found, proof = prove_decided(asked, decided, mesh, prove=prove)
+    program, layout, originals = decided.program, decided.layout, Originals(model)
+    seed = shared_seed(plan_mesh) if draws_of(program) else None
+    how: dict[str, Any] = {"src_data_rank": src_data_rank, "autocast": decided.autocast, "seed": seed}
+    how |= {"diagnostics": (*decided.warnings, *found), "proof": proof, "derived": decided.derived}
+    result: nn.Module | Pipeline
+    if stages is None or layout is None:
+        result = apply_program(model, plan_mesh, program, ranks=Ranks(mesh), **how)
+        guard(result, plan_mesh, compare=check_inputs)
+    else:
+        result = apply_stages(model, layout, program, stages.micro_batches, stages.loss_fn, compare=check_inputs, **how)
     originals.refuse_optimizers(result)
-    guard(result, plan_mesh, compare=check_inputs)
     if patch_is_packed_sequence:
         patch_packed()
     return result

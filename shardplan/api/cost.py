@@ -13,7 +13,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.sources import SourceMap
 from shardplan.cost.step_options import StepOptions, check_load, modelled, step_of
 
-from .apply import program_or_raise
+from .deciding import program_or_raise
 from .deriving import deriving
 from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 

@@ -13,7 +13,7 @@ from shardplan.compiler.user_inputs import AnyPlan, FoundOnce, Model
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 
-from .apply import program_or_raise
+from .deciding import program_or_raise
 from .deriving import deriving
 from .keywords import PlanOptions
 

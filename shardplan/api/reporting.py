@@ -13,10 +13,10 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Section, variant_name
 from shardplan.core.report import Report
 
-from .apply import program_or_raise
 from .check import validate
 from .comparing import compiled
 from .cost import estimate
+from .deciding import program_or_raise
 from .deriving import deriving
 from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 

@@ -76,10 +76,19 @@ def parallelize(
         axes, moe_mesh: as for `apply_plan`.
         logits: as for `apply_plan`; None: `logits_for`.
         data_parallel: more fields of that section.
+
+    Raises:
+        ValueError: the mesh has several pp ranks.
     """
+    sizes = read_mesh(mesh, axes, moe_mesh=moe_mesh).sizes
+    if sizes.pp > 1:
+        raise ValueError(
+            f"the mesh has {sizes.pp} ranks on its axis pp, and what is here shards whole models: shardplan.apply_plan cuts a model "
+            "into stages"
+        )
     arguments = config.arguments(model)
     arguments["data_parallel"] |= data_parallel
-    if isinstance(plan, Mapping) and not plan and (read_mesh(mesh, axes, moe_mesh=moe_mesh).sizes.tp or 1) == 1:
+    if isinstance(plan, Mapping) and not plan and (sizes.tp or 1) == 1:
         plan = None
     logits = logits_for(model, plan) if logits is None else logits
     return apply_plan(model, mesh, plan_for(model, plan), axes=axes, moe_mesh=moe_mesh, logits=logits, **arguments)

@@ -28,7 +28,8 @@ from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
-from shardplan.runtime.pipeline.layout_of_stages import layout_on, read_schedule
+from shardplan.runtime.pipeline.layout_of_stages import layout_on
+from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
 from shardplan.torchlib.equality import magnitude
 
 from .compare import NEGLIGIBLE, compare, worst_of
@@ -45,15 +46,15 @@ def schedule_of_call(schedule: str | None, micro_batches: int | None, *, process
     """The schedule that is to run; 1f1b where none is named.
 
     Raises:
-        TypeError: as `read_schedule`.
-        ValueError: as `read_schedule`; a schedule or a number of micro-batches for a proof that runs none.
+        TypeError: as `PipelineOptions`.
+        ValueError: as `PipelineOptions`; a schedule or a number of micro-batches for a proof that runs none.
     """
     if (schedule is not None or micro_batches is not None) and not (processes and pp > 1):
         raise ValueError(
             "a schedule and micro-batches are for pipeline stages in real processes: pass processes=True (--processes) and several "
             "pp ranks"
         )
-    return read_schedule(schedule or "1f1b", 1 if micro_batches is None else micro_batches)
+    return PipelineOptions(schedule or "1f1b", 1 if micro_batches is None else micro_batches).record
 
 
 @dataclass(frozen=True)

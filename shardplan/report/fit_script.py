@@ -105,13 +105,9 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
         options.append(f"data_parallel={json.dumps(parallel).replace('true', 'True')}")
     staged = choice.schedule is not None
     if staged:
-        options += [f'schedule="{choice.schedule}"', "micro_batches=MICRO_BATCHES"]
+        options.append(f'pipeline=shardplan.PipelineOptions("{choice.schedule}", micro_batches=MICRO_BATCHES)')
     lines = ",\n        ".join(("model", *options))
-    call = (
-        f"model = shardplan.apply_pipeline(\n        {lines},\n    )"
-        if staged
-        else f"shardplan.apply_plan(\n        {lines},\n    )"
-    )
+    call = f"{'model = ' if staged else ''}shardplan.apply_plan(\n        {lines},\n    )"
     words = ", ".join((repr(asked.model), *(f"{name}={value!r}" for name, value in settings.items())))
     inner, ranks = sizes.of(Axis.TP) * sizes.cp, sizes.dp_shard * sizes.dp_replicate
     return SCRIPT.format(

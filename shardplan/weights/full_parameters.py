@@ -55,7 +55,7 @@ def full_parameters(
     this rank has it. Where nothing is split, a tensor may share memory with the model: clone what is to be kept.
 
     Args:
-        model: what `apply_plan` or `apply_pipeline` returned, with memory, on any mesh.
+        model: what `apply_plan` returned, with memory, on any mesh.
         gradients: give each parameter's gradient too; a buffer has none.
 
     Returns:

@@ -94,7 +94,7 @@ def load_checkpoint(
     know that every file is whole and every name and shape fits.
 
     Args:
-        model: what `apply_plan` or `apply_pipeline` returned, on the meta device or with memory.
+        model: what `apply_plan` returned, on the meta device or with memory.
         folder: a folder that `save_pretrained` or `save_checkpoint` wrote, or one that was downloaded.
         device: where a meta-device model's memory is; the mesh's device type, or "cpu" where FSDP2 offloads to the CPU.
         dtype: the dtype that floating-point parameters and persistent buffers get (those that a transformers model keeps

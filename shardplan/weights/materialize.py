@@ -32,7 +32,7 @@ def materialize(
     scales) compute them in the same call that resets their weights, so weights are loaded last.
 
     Args:
-        model: what `apply_plan` or `apply_pipeline` returned, on the meta device.
+        model: what `apply_plan` returned, on the meta device.
         device: where the memory is: "cuda", "cpu".
         state_dict: whole tensors by name, on every rank, or DTensors (what `model.state_dict()` of any mesh gives).
 

@@ -74,7 +74,7 @@ def save_checkpoint(
     began last does; the other raises.
 
     Args:
-        model: what `apply_plan` or `apply_pipeline` returned, with memory.
+        model: what `apply_plan` returned, with memory.
         folder: the checkpoint; folders above it are made.
         max_shard_size: bytes of one file, or with a unit ("5GB", "500MB"; "GiB" for powers of two); a larger tensor gets a
             file of its own.

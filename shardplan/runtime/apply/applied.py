@@ -170,7 +170,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class AppliedParts:
-    """The record of an `apply_pipeline`.
+    """The record of an `apply_plan` with stages.
 
     Args:
         title: the first line of its receipt.
@@ -249,7 +249,7 @@ def applied(model: nn.Module | Parted) -> Applied | AppliedParts: ...
 
 
 def applied(model: nn.Module | Parted) -> Applied | AppliedParts:
-    """What `apply_plan` did to a model, or `apply_pipeline` to its parts.
+    """What `apply_plan` did to a model, or to the stages of this rank.
 
     Raises:
         ValueError: no plan was applied, or applying it failed half-way.

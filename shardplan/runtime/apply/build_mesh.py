@@ -31,8 +31,8 @@ def build_mesh(
     view of dp_shard x cp x tp, the innermost ranks of them. The mesh carries its size to `apply_plan`; slices of the mesh do not.
 
     Args:
-        dp_shard, tp, dp_replicate, cp, pp: the sizes; pp is the number of ranks that a pipeline's stages are on
-            (`apply_pipeline`). At most one may be None (or 0, or below): what the others leave of the
+        dp_shard, tp, dp_replicate, cp, pp: the sizes; pp is the number of ranks that a pipeline's stages are on.
+            At most one may be None (or 0, or below): what the others leave of the
             world size.
         ep: over how many ranks experts are distributed. It divides dp_shard x cp x tp, and it divides tp or tp divides it.
         device_type: "cuda" or "cpu"; None follows the process group's backend.

@@ -54,5 +54,5 @@ def refuse_parts(tensors: Iterable[Tensor], function: str) -> None:
     if any(id(tensor) in own for tensor in tensors):
         raise ValueError(
             f"these are parameters of pipeline stages, and other stages are on other ranks: call {function}(pipeline, ...) with "
-            "the Pipeline that apply_pipeline returned"
+            "the Pipeline that apply_plan returned"
         )

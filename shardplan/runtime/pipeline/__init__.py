@@ -1,5 +1,6 @@
 """Pipeline stages that run: a model is cut, each part is sharded as any model is, and torch.distributed.pipelining runs them."""
 
+from .pipeline_options import PipelineOptions
 from .pipelined_model import Pipeline
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "PipelineOptions"]

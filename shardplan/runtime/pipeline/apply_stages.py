@@ -22,7 +22,7 @@ from .stage_programs import program_of_stage
 from .stage_ranks import StageRanks
 from .step_loss import LossFunction
 
-CUT = "it was cut into pipeline stages: use the Pipeline that apply_pipeline returned"
+CUT = "it was cut into pipeline stages: use the Pipeline that apply_plan returned"
 
 
 def apply_stages(

@@ -5,46 +5,13 @@ from __future__ import annotations
 import warnings
 
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
-from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.schedules import Schedule, schedule_of
-from shardplan.core.size_bounds import MOST_MICRO_BATCHES, MOST_RANKS, check_count
+from shardplan.core.schedules import Schedule
+from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.stages import PipelineCut
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
 from .pipelined_model import Layout
-
-
-def read_call(mesh: PlanMesh, schedule: str, micro_batches: int) -> Schedule:
-    """The schedule, if the mesh has stages for it.
-
-    Raises:
-        TypeError: the schedule is no name, micro_batches no whole number.
-        ValueError: no such schedule; a mesh without an axis pp, or with context parallelism; no micro-batch, or more than any step
-            has.
-    """
-    record = read_schedule(schedule, micro_batches)
-    if mesh.pp is None or mesh.pp.size() == 1:
-        raise ValueError("the mesh has no axis pp of several ranks, which stages are laid on: call apply_plan")
-    if mesh.sizes.of(Axis.CP) > 1:
-        raise ValueError("the mesh has the axis cp: pipeline stages do not work with context parallelism yet")
-    mesh.within_stage  # noqa: B018  # raises where pp is the only axis
-    return record
-
-
-def read_schedule(schedule: str, micro_batches: int) -> Schedule:
-    """The schedule of that name.
-
-    Raises:
-        TypeError: the schedule is no name, micro_batches no whole number.
-        ValueError: no such schedule; fewer than one micro-batch.
-    """
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
-        raise TypeError(f"micro_batches must be a whole number, not {micro_batches!r}")
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
-    check_count("micro_batches", micro_batches, MOST_MICRO_BATCHES)
-    return schedule_of(schedule)
 
 
 def lay_out(
@@ -60,7 +27,7 @@ def lay_out(
         ValueError: the schedule wants another number of stages or of micro-batches; there are fewer blocks than stages;
             `sizes` are those of another number of stages.
     """
-    assert mesh.pp is not None  # `read_call` refused it
+    assert mesh.pp is not None  # `read_pipeline` refused it
     sizes = stage_sizes(resolved, schedule, mesh.pp.size(), stages_per_rank, micro_batches)
     if micro_batches < (count := len(sizes)):
         warnings.warn(

@@ -62,7 +62,7 @@ class Whole:
 
 
 class Pipeline(Parted):
-    """A model that `apply_pipeline` cut into stages. It holds those of this rank, and runs all of them in `step`.
+    """A model that `apply_plan` cut into stages. It holds those of this rank, and runs all of them in `step`.
 
     Attributes:
         parts: the stages of this rank, in the order in which a batch runs through them. Each is a model with the names of the
@@ -287,7 +287,7 @@ class Pipeline(Parted):
             now = "is not trained any more" if changed[0] in self._trained else "is trained now"
             error = ValueError(
                 f"{changed[0]} {now} ({len(changed)} in all): which gradients stages send follows from what was trained when the "
-                "model was cut. Set requires_grad before apply_pipeline"
+                "model was cut. Set requires_grad before apply_plan"
             )
             self._failures.tell(error)  # ranks with other stages do not know
             raise error

@@ -55,7 +55,7 @@ class StepLoss:
         if not self.counted:
             raise RuntimeError(
                 "the model computes its loss without its `loss_function`, so that it cannot be divided by the tokens of the "
-                "global batch: pass loss_fn to apply_pipeline"
+                "global batch: pass PipelineOptions(loss_fn=...) to apply_plan"
             )
         return loss / self.micro_batches
 

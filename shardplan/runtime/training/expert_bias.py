@@ -74,13 +74,13 @@ class _Counts:
 
 def count_expert_tokens(model: nn.Module | Parted, bias: str = BIAS) -> None:
     """Begin to count the tokens of each expert, for `update_expert_bias`: in forward, of modules in training mode, where gradients
-    are recorded. Call it once, after `apply_plan` or, on all ranks, after `apply_pipeline`. Further calls change nothing.
+    are recorded. Call it once, after `apply_plan`, on all ranks. Further calls change nothing.
 
     Modules of experts are found by their structure: their own parameters are stacks [E, ...], some with three dims or more, and
     beside them or in the module around them there is a floating buffer of that name with E elements.
 
     Args:
-        model: what `apply_plan` or `apply_pipeline` returned, or a model without a plan, whose tokens are those of this process.
+        model: what `apply_plan` returned, or a model without a plan, whose tokens are those of this process.
         bias: the last part of the buffer's name.
 
     Raises:

@@ -1,0 +1,159 @@
+"""What `apply_plan` decides before it touches a model, the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+from shardplan.compiler.user_inputs import AnyPlan, Model
+
+from .deriving import deriving
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardplan.compiler.lower import Program
+    from shardplan.core.derived_plan import DerivedPlan
+    from shardplan.core.diagnostics import Diagnostic
+    from shardplan.runtime.apply.agreement import Agreement
+    from shardplan.runtime.apply.plan_mesh import PlanMesh
+    from shardplan.runtime.pipeline import PipelineOptions
+    from shardplan.runtime.pipeline.pipelined_model import Layout
+
+WHOLE = "data parallel only: nothing is split"  # how a program without tp is known to be right
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `apply_plan` that say what is compiled."""
+
+    model: Model
+    plan: AnyPlan
+    changes: Changes
+    seq_len: int | None
+    strict: bool
+    allow_unproven: bool
+    derive: bool
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What all ranks are about to do.
+
+    Args:
+        program: as it is applied; `compiled` has it as the plan says it.
+        layout: of the stages, on a mesh with several pp ranks.
+    """
+
+    compiled: Compiled
+    program: Program
+    autocast: torch.dtype | None
+    layout: Layout | None
+
+    @property
+    def warnings(self) -> tuple[Diagnostic, ...]:
+        return self.compiled.findings
+
+    @property
+    def derived(self) -> DerivedPlan | None:
+        return self.compiled.given.derived
+
+
+def program_or_raise(compiled: Compiled) -> Program:
+    """The program. Raises PlanError with what was found where there is none."""
+    from shardplan.report.errors import raise_errors
+
+    raise_errors(compiled.findings, compiled.given.sources)
+    assert compiled.program is not None
+    return compiled.program
+
+
+def decide(
+    asked: Asked, mesh: PlanMesh, stages: PipelineOptions | None, autocast_dtype: torch.dtype | str | None
+) -> Decided:
+    """Compile the plan for a mesh, and see that all ranks are about to do the same.
+
+    Args:
+        stages: how the stages run; None: the model stays whole.
+
+    Raises:
+        as `apply_plan`.
+    """
+    from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
+    from shardplan.runtime.apply.autocast import read_dtype
+
+    with same_on_all_ranks(mesh.mesh) as agreement:
+        compiled = _compiled(asked, mesh, agreement)
+        program, layout = program_or_raise(compiled), None
+        if stages is not None:
+            program, layout = _laid_out(program, mesh, stages)
+        mesh.check_sections(program.resolved)
+        autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
+        agreement.say(f"{intention(program)}\nautocast {autocast}")
+        if stages is not None and layout is not None:
+            agreement.say(f"\n{layout.cut}\n{layout.schedule.name} {stages.micro_batches}")
+    return Decided(compiled, program, autocast, layout)
+
+
+def _compiled(asked: Asked, mesh: PlanMesh, agreement: Agreement) -> Compiled:
+    overlay = asked.changes.get("sequence_parallel", False)
+    return compile_variant(
+        asked.model,
+        mesh.sizes,
+        asked.plan,
+        asked.changes,
+        seq_len=asked.seq_len,
+        strict=asked.strict,
+        allow_unproven=asked.allow_unproven,
+        derive=deriving(
+            asked.model, {"derive": asked.derive}, mesh.sizes, sequence_parallel=overlay, share=agreement.share
+        ),
+    )
+
+
+def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tuple[Program, Layout]:
+    """The program as stages need it, and where these are."""
+    from shardplan.runtime.pipeline.layout_of_stages import lay_out
+    from shardplan.runtime.pipeline.refused_plans import for_stages
+    from shardplan.styles.backends import BACKENDS
+
+    section = program.resolved.data_parallel
+    wrapped = section is not None and mesh.data_parallel(BACKENDS[section.backend]) is not None
+    program = for_stages(program, wrapped=wrapped)
+    return program, lay_out(mesh, program.resolved, stages.record, stages.stages_per_rank, stages.micro_batches)
+
+
+def prove_decided(
+    asked: Asked, decided: Decided, mesh: DeviceMesh, *, prove: bool
+) -> tuple[tuple[Diagnostic, ...], str]:
+    """Prove what the program splits over tp, and the stages, on the mesh's first rank for all: the warnings, and how the program
+    is known to be right, in words.
+
+    Raises:
+        PlanError: the proof found errors.
+    """
+    from shardplan.proof.prove_stages import prove_pipeline_on_first_rank
+    from shardplan.proof.stage import Question, prove_on_first_rank
+    from shardplan.report.errors import raise_errors
+
+    compiled, resolved = decided.compiled, decided.program.resolved
+    reduced, staged, sources = compiled.reduced_model, compiled.staged, compiled.given.sources
+    split = (resolved.sizes.tp or 1) > 1
+    if not prove or reduced is None:
+        unproven = "it cannot be (allow_unproven)" if prove else "prove=False"
+        return (), f"not proven: {unproven}" if split else WHOLE
+    found: tuple[Diagnostic, ...] = ()
+    proof = WHOLE
+    if split:
+        logits = asked.changes.get("logits", "plan")
+        question = Question(reduced, asked.model, compiled.given.both[1], logits, asked.allow_unproven)
+        found, method = prove_on_first_rank(question, resolved.overlays, mesh)
+        raise_errors(found, sources, strict=asked.strict)
+        proof = f"proven {method}, on a reduced model"
+    if staged is not None and staged.ok:
+        about = prove_pipeline_on_first_rank(reduced, staged, resolved.sizes.pp, mesh)
+        raise_errors(about, sources, strict=asked.strict)
+        proof = proof if split else "proven before it was applied, on a reduced model"
+    return found, proof
