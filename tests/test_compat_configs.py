@@ -338,7 +338,7 @@ def test_megatron_fsdp_comes_to_a_section_of_the_plan() -> None:
     )
     on_meta = MegatronFSDPConfig(init_fsdp_with_meta_device=True).arguments(meta_llama())["data_parallel"]
     assert on_meta["megatron_fsdp"]["init_model_with_meta_device"] is True and "units" not in on_meta
-    with pytest.raises(ValueError, match="no module of the class LlamaDecoderlayer: did you mean LlamaDecoderLayer?"):
+    with pytest.raises(ValueError, match="no module of the class LlamaDecoderlayer: did you mean 'LlamaDecoderLayer'?"):
         MegatronFSDPConfig(megatron_fsdp_unit_modules=["LlamaDecoderlayer"]).arguments(meta_llama())
 
 

@@ -135,13 +135,26 @@ SIZES = {
 }
 
 
-def test_a_moe_mesh_is_handed_on(world: None, calls: list[SimpleNamespace]) -> None:
+def test_a_moe_mesh_is_a_size_of_ep(world: None, calls: list[SimpleNamespace]) -> None:
     mesh, moe_mesh = mesh_of(dp_shard=4, tp=2), mesh_of(ep_shard=2, ep=4)
     manager = FSDP2Manager(FSDP2Config(), mesh, moe_mesh)
     manager.parallelize(llama())
     fsdp2_strategy_parallelize(llama(), mesh, moe_mesh=moe_mesh)
     FSDP2Manager(FSDP2Config(), mesh).parallelize(llama())
-    assert [call.moe_mesh for call in calls] == [moe_mesh, moe_mesh, None] and manager.moe_mesh is moe_mesh
+    assert [call.ep for call in calls] == [4, 4, None] and manager.moe_mesh is moe_mesh
+
+
+def test_another_moe_mesh_is_told(world: None) -> None:
+    mesh = mesh_of(dp_shard=4, tp=2)
+    groups = r"moe_mesh are \[0, 4\], \[1, 5\].* but those of the mesh are \[0, 1\], \[2, 3\]"
+    strided = DeviceMesh("cpu", torch.arange(8).reshape(2, 4).T.contiguous(), mesh_dim_names=("ep_shard", "ep"))
+    for moe_mesh, error, words in (
+        (strided, ValueError, groups),
+        (mesh, ValueError, r"moe_mesh must have the axes \(ep_shard, ep\)"),
+        (2, TypeError, "moe_mesh must be a torch DeviceMesh, not int"),
+    ):
+        with pytest.raises(error, match=words):
+            fsdp2_strategy_parallelize(llama(), mesh, moe_mesh=moe_mesh)
 
 
 def test_experts_are_distributed_over_a_moe_mesh(world: None) -> None:

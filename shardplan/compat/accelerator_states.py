@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardplan.weights import load_training_state, save_training_state
+from shardplan import load_training_state, save_training_state
 
 FOLDER = "training_state"  # of `save_training_state`, inside of the folder that accelerate writes
 

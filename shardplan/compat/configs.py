@@ -5,26 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardplan.core.options import options
-from shardplan.core.sections import DDP, MegatronFSDP, ZeroStrategy
-from shardplan.core.suggest import closest
-from shardplan.model.adapters import unwrapped
-from shardplan.runtime.apply.autocast import ALLOWED as AUTOCAST
-
-from .multimodal import MultimodalDistributedConfig, check_scope, layers_of, read_multimodal
-from .policies import check_names, name_of, plain, read_dtype, read_policy
+from .multimodal import MultimodalDistributedConfig, check_scope, layers_of, read_multimodal, unwrapped
+from .policies import check_names, name_of, nearest, plain, read_dtype, read_policy
 
 Checkpointing = bool | Literal["full", "selective"]
 _C = TypeVar("_C", bound="Config")
 
 SIZES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
-ZERO = get_args(ZeroStrategy)
+ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # the words of `zero_dp_strategy`, 0 to 3
+AUTOCAST = (torch.bfloat16, torch.float16)
 
 
 def default_policy() -> MixedPrecisionPolicy:
@@ -197,6 +192,14 @@ class FSDP2Config(Config):
         return section
 
 
+# The fields that are no options of `data_parallel.megatron_fsdp` and of `data_parallel.ddp`.
+MEGATRON_FSDP_OWN = {
+    *("sequence_parallel", "tp_plan", "activation_checkpointing", "backend", "megatron_fsdp_unit_modules"),
+    *("init_fsdp_with_meta_device", "report_nan_in_param_grad"),
+}
+DDP_OWN = {"activation_checkpointing", "activation_checkpointing_scope", "autocast_dtype", "backend"}
+
+
 @dataclass
 class MegatronFSDPConfig(Config):
     """Megatron-FSDP (the package megatron-fsdp).
@@ -257,7 +260,7 @@ class MegatronFSDPConfig(Config):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         self.check()
-        values = {name: value for name, value in self.to_dict().items() if name in options(MegatronFSDP)}
+        values = {name: value for name, value in self.to_dict().items() if name not in MEGATRON_FSDP_OWN}
         values["check_for_nan_in_grad"] = self.report_nan_in_param_grad
         if self.init_fsdp_with_meta_device:
             values["init_model_with_meta_device"] = True
@@ -285,10 +288,8 @@ def units_of_classes(model: nn.Module, paths: list[str]) -> list[str]:
     for path in paths:
         found = [name for name, words in spellings.items() if path in words]
         if not found:
-            near = closest(path.rpartition(".")[2], {words[0] for words in spellings.values()})
-            raise ValueError(
-                f"the model has no module of the class {path}" + (f": did you mean {near}?" if near else "")
-            )
+            classes = {words[0] for words in spellings.values()}
+            raise ValueError(f"the model has no module of the class {path}{nearest(path.rpartition('.')[2], classes)}")
         units += found
     return units
 
@@ -329,7 +330,7 @@ class DDPConfig(Config):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         self.check()
-        values = {name: value for name in options(DDP) if (value := getattr(self, name)) is not None}
+        values = {name: v for name, v in self.to_dict().items() if name not in DDP_OWN and v is not None}
         if self.bucket_cap_mb is not None:
             values["bucket_cap_mb"] = int(self.bucket_cap_mb)
         return {

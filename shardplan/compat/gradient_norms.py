@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shardplan.runtime.training import gradients
-from shardplan.runtime.training.gradients import Parameters
+from shardplan.runtime import training
+
+Parameters = Tensor | Iterable[Tensor]
 
 
 def get_grad_norm(
@@ -29,7 +32,7 @@ def get_grad_norm(
         ValueError: another dtype.
     """
     _check_dtype(dtype)
-    return gradients.get_grad_norm(parameters, norm_type=norm_type).item()
+    return training.get_grad_norm(parameters, norm_type=norm_type).item()
 
 
 def clip_grad_by_total_norm_(
@@ -44,7 +47,7 @@ def clip_grad_by_total_norm_(
         ValueError: another dtype.
     """
     _check_dtype(dtype)
-    gradients.clip_grad_by_total_norm_(parameters, max_grad_norm, total_norm)
+    training.clip_grad_by_total_norm_(parameters, max_grad_norm, total_norm)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardplan.runtime.parallel.vocabulary_context import is_split_twice, log_probabilities_of_chunks
 from shardplan.runtime.training import log_probabilities
+
+from .split_tokens import is_split_twice, log_probabilities_of_chunks
 
 
 @dataclass

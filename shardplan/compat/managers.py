@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from math import prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,15 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from shardplan.compiler.overrides import Logits
-from shardplan.core.mesh import Axis
-from shardplan.runtime.apply import applied, build_mesh, micro_batches
-from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan import applied, build_mesh, micro_batches
 from shardplan.runtime.parallel.process_groups import flatten
-from shardplan.styles.backends import BACKENDS
 
 from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
-from .parallelize import parallelize
+from .parallelize import Logits, axis_size, parallelize
 from .policies import check_names
 
 _T = TypeVar("_T")
@@ -39,8 +36,8 @@ class Manager:
     Args:
         config: None is its defaults.
         device_mesh: a mesh with named axes, as for `apply_plan`.
-        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks, as for `apply_plan`; with FSDP2 alone. None is no expert
-            parallelism, or what `build_mesh` was told.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; with FSDP2 alone. None is no expert parallelism, or what
+            `build_mesh` was told.
         older: sizes (dp_size, dp_replicate_size, tp_size, cp_size, pp_size, ep_size), `backend` of the process group,
             `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
 
@@ -61,9 +58,10 @@ class Manager:
         moe_mesh: DeviceMesh | None = None,
         **older: Any,
     ):
-        backend = BACKENDS[self.config_type.strategy]
-        if moe_mesh is not None and not backend.experts:
-            raise ValueError(f"moe_mesh must be None: the backend {backend.name} has no expert parallelism")
+        if moe_mesh is not None and self.config_type is not FSDP2Config:
+            raise ValueError(
+                f"moe_mesh must be None: the backend {self.config_type.strategy} has no expert parallelism"
+            )
         self.tp_plan: Any = None
         if older and (config is not None or device_mesh is not None):
             raise TypeError(f"give a config and a mesh, or sizes and flags, not both: {', '.join(older)}")
@@ -111,9 +109,10 @@ class Manager:
 
     def _note_sizes(self, mesh: DeviceMesh) -> None:
         """The sizes are attributes where the manager was made from them, all known by now."""
-        sizes = read_mesh(mesh).sizes
-        self.world_size, self.tp_size, self.cp_size = dist.get_world_size(), sizes.of(Axis.TP), sizes.cp
-        self.dp_size = sizes.dp_replicate * sizes.dp_shard
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        self.world_size, self.tp_size = dist.get_world_size(), axis_size(mesh, "tp")
+        self.cp_size = sizes.get("cp", sizes.get("context_parallel", 1))
+        self.dp_size = prod(size for name, size in sizes.items() if name in DATA)
 
     def _without_mesh(self) -> DeviceMesh:
         raise TypeError(f"{type(self).__name__} needs a device_mesh: shardplan.build_mesh makes one")
@@ -121,7 +120,7 @@ class Manager:
     def _from_sizes(
         self, *, backend: str = "nccl", world_size: int | None = None, use_hf_tp_plan: bool = False, **given: Any
     ) -> tuple[DistributedConfig, DeviceMesh]:
-        plans = ["custom_tp_plan"] if "tp" in BACKENDS[self.config_type.strategy].splits else []
+        plans = ["custom_tp_plan"] if "tp_size" in self.sizes else []
         names = [one.name for one in fields(self.config_type)]
         ignored = ["sequence_parallel"] if "sequence_parallel" not in names else []
         for size in SIZES:
@@ -149,6 +148,7 @@ class Manager:
         return first_mesh(device, **sizes) if first else mesh_of_sizes(device, **sizes)
 
 
+DATA = ("dp_replicate", "dp_shard", "data_parallel")  # axes that `dp_size` counts
 # The fields of the first release's dataclass, in their order; a manager of these alone has that release's mesh.
 FIRST = ("dp_size", "tp_size", "cp_size", "sequence_parallel", "mp_policy", "offload_policy", "backend", "world_size")
 

@@ -8,8 +8,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 
-from shardplan.model.adapters import unwrapped
-
 from .policies import check_names
 
 FrozenSharding = Literal["root", "per_layer", "replicate"]
@@ -80,6 +78,12 @@ def _read(value: Any, kind: type[_T], what: str) -> _T:
     if not isinstance(value, kind):
         raise TypeError(f"{what} must be a {kind.__name__} or a mapping, not {value!r}")
     return value
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of peft's wrapper; itself where there is none."""
+    inner = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    return model if inner is None else inner()
 
 
 def parts_of(model: nn.Module) -> dict[str, str]:

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from os import PathLike
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.api import apply_plan, convert_plan
-from shardplan.compiler.overrides import Logits
-from shardplan.compiler.user_inputs import AnyPlan
-from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import canonical_axis
-from shardplan.core.plan import Plan
-from shardplan.model.adapters import unwrapped
-from shardplan.report import text
-from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan import Plan, PlanError, apply_plan, convert_plan
 
 from .configs import DistributedConfig
+from .multimodal import unwrapped
 
+AnyPlan = Plan | Mapping[str, Any] | str | PathLike[str]
+Logits = Literal["plan", "replicated", "sharded", "as_stored"]  # as for `apply_plan`
 OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # what a plan of ours has
 FILES = (".yaml", ".yml", ".json")
 # Names that configurations of others give to a plan, all of which are the model's own.
 NAMED = ("llama_nemotron_super_tp_plan",)
+NAMES = {"tp": ("tp", "tensor_parallel", "tensor", "model"), "pp": ("pp", "pipeline_parallel")}  # that axes have
+# Names that functions and scripts have for axes, which a mesh need not have.
+USUAL = (
+    "dp_replicate",
+    "dp_shard_cp",
+    "dp_cp",
+    "dp",
+    "data_parallel",
+    "cp",
+    "context_parallel",
+    "tp",
+    "tensor_parallel",
+)
+EP, EP_SHARD = "ep", "ep_shard"
+LEADING = ("pp", "dp_replicate")  # axes that a moe_mesh may have before these two
+SHOWN = 4
 
 
 def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
@@ -51,7 +63,7 @@ def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
     where = {"import_path": plan} if isinstance(plan, str) and plan != "hf" else {"source": plan}
     made = convert_plan(**where, model=model)
     if made.document is None:
-        raise PlanError(made.report.diagnostics, text(made.report.diagnostics, made.report.sources, color=False))
+        raise PlanError(made.report.diagnostics, str(made.report))
     return made.document
 
 
@@ -73,25 +85,64 @@ def parallelize(
 
     Args:
         plan: as for `plan_for`.
-        axes, moe_mesh: as for `apply_plan`.
+        axes: as for `apply_plan`.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None: no expert parallelism, or what `build_mesh` was told.
         logits: as for `apply_plan`; None: `logits_for`.
         data_parallel: more fields of that section.
 
     Raises:
         ValueError: the mesh has several pp ranks.
     """
-    sizes = read_mesh(mesh, axes, moe_mesh=moe_mesh).sizes
-    if sizes.pp > 1:
+    if (stages := axis_size(mesh, "pp", axes)) > 1:
         raise ValueError(
-            f"the mesh has {sizes.pp} ranks on its axis pp, and what is here shards whole models: shardplan.apply_plan cuts a model "
+            f"the mesh has {stages} ranks on its axis pp, and what is here shards whole models: shardplan.apply_plan cuts a model "
             "into stages"
         )
     arguments = config.arguments(model)
     arguments["data_parallel"] |= data_parallel
-    if isinstance(plan, Mapping) and not plan and (sizes.tp or 1) == 1:
+    ep = None if moe_mesh is None else ep_of(mesh, moe_mesh)
+    if isinstance(plan, Mapping) and not plan and axis_size(mesh, "tp", axes) == 1:
         plan = None
     logits = logits_for(model, plan) if logits is None else logits
-    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, moe_mesh=moe_mesh, logits=logits, **arguments)
+    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, ep=ep, logits=logits, **arguments)
+
+
+def axis_size(mesh: DeviceMesh, axis: str, axes: Mapping[str, str] | None = None) -> int:
+    """The number of ranks on an axis, by its name in `axes` or one of `NAMES`; 1 where the mesh has no such axis."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    return next((sizes[name] for name in ((axes or {}).get(axis), *NAMES[axis]) if name in sizes), 1)
+
+
+def ep_of(mesh: DeviceMesh, moe_mesh: DeviceMesh) -> int:
+    """The size of the ep axis of a moe_mesh, whose ep groups are those that `apply_plan` takes from the mesh.
+
+    Raises:
+        TypeError: it is no DeviceMesh.
+        ValueError: its axes are others; its ep groups are others.
+    """
+    if not isinstance(moe_mesh, DeviceMesh):
+        raise TypeError(f"moe_mesh must be a torch DeviceMesh, not {type(moe_mesh).__name__}")
+    names = tuple(moe_mesh.mesh_dim_names or ())
+    if names[-2:] != (EP_SHARD, EP) or any(name not in LEADING for name in names[:-2]):
+        raise ValueError(
+            f"moe_mesh must have the axes ({EP_SHARD}, {EP}), with {' or '.join(LEADING)} before them at most, not {names}"
+        )
+    ep = moe_mesh.size(moe_mesh.ndim - 1)
+    if mesh.size() % ep:
+        raise ValueError(f"moe_mesh has {ep} ranks on its ep axis, which do not divide the {mesh.size()} of the mesh")
+    ours, theirs = (one.mesh.reshape(-1, ep).tolist() for one in (mesh, moe_mesh))
+    if sorted(ours) != sorted(theirs):
+        raise ValueError(
+            f"the ep groups of moe_mesh are {_some([g for g in theirs if g not in ours] or theirs)}, but those of the mesh are "
+            f"{_some([g for g in ours if g not in theirs] or ours)}: ep is taken from the innermost ranks of dp_shard x cp x "
+            "tp. Pass ep to build_mesh instead of a moe_mesh, or a moe_mesh with these groups"
+        )
+    return ep
+
+
+def _some(groups: list[list[int]]) -> str:
+    more = len(groups) - SHOWN
+    return ", ".join(map(str, groups[:SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def logits_for(model: nn.Module, plan: AnyPlan | None) -> Logits:
@@ -116,7 +167,7 @@ def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:
     for axis, name in names.items():
         if name in (mesh.mesh_dim_names or ()):
             axes[axis] = name
-        elif canonical_axis(name) is None:
+        elif name not in USUAL:
             try:
                 mesh[name]
             except KeyError:

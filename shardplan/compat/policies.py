@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardplan.core.dtypes import DTYPES, dtype_name
-from shardplan.core.suggest import closest
-
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that sections of plans have
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # All that `_target_` may name. Nothing is imported by a name that a file says.
 TARGETS: dict[str, type] = {
     f"torch.distributed.fsdp.{policy.__name__}": policy
@@ -19,21 +19,34 @@ TARGETS: dict[str, type] = {
 }
 
 
-def check_names(given: Mapping[str, Any], known: Mapping[str, Any] | list[str], what: str) -> None:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The question behind a message about a misspelt word; nothing where no known word is near."""
+    spelled = {one.lower(): one for one in known}
+    found = get_close_matches(word.lower(), spelled, n=1)
+    return f": did you mean {spelled[found[0]]!r}?" if found else ""
+
+
+def check_names(given: Mapping[str, Any], known: list[str], what: str) -> None:
     """Raise ValueError for the first name that is not known, with the nearest."""
     for name in given:
         if name not in known:
-            near = closest(str(name), known)
-            raise ValueError(f"{what} has no {name!r}" + (f": did you mean {near!r}?" if near else ""))
+            raise ValueError(f"{what} has no {name!r}{nearest(str(name), known)}")
 
 
-def read_dtype(dtype: torch.dtype | str | None, what: str, allowed: tuple[str, ...] = DTYPES) -> torch.dtype | None:
+def read_dtype(
+    dtype: torch.dtype | str | None, what: str, allowed: tuple[torch.dtype, ...] = DTYPES
+) -> torch.dtype | None:
     """A dtype, also by its name.
 
     Raises:
         ValueError: none of those that are allowed.
     """
-    return None if dtype is None else getattr(torch, dtype_name(dtype, what, allowed))
+    word = str(dtype).removeprefix("torch.")
+    found = getattr(torch, SHORT.get(word, word), None)
+    if not (dtype is None or found in allowed):
+        *others, last = map(name_of, allowed)
+        raise ValueError(f"{what} must be {', '.join(others)} or {last}, not {dtype!r}")
+    return None if dtype is None else found
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -66,10 +79,8 @@ def read_policy(value: Any, kinds: tuple[type, ...], what: str) -> Any:
 def _check_dtypes(policy: MixedPrecisionPolicy, what: str) -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         value = getattr(policy, name)
-        if not (value is None or (isinstance(value, torch.dtype) and name_of(value) in DTYPES)):
-            raise ValueError(
-                f"{what}: {name} must be {', '.join(f'torch.{dtype}' for dtype in DTYPES)} or None, not {value!r}"
-            )
+        if not (value is None or value in DTYPES):
+            raise ValueError(f"{what}: {name} must be {', '.join(map(str, DTYPES))} or None, not {value!r}")
     if not isinstance(policy.cast_forward_inputs, bool):
         raise ValueError(f"{what}: cast_forward_inputs must be True or False, not {policy.cast_forward_inputs!r}")
 

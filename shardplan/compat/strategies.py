@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
-from shardplan.compiler.overrides import Logits
-from shardplan.compiler.user_inputs import AnyPlan
-from shardplan.language import parse_plan
-from shardplan.runtime.apply.fsdp2 import shard_units
-from shardplan.runtime.apply.wrapped import Wrapped
 from shardplan.runtime.parallel.process_groups import root_of
 from shardplan.runtime.training import unshard
 
@@ -24,7 +20,7 @@ from .configs import Checkpointing, FSDP2Config, MegatronFSDPConfig
 from .managers import refuse_optimizer
 from .multimodal import FrozenSharding, MultimodalDistributedConfig, check_frozen, frozen_towers
 from .older_forms import with_older_form
-from .parallelize import axes_of, parallelize
+from .parallelize import AnyPlan, Logits, axes_of, parallelize
 
 
 @with_older_form
@@ -63,7 +59,7 @@ def fsdp2_strategy_parallelize(
             path of one or of a function that returns one, "hf".
         frozen_multimodal_sharding: "replicate" holds frozen parameters whole on every rank; else as the plan says.
         cpu_offload: short for a CPUOffloadPolicy without pinned memory.
-        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks, as for `apply_plan`; None: no expert parallelism.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None: no expert parallelism.
         logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are
             split over the vocabulary, where the plan splits its head.
 
@@ -281,8 +277,6 @@ def apply_fsdp2_sharding_recursively(
     ignored = {id(parameter) for parameter in ignored_multimodal_params or ()}
     if frozen_multimodal_sharding == "replicate":
         ignored |= {id(parameter) for name in frozen for parameter in module.get_submodule(name).parameters()}
-    names = tuple(name for name, parameter in module.named_parameters() if id(parameter) in ignored)
-    wrapped = Wrapped(tuple(name for name in units if name not in frozen), ignored=names)
     config = FSDP2Config(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
@@ -291,10 +285,36 @@ def apply_fsdp2_sharding_recursively(
         fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
         reshard_after_forward=reshard_after_forward,
     )
-    document = {"version": "1", "data_parallel": config.arguments(module)["data_parallel"]}
-    plan = parse_plan(document, name="arguments").plan
-    assert plan is not None and plan.data_parallel is not None, document
-    shard_units(module, mesh, plan.data_parallel, wrapped, fully_shard_fn or fully_shard)
+    left_alone = {p for p in module.parameters() if id(p) in ignored}
+    for parameter in left_alone:  # on the device where FSDP2 would put them
+        if not parameter.is_meta and parameter.device.type != mesh.device_type:
+            parameter.data = parameter.data.to(mesh.device_type)
+    sharded = [module.get_submodule(name) for name in units if name not in frozen]
+    for number, unit in enumerate(sharded, 1):
+        (fully_shard_fn or fully_shard)(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=number < len(sharded) if reshard_after_forward is None else reshard_after_forward,
+            # A unit returns what it computes in: the model's output dtype would meet parameters of another one.
+            mp_policy=replace(config.mp_policy or MixedPrecisionPolicy(), output_dtype=None),
+            offload_policy=config.offload_policy or OffloadPolicy(),
+            ignored_params=left_alone | {p for p in unit.parameters() if not p.ndim},  # FSDP2 shards no scalars
+        )
+        if isinstance(
+            unit, FSDPModule
+        ):  # transformers finds what a class records by its qualified name, which FSDP2 changes
+            own, original = type(unit), type(unit).__bases__[-1]
+            own.__module__, own.__qualname__ = original.__module__, original.__qualname__
+    if enable_fsdp2_prefetch:
+        _prefetch(sharded, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
+
+
+def _prefetch(units: list[Any], forward: int, backward: int) -> None:
+    """How many units each gathers ahead."""
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward])
+        # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
+        unit.set_modules_to_backward_prefetch(units[max(0, i - backward) : i][::-1] or [unit])
 
 
 apply_fsdp_sharding_recursively = apply_fsdp2_sharding_recursively  # its name in older releases

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from shardplan.core.layout import V
-from shardplan.core.tree import full_name
-from shardplan.model.model_codes import NO_HF_PLAN
-from shardplan.model.model_findings import refuse
 from shardplan.runtime.parallel.single_style import OwnStyle
-from shardplan.styles import STYLES, Style, canonical_style
-from shardplan.styles.style_record import TorchStyle
+from shardplan.styles import canonical_style
+
+# Torch takes a split value for granted in front of a split by input features, and hands it on behind one by output features.
+TORCH: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel,
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+    "replicated_with_grad_allreduce": lambda: OwnStyle("replicated_with_grad_allreduce"),
+}
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
@@ -25,29 +33,14 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     if not isinstance(style, str):
         raise TypeError(f"a style is named by text, not by {type(style).__name__}")
     name = canonical_style(style)
-    found = None if name is None else STYLES.get(name)
-    if found is not None and found.torch is not None:
-        return _of_torch(found, found.torch)
-    known = ", ".join(name for name, record in STYLES.items() if record.torch is not None)
+    if name in TORCH:
+        return TORCH[name]()
+    known = ", ".join(TORCH)
     if name is None:
         raise ValueError(f"there is no parallel style {style!r}: the styles are {known}")
     raise ValueError(
         f"torch has no parallel style for {style!r}, only for {known}: apply the plan with shardplan.apply_plan"
     )
-
-
-def _of_torch(style: Style, kind: TorchStyle) -> ParallelStyle:
-    """Torch's style for ours. Torch takes a split value for granted in front of a split by input features, and hands it on
-    behind one by output features."""
-    match kind:
-        case "ColwiseParallel":
-            return ColwiseParallel(output_layouts=Replicate()) if style.gathers_features else ColwiseParallel()
-        case "RowwiseParallel":
-            return RowwiseParallel() if style.input_sources == (V(-1),) else RowwiseParallel(input_layouts=Replicate())
-        case "SequenceParallel":
-            return SequenceParallel()
-        case "own":
-            return OwnStyle(style.name)
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -59,18 +52,16 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         model: a transformers model.
 
     Raises:
-        PlanError: it has no plan (SP514).
-        ValueError: its plan needs more than torch's styles do; `shardplan.apply_plan(model, mesh, "hf")` applies it.
+        ValueError: it has no plan, or its plan needs more than torch's styles do; `shardplan.apply_plan(model, mesh, "hf")` applies it.
     """
     names: dict[str, str] = {}
     for prefix, plan in (("", type(model)), *model.named_modules()):
         own = getattr(plan, "_tp_plan", None)
-        names |= {full_name(prefix, key): style for key, style in own.items()} if isinstance(own, dict) else {}
+        start = f"{prefix}." if prefix else ""
+        names |= {start + key: style for key, style in own.items()} if isinstance(own, dict) else {}
     if not names:
-        raise refuse(
-            NO_HF_PLAN,
-            f"transformers has no tensor-parallel plan for {type(model).__name__}",
-            help="convert or write one: docs/converting.md",
+        raise ValueError(
+            f"transformers has no tensor-parallel plan for {type(model).__name__}: `shardplan init` writes one of ours"
         )
     embedding, head = (_name_of(model, f"get_{which}_embeddings") for which in ("input", "output"))
     if embedding is not None:

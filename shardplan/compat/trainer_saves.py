@@ -6,7 +6,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardplan.runtime.apply import applied
-from shardplan.weights import load_checkpoint, load_training_state, save_checkpoint, save_training_state
-from shardplan.weights.all_ranks import all_or_none, is_first, of_first
-from shardplan.weights.checkpoint_names import inner_model
-from shardplan.weights.folders import begin, clear, commit, remove, saving
+from shardplan import applied, load_checkpoint, load_training_state, save_checkpoint, save_training_state
+from shardplan.weights import all_or_none, clear, remove, whole_folder
 
 # A checkpoint-N of the Trainer is a Hugging Face folder, with this folder of `save_training_state` in it.
 _TRAINING_STATE, _TRAINER_STATE = "training_state", "trainer_state.json"
@@ -61,8 +58,12 @@ def _check(trainer: Any, model: nn.Module) -> None:
         raise ValueError("compute_metrics needs whole logits: apply the plan with logits='replicated'")
     if trainer.optimizer is not None:
         applied(model).check_optimizer(_own(trainer.optimizer))
-    if trainer.args.save_strategy != "no":
-        inner_model(model)
+    modules = applied(model).program.resolved.tree.modules.values()
+    if trainer.args.save_strategy != "no" and any(one.adapter for module in modules for one in module.parameters):
+        raise ValueError(
+            'the model has adapters, and a checkpoint of a whole model does not include them: set save_strategy to "no", and save '
+            "model.state_dict()"
+        )
 
 
 class _Saves:
@@ -70,41 +71,42 @@ class _Saves:
 
     def __init__(self, trainer: Any, model: nn.Module):
         self.trainer, self.model = trainer, model
-        self.write_checkpoint = trainer._save_checkpoint
+        self.write_checkpoint, self.first = trainer._save_checkpoint, dist.get_rank() == 0
 
     def save(self, model: nn.Module, trial: Any) -> None:
         """Write `checkpoint-N`: the Trainer writes into a hidden folder, which gets its name when all ranks are done."""
         trainer, run = self.trainer, Path(self.trainer._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{trainer.state.global_step}"
-        hidden: Path | None = None
-        with ExitStack() as stack:
+        with whole_folder(folder, marks=(_TRAINER_STATE, _TRAINING_STATE), overwrite=True) as hidden:
+            appended = hidden / folder.name  # as the Trainer does
             with all_or_none(None, f"preparing to save {folder}"):
-                if is_first(None):
-                    hidden = begin(folder, overwrite=True, marks=(_TRAINER_STATE, _TRAINING_STATE))
-                    stack.enter_context(saving(hidden, folder))
-                    (hidden / folder.name).symlink_to(".")  # the Trainer appends the name
-            hidden = of_first(hidden)
+                if self.first:
+                    appended.symlink_to(".")
             trainer._get_output_dir = lambda trial: str(hidden)
-            stack.callback(trainer.__dict__.pop, "_get_output_dir")
-            with all_or_none(None, f"saving {folder}"):
-                self.write_checkpoint(model, trial)
+            try:
+                with all_or_none(None, f"saving {folder}"):
+                    self.write_checkpoint(model, trial)
+            finally:
+                del trainer._get_output_dir
             best = trainer.state.best_model_checkpoint
-            if best is not None and Path(best) == hidden / folder.name:
+            if best is not None and Path(best) == appended:
                 trainer.state.best_model_checkpoint = str(folder)
-            with all_or_none(None, f"finishing {folder}"):
-                if is_first(None):
-                    trainer.state.save_to_json(str(hidden / _TRAINER_STATE))
-                    (hidden / folder.name).unlink()
-                    commit(hidden, folder, lambda name: False)
-                    _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+            if self.first:
+                trainer.state.save_to_json(str(hidden / _TRAINER_STATE))
+                appended.unlink()
+        with all_or_none(None, f"removing checkpoints older than {folder}"):
+            if self.first:
+                _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as an ordinary folder of Hugging Face, beside what else is in the folder. Call it on all ranks."""
         folder = Path(output_dir or self.trainer.args.output_dir).resolve()
-        hidden = folder / f".saved-model-{of_first(secrets.token_hex(8))}"  # of this save alone
+        token = [secrets.token_hex(8)]  # of this save alone
+        dist.broadcast_object_list(token)
+        hidden = folder / f".saved-model-{token[0]}"
         save_checkpoint(self.model, hidden, progress=False)
         with all_or_none(None, f"finishing {folder}"):
-            if is_first(None):
+            if self.first:
                 self._write_beside_model(hidden)
                 _move_model(hidden, folder)
 

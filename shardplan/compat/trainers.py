@@ -9,8 +9,7 @@ from typing import Any, Never
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardplan.runtime.apply import applied
-from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan import applied
 
 from .accelerator_states import AcceleratorStates
 from .trainer_saves import save_and_resume
@@ -60,7 +59,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
     model.__dict__["_is_accelerate_prepared"] = True
 
 
-def _check_mesh(mesh: PlanMesh) -> None:
+def _check_mesh(mesh: Any) -> None:
     if mesh.sizes.cp > 1:
         raise ValueError(
             "accelerate splits sequences over a cp axis its own way: train with a loop of your own, or with cp 1"
@@ -93,7 +92,7 @@ def _check_accelerator(accelerator: Any) -> None:
         )
 
 
-def _check_unprepared(accelerator: Any, mesh: PlanMesh) -> None:
+def _check_unprepared(accelerator: Any, mesh: Any) -> None:
     if accelerator._schedulers and getattr(accelerator.state, "device_mesh", None) != mesh.mesh:
         raise ValueError(
             "the Accelerator has prepared a scheduler, which would step once for each process, and the ranks of a tp group share their "

@@ -15,7 +15,6 @@ STYLES = (
         lookup=Lookup(),
         comment="Each rank holds a part of the vocabulary's rows.",
         trials=(Trial(on=EMBEDDING, whole=1, sliced=3),),
-        torch="RowwiseParallel",
     ),
     Style(
         name="embedding_rowwise_seq",

@@ -19,7 +19,6 @@ STYLES = (
         output_source=V(-1),
         comment="Split by output features: whole heads, or a part of the hidden features, on each rank.",
         trials=(Trial(on=MATMUL | PARAMETER, whole=1, sliced=1),),
-        torch="ColwiseParallel",
     ),
     Style(
         name="colwise_seq",
@@ -46,7 +45,6 @@ STYLES = (
         options=Options(grad=True),
         comment="Split by output features, and the result is gathered.",
         trials=(Trial(on=MATMUL, whole=3, sliced=3),),
-        torch="ColwiseParallel",
     ),
     Style(
         name="colwise_seq_gather_output",
@@ -89,7 +87,6 @@ STYLES = (
             Trial(on=MATMUL, whole=2, sliced=6),
             Trial(on=PARAMETER, whole=2, sliced=2),
         ),
-        torch="RowwiseParallel",
     ),
     Style(
         name="rowwise_with_grad_allreduce",
@@ -135,7 +132,6 @@ STYLES = (
             Trial(on=MATMUL, whole=5),
             Trial(on=frozenset({"linear"}), sliced=12),
         ),
-        torch="RowwiseParallel",
     ),
     Style(
         name="rowwise_split_input_seq",

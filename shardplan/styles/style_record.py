@@ -12,7 +12,6 @@ from shardplan.core.tree import ModuleKind
 
 Features = Literal["out", "in", "expert", "head"]  # "expert", "head": whole ones, dim 0 of a stack of them
 TrialKind = ModuleKind | Literal["parameter"]  # "parameter": named by a rule of its own
-TorchStyle = Literal["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "own"]
 
 # Kinds of modules that several tables name.
 MATMUL: frozenset[ModuleKind] = frozenset({"linear", "conv1d"})
@@ -175,8 +174,6 @@ class Style:
         owns_parameters: whether it stores the module's parameters; else other rules do.
         trials: where it is proposed as a repair; empty: nowhere.
         comment: the comment that `init` writes above the first rule of the style in a plan that it writes; empty: nothing.
-        torch: torch's ParallelStyle that does the same, with layouts that follow from `input_sources` and `output_destination`; "own": ours
-            does. None: the style needs more than a ParallelStyle on its module.
         source: where the scheme comes from.
     """
 
@@ -199,7 +196,6 @@ class Style:
     owns_parameters: bool = True
     trials: tuple[Trial, ...] = ()
     comment: str = ""
-    torch: TorchStyle | None = None
     source: str = ""
 
     def parameter(self, name: str) -> ParameterStyle:

@@ -20,7 +20,6 @@ STYLES = (
             Trial(on=NORM, sliced=3, output="gather"),
             Trial(on=OTHER, sliced=14),
         ),
-        torch="SequenceParallel",
         source="arXiv 2205.05198",
     ),
     Style(
@@ -46,7 +45,6 @@ STYLES = (
             Trial(on=OTHER, whole=12, output="all_reduce"),
             Trial(on=PARAMETER, whole=7, sliced=7),
         ),
-        torch="own",
     ),
     Style(
         name="replicated_divided",

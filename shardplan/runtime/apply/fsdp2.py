@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -58,38 +58,13 @@ def _keep_class_names(model: nn.Module) -> None:
             own.__module__, own.__qualname__ = original.__module__, original.__qualname__
 
 
-def shard_units(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    section: DataParallel,
-    wrapped: Wrapped,
-    shard: Callable[..., Any] | None = None,
-) -> None:
-    """Shard the units, inner ones first, and leave the root to the caller.
-
-    Args:
-        mesh: [dp_replicate,] dp_shard.
-        shard: called in place of `fully_shard`; None: that.
-    """
-    assert not wrapped.experts, wrapped
-    _shard_units(model, _options(model, mesh, section, wrapped), section, wrapped, shard)
-    _keep_class_names(model)
-    _prefetch(model, wrapped, section.prefetch)
-
-
-def _shard_units(
-    model: nn.Module,
-    options: dict[str, Any],
-    section: DataParallel,
-    wrapped: Wrapped,
-    shard: Callable[..., Any] | None = None,
-) -> None:
+def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParallel, wrapped: Wrapped) -> None:
     names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
             kept = _reshard(section, _last(wrapped, name))
             unit = model.get_submodule(name)
-            (shard or fully_shard)(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
+            fully_shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
 
 
 def _last(wrapped: Wrapped, name: str) -> bool:

@@ -9,24 +9,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .chunks import chunk_size as ceil_chunk
-from .collectives import all_gather
-from .vocabulary_probabilities import IGNORE_INDEX, log_probabilities
+from shardplan.runtime.training import log_probabilities
 
 TOKENS = 1  # the dim in [batch, tokens, vocabulary]
+NONE = -100  # the target that `log_probabilities` leaves out
 
 
-class _Gather(torch.autograd.Function):
-    """The tokens of all ranks; each rank gets the gradient of its own tokens as it stands there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, size: int) -> Tensor:
-        ctx.mesh, ctx.length = mesh, x.shape[TOKENS]
-        return all_gather(x, mesh, TOKENS, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient.narrow(TOKENS, ctx.mesh.get_local_rank() * ctx.length, ctx.length), None, None
+def _gathered(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """What all ranks have, along a dim, as much on each; each rank gets the gradient of its own part."""
+    return DTensor.from_local(own, mesh, [Shard(dim)]).full_tensor()
 
 
 def is_split_twice(logits: Tensor) -> TypeGuard[DTensor]:
@@ -71,10 +62,10 @@ def log_probabilities_of_chunks(
         ids = input_ids
     if ids.shape != (own.shape[0], length):
         raise ValueError(f"the ids' shape is {tuple(ids.shape)}, for logits of {(own.shape[0], length)} tokens in all")
-    following = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    following = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=NONE)
     target = following[:, places].chunk(tokens.size(), TOKENS)[tokens.get_local_rank()]
     logs = log_probabilities(own, target, group=vocabulary, vocab_size=_size(own, vocabulary), **options)
-    return _Gather.apply(logs, tokens, length)[:, back][:, :-1]
+    return _gathered(logs, tokens, TOKENS)[:, back][:, :-1]
 
 
 def _axes(logits: DTensor) -> tuple[str, str]:
@@ -88,9 +79,9 @@ def _axes(logits: DTensor) -> tuple[str, str]:
 
 def _size(own: Tensor, mesh: DeviceMesh) -> int:
     """The size of the whole vocabulary. A DTensor that was made of local parts takes them all for as large as its own."""
-    counts = all_gather(torch.tensor([own.shape[-1]], device=own.device), mesh, 0, mesh.size()).tolist()
+    counts = _gathered(torch.tensor([own.shape[-1]], device=own.device), mesh, 0).tolist()
     size = sum(counts)
-    chunk = ceil_chunk(size, mesh.size())
+    chunk = -(-size // mesh.size())
     if counts != [min(chunk, max(0, size - rank * chunk)) for rank in range(mesh.size())]:
         raise ValueError(f"the ranks have {counts} columns of a vocabulary of {size}: it must be split in ceil-chunks")
     return size
