@@ -127,8 +127,8 @@ def test_a_mesh_has_a_bound_and_messages_stay_short() -> None:
 
 def test_no_machine_is_filled_with_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *TWO, "--mesh", "tp=2,dp_shard=1024", "--processes"]) == 2
-    assert "--processes starts at most 1024, not 2048" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="at most 1024 processes"):
+    assert "(--processes) starts at most 1024, not 2048" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at most 1024"):
         api.verify("llama", "llama", tp=2, dp_shard=1024, processes=True)
 
 

@@ -32,8 +32,9 @@ def test_a_right_plan_is_proven_in_both_variants(capsys):
     assert captured.err == ""
     data = json.loads(captured.out)
     jsonschema.Draft202012Validator(report_schema()).validate(data)
-    assert [proof["variant"] for proof in data["proofs"]] == ["tensor_parallel", "sequence_parallel"]
-    for proof in data["proofs"]:
+    assert data["kind"] == "findings" and data["proven"] and not data["findings"]
+    assert [proof["variant"] for proof in data["proof"]["variants"]] == ["tensor_parallel", "sequence_parallel"]
+    for proof in data["proof"]["variants"]:
         assert proof["ok"] and 0 < proof["sharded"] < proof["parameters"]
         outputs = [row["name"] for row in proof["comparisons"] if row["kind"] == "output"]
         kinds = [row["kind"] for row in proof["comparisons"]]
@@ -45,12 +46,21 @@ def test_a_wrong_gradient_is_found(tmp_path, capsys):
     path.write_text(WRONG, "utf-8")
     assert main(["verify", QWEN, str(path), "--tp", "2", "--no-sequence-parallel"]) == 1
     shown = capsys.readouterr().out
-    differing = [line.split()[0] for line in shown.split("\n") if line.startswith("  ") and " differs" in line]
+    table = shown.partition("\n\n")[0].split("\n")
+    differing = [line.split()[0] for line in table if line.startswith("  ") and " differs" in line]
     assert differing == [
         "model.layers.0-1.self_attn.q_norm.weight",
         "model.layers.0-1.self_attn.k_norm.weight",
     ]
-    assert f"refuted: wrong does not compute what {QWEN} computes" in shown
+    assert "error[SP401]" in shown and "error[SP420]" in shown and shown.index("differs") < shown.index("error[")
+
+
+def test_what_splits_nothing_is_not_proven(tmp_path, capsys):
+    path = tmp_path / "whole.yaml"
+    path.write_text('version: "1"\ntensor_parallel:\n  model.norm: replicate\n', "utf-8")
+    assert main(["validate", "llama", str(path), "--tp", "2", "--set", "num_hidden_layers=1"]) == 0
+    assert main(["verify", "llama", str(path), "--tp", "2", "--set", "num_hidden_layers=1"]) == 1
+    assert "error[SP421]: nothing is proven: the plan splits nothing" in capsys.readouterr().out
 
 
 def test_a_plan_with_findings_is_not_run(capsys):

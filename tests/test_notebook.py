@@ -14,7 +14,7 @@ from shardplan.api import load_plan
 from shardplan.core.estimates import Estimate, Sweep
 from shardplan.core.plan_changes import PlanDiff
 from shardplan.core.plan_lock import LockCheck
-from shardplan.core.report import Report, VerifyReport
+from shardplan.core.report import NumericProof, Report
 from shardplan.report.notebook import SHOWN, show_results
 from tests.case_tree import ROOT
 
@@ -52,7 +52,7 @@ def shell():
 
 
 def test_what_is_registered_exists():
-    kinds = (Report, VerifyReport, Estimate, Sweep, PlanDiff, LockCheck)
+    kinds = (Report, NumericProof, Estimate, Sweep, PlanDiff, LockCheck)
     assert {(kind.__module__, kind.__name__) for kind in kinds} == set(SHOWN)
     for file, function in SHOWN.values():
         assert "color" in signature(getattr(import_module(f"shardplan.report.{file}"), function)).parameters
@@ -63,8 +63,8 @@ def test_results_are_text(shell):
     assert "error[SP408]" in wrong and PLACE in wrong and "= help: add `layers.*.down: rowwise`" in wrong
     right = shell.show(shardplan.validate(MODEL, RIGHT, tp=2))
     assert right.startswith("no findings") and "proven at tp=2" in right
-    proof = shell.show(shardplan.verify(MODEL, RIGHT, tp=2))
-    assert "layers.0.up.weight" in proof or "equal" in proof
+    proof = shell.show(shardplan.verify(MODEL, RIGHT, tp=2).proof)
+    assert "layers.0-1.up.weight" in proof and "equal" in proof
     diff = shell.show(shardplan.diff_plans(WHOLE_DOWN, RIGHT))
     assert "no rule -> rowwise" in diff
     assert "\x1b" not in wrong + right + proof + diff

@@ -196,11 +196,13 @@ class Scales(Stack):
 )
 def test_stages_compute_what_the_whole_model_computes(model: nn.Module, section: dict[str, Any]):
     report = shardplan.verify(model, {**PLAN, "pipeline_parallel": {"layers": "blocks.*", **section}}, pp=3)
-    assert report.pipeline is not None and report.ok, report
-    assert report.pipeline.sizes == (1, 1, 1)
-    gradients = {row.name for row in report.pipeline.rows if row.kind == "gradient"}
+    assert report.proven and report.proof is not None, report
+    stages = report.proof.pipeline
+    assert stages is not None
+    assert stages.sizes == (1, 1, 1)
+    gradients = {row.name for row in stages.rows if row.kind == "gradient"}
     assert gradients == {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    assert all(row.verdict == "equal" for row in report.pipeline.rows)
+    assert all(row.verdict == "equal" for row in stages.rows)
 
 
 # What cannot be cut, or not so
@@ -279,8 +281,7 @@ class Shares(Stack):
 def test_what_cannot_be_cut_is_refused(model: nn.Module, expected: str):
     found = staged(model)
     assert not found.ok and expected in [d.code for d in found.findings]
-    with pytest.raises(PlanError, match=expected):
-        shardplan.verify(model, PLAN, pp=2)
+    assert expected in [d.code for d in shardplan.verify(model, PLAN, pp=2).errors]
 
 
 def test_a_module_in_two_blocks_is_refused():
@@ -454,14 +455,13 @@ def test_a_tie_of_the_model_is_a_tie_of_the_cut():
 def test_a_routers_logits_are_handed_on():
     plan = {"version": "1", "pipeline_parallel": {"layers": "model.layers.*", "carry": ["model.layers.*.mlp.gate"]}}
     report = shardplan.verify("qwen3_moe", plan, pp=2, settings={"output_router_logits": True})
-    assert (
-        report.ok
-        and report.pipeline is not None
-        and report.pipeline.carried
-        == tuple(f"model.layers.{i}.mlp.gate" for i in range(len(report.pipeline.sizes) - 1))
-    )
+    assert report.proven and report.proof is not None
+    stages = report.proof.pipeline
+    assert stages is not None
+    assert stages.carried == tuple(f"model.layers.{i}.mlp.gate" for i in range(len(stages.sizes) - 1))
     quiet = shardplan.verify("qwen3_moe", plan, pp=2)
-    assert quiet.ok and quiet.pipeline is not None and not quiet.pipeline.carried
+    assert quiet.proven and quiet.proof is not None and quiet.proof.pipeline is not None
+    assert not quiet.proof.pipeline.carried
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ WRONG = {
 @pytest.mark.slow
 def test_verify_with_fsdp2():
     report = shardplan.verify("qwen3", "auto", tp=2, dp_shard=2, sequence_parallel=True, processes=True)
-    assert report.ok and report.processes
-    assert {row.kind for row in report.rows} == {"output", "gradient", "buffer"}
-    assert report.worst.error <= 1e-5
+    assert report.proven and report.proof.processes
+    assert {row.kind for row in report.proof.rows} == {"output", "gradient", "buffer"}
+    assert report.proof.worst.error <= 1e-5
 
 
 READING = {
@@ -51,7 +51,7 @@ def test_parameters_that_the_code_of_the_block_reads(processes: bool):
     """A matrix of a module below it, split; under FSDP2 too."""
     given = {"inputs": "tests.case_models:features", "processes": processes, "dp_shard": 2 if processes else 1}
     report = shardplan.verify("tests.case_models:reading_blocks", READING, tp=2, **given)
-    assert report.ok and report.variants[0].sharded
+    assert report.proven and report.proof.variants[0].sharded
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_the_simulation_and_real_processes_agree():
     for plan, ok in (("qwen3", True), (WRONG, False)):
         simulated = shardplan.verify("qwen3", plan, tp=2, sequence_parallel=False)
         real = shardplan.verify("qwen3", plan, tp=2, sequence_parallel=False, processes=True)
-        verdicts = [{row.name: row.verdict for row in report.rows} for report in (simulated, real)]
+        verdicts = [{row.name: row.verdict for row in report.proof.rows} for report in (simulated, real)]
         assert verdicts[0] == verdicts[1]
         assert simulated.ok is real.ok is ok
         differ = {name for name, verdict in verdicts[0].items() if verdict == "differs"}
@@ -124,8 +124,8 @@ SCHEDULED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_schedule_is_proven_of(name: str):
     model, options = SCHEDULED[name]
     report = shardplan.verify(model, "auto", pp=2, processes=True, **options)
-    assert report.ok and report.processes and report.pipeline is not None
-    for proof in report.variants:
+    assert report.proven and report.proof.processes and report.proof.pipeline is not None
+    for proof in report.proof.variants:
         assert proof.ok and proof.schedule == options.get("schedule", "1f1b") and not proof.unproven
         assert {row.name for row in proof.rows if row.kind == "output"} == {"loss"}
         assert len([row for row in proof.rows if row.kind == "gradient"]) > 15
@@ -137,8 +137,12 @@ def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
     assert main([*words, "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     jsonschema.Draft202012Validator(report_schema()).validate(report)
-    (proof,) = report["proofs"]
-    assert (proof["schedule"], proof["micro_batches"], report["pipeline"]["sizes"]) == ("interleaved", 8, [1, 1, 1, 1])
+    (proof,) = report["proof"]["variants"]
+    assert (proof["schedule"], proof["micro_batches"], report["proof"]["pipeline"]["sizes"]) == (
+        "interleaved",
+        8,
+        [1, 1, 1, 1],
+    )
     names = {row["name"] for row in proof["comparisons"] if row["kind"] == "gradient"}
     assert {"model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "lm_head.weight"} <= names
 
@@ -146,8 +150,8 @@ def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 def test_a_wrong_plan_is_refuted_by_a_schedule():
     report = shardplan.verify("qwen3", WRONG, pp=2, tp=2, processes=True, sequence_parallel=False)
-    assert not report.ok and report.pipeline is not None and report.pipeline.ok
-    differ = {row.name for row in report.rows if row.verdict == "differs"}
+    assert not report.ok and report.proof.pipeline is not None and report.proof.pipeline.ok
+    differ = {row.name for row in report.proof.rows if row.verdict == "differs"}
     assert differ and all("_norm" in name for name in differ)
 
 
@@ -170,5 +174,5 @@ def test_a_model_without_a_loss_of_next_tokens():
     plan = {**READING, "pipeline_parallel": {"layers": "layers.*"}}
     given = {"inputs": "tests.case_models:features", "micro_batches": 3}
     report = shardplan.verify("tests.case_models:reading_blocks", plan, pp=2, processes=True, **given)
-    assert report.ok and report.variants[0].micro_batches == 3
-    assert "layers.1.down.weight" in {row.name for row in report.variants[0].rows if row.verdict == "equal"}
+    assert report.proven and report.proof.variants[0].micro_batches == 3
+    assert "layers.1.down.weight" in {row.name for row in report.proof.variants[0].rows if row.verdict == "equal"}

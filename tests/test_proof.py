@@ -235,9 +235,7 @@ def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
 
     report = validate(Keeping(), SEQUENCE, sequence_parallel=True, inputs=odd)
     assert codes(report) == ["SP422"] and "17 elements, which tp=2 does not divide" in report.errors[0].message
-    with pytest.raises(shardplan.PlanError) as failed:
-        shardplan.verify(Keeping(), SEQUENCE, tp=2, sequence_parallel=True, inputs=odd)
-    assert [d.code for d in failed.value.diagnostics] == ["SP422"]
+    assert codes(shardplan.verify(Keeping(), SEQUENCE, tp=2, sequence_parallel=True, inputs=odd)) == ["SP422"]
 
 
 def test_masks_are_no_scale() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shardplan import __version__
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
+from shardplan.core.report import Comparison, NumericProof, Report, VariantProof
 from shardplan.report import json_text, to_json, to_sarif
 from shardplan.report.pages import pages
 from shardplan.report.report_schema import report_schema
@@ -28,13 +28,16 @@ REPORTS = {
         variants=("tensor_parallel", "sequence_parallel"),
         allowed_tp=(1, 2, 4, 8),
     ),
-    "verify": VerifyReport(
-        "llama",
-        "llama",
-        MeshSizes(tp=2),
-        (
-            VariantProof("tensor_parallel", (Comparison("loss", "output", 1e-7, "rank 1", "equal"),), 10, 5),
-            VariantProof("sequence_parallel", (Comparison("w", "gradient", math.nan, "rank 0", "differs"),), 10, 5),
+    "verify": Report(
+        plans=("llama",),
+        model="llama",
+        sizes=MeshSizes(tp=2),
+        proof=NumericProof(
+            MeshSizes(tp=2),
+            (
+                VariantProof("tensor_parallel", (Comparison("loss", "output", 1e-7, "rank 1", "equal"),), 10, 5),
+                VariantProof("sequence_parallel", (Comparison("w", "gradient", math.nan, "rank 0", "differs"),), 10, 5),
+            ),
         ),
     ),
 }
@@ -42,7 +45,8 @@ REPORTS = {
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_json_is_what_the_schema_says(name):
-    data = json.loads(json_text(to_json(REPORTS[name])))
+    data = json.loads(json_text(to_json(REPORTS[name], proof=name == "verify")))
+    assert (data["proof"] is not None) == (name == "verify")
     validator = jsonschema.Draft202012Validator(report_schema())
     validator.check_schema(report_schema())
     assert [error.message for error in validator.iter_errors(data)] == []
@@ -78,9 +82,10 @@ def test_a_finding_in_json():
 
 
 def test_an_error_that_is_not_a_number_is_null():
-    row = to_json(REPORTS["verify"])["proofs"][1]["comparisons"][0]
+    proof = to_json(REPORTS["verify"], proof=True)["proof"]
+    row = proof["variants"][1]["comparisons"][0]
     assert row["error"] is None and row["verdict"] == "differs"
-    assert to_json(REPORTS["verify"])["ok"] is False
+    assert [one["ok"] for one in proof["variants"]] == [True, False]
 
 
 class TestSarif:

@@ -3,7 +3,7 @@
 import math
 
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.report import Comparison, VariantProof, VerifyReport
+from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.report.proof_text import fold_rows, proof_text, sizes_text
 
 
@@ -21,8 +21,8 @@ ROWS = (
 )
 
 
-def report(*proofs: VariantProof, tp: int = 2) -> VerifyReport:
-    return VerifyReport("qwen3", "my.yaml", MeshSizes(tp=tp), proofs)
+def report(*proofs: VariantProof, tp: int = 2) -> NumericProof:
+    return NumericProof(MeshSizes(tp=tp), proofs)
 
 
 def test_the_table():
@@ -37,8 +37,6 @@ def test_the_table():
         "  model.layers.1.self_attn.q_norm.weight      1.0e-07  rank 1  equal",
         "6 compared: 5 equal, 1 differs, worst 5.0e-01 at model.layers.0.self_attn.q_norm.weight",
         "1,000 parameters, 92.5% of them split over tp",
-        "",
-        "refuted: my.yaml does not compute what qwen3 computes",
     ]
 
 
@@ -51,14 +49,11 @@ def test_both_variants_must_be_proven():
     good = VariantProof("tensor_parallel", ROWS[:4], 10, 5)
     bad = VariantProof("sequence_parallel", ROWS, 10, 5)
     assert report(good).ok and not report(good, bad).ok
-    text = proof_text(report(good, good), color=False)
-    assert text.endswith("proven: my.yaml computes what qwen3 computes")
 
 
 def test_whole_copies_prove_nothing():
     copies = VariantProof("tensor_parallel", ROWS[:4], 10, 0)
     assert not report(copies).ok
-    assert "splits nothing" in proof_text(report(copies), color=False)
     assert report(copies, tp=1).ok
 
 
@@ -82,7 +77,7 @@ def test_sizes():
 def test_a_pipeline_in_processes_says_what_ran():
     def title(tp: int) -> str:
         proof = VariantProof("tensor_parallel", ROWS[:4], 10, tp - 1, schedule="interleaved", micro_batches=8)
-        ran = VerifyReport("qwen3", "my.yaml", MeshSizes(tp=tp, pp=2), (proof,), processes=True)
+        ran = NumericProof(MeshSizes(tp=tp, pp=2), (proof,), processes=True)
         return proof_text(ran, color=False)
 
     assert title(1).startswith(

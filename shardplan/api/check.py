@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from shardplan.compiler.automatic import Derive
 from shardplan.compiler.early import look_early
-from shardplan.compiler.pipeline import at_a_size, look_up
+from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
-from shardplan.compiler.variants import bind_variants, prove_layouts, prove_stages, wanted_variants
+from shardplan.compiler.variants import Variants, bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, variant_name
-from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
+from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
 from .deriving import deriving
 from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
+    from shardplan.compiler.layout.stage_plan import StagedPlan
     from shardplan.compiler.overrides import Logits
     from shardplan.core.coverage import Coverage
+    from shardplan.core.schedules import Schedule
+    from shardplan.proof.stage import Question
 
 
 class Options(ModelOptions, PlanOptions, MeshOptions, total=False):
@@ -39,6 +42,7 @@ def validate(
     *,
     sequence_parallel: bool | None = None,
     seq_len: int | None = None,
+    logits: Logits = "plan",
     strict: bool = False,
     layouts: bool = True,
     proof: bool = True,
@@ -64,6 +68,7 @@ def validate(
             that the model allows.
         sequence_parallel: check the plan with, or without, its overlay; None checks both.
         seq_len: the sequence length in tokens, to check its divisibility.
+        logits: the layout of the output head's logits with which it is proven, as for `apply_plan`.
         strict: warnings are errors.
         layouts: check the layouts of activations and gradients too, where the structure is right; without it, and so
             without the proof, the check is done sooner and says less.
@@ -88,40 +93,171 @@ def validate(
         TypeError: something that is not a model or not a plan; the same option given twice.
     """
     of_model, of_plan, of_mesh = split_options("validate", options, ModelOptions, PlanOptions, MeshOptions)
-    named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
-    if seq_len is not None:
-        check_count("seq_len", seq_len, MOST_TOKENS)
-    report = look_early(named, plan, sizes, sequence_parallel, quick=quick)
+    last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
+    asked = _Asked(
+        model_of(model, of_model),
+        plan,
+        sizes_of(mesh, of_mesh),
+        of_plan,
+        sequence_parallel,
+        seq_len,
+        logits,
+        allow_unproven,
+        progress,
+        last="names" if quick else last,
+    )
+    return _checked(asked, strict=strict)
+
+
+def verify(
+    model: AnyModel,
+    plan: AnyPlan,
+    mesh: AnyMesh | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+    seq_len: int | None = None,
+    logits: Logits = "plan",
+    strict: bool = False,
+    processes: bool = False,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
+    allow_unproven: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[Options],
+) -> Report:
+    """Check a plan as `validate` does, at one size, and prove it whatever its layouts are: what is not proven is an error. The
+    report's `proof` has every output, every gradient and every buffer of two training steps.
+
+    Args:
+        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks: the stages of the reduced model run one
+            after the other.
+        sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
+        processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
+            above 1. With several pp ranks they run a pipeline's schedule.
+        schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
+        progress: called with what is being done.
+        derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+
+    Raises:
+        ValueError: as for `validate`; data parallelism without `processes`; more processes than one machine runs; a schedule that does not
+            fit; with processes, a model that these cannot find.
+        TypeError: as for `validate`; neither tp nor several pp ranks.
+    """
+    of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
+    sizes = sizes_of(mesh, of_mesh)
+    if sizes.tp is None and sizes.pp == 1:
+        raise TypeError("verify needs a tp size, or several pp ranks")
+    sizes = replace(sizes, tp=sizes.tp or 1)
+    if processes and sizes.world_size > MOST_PROCESSES:
+        raise ValueError(
+            f"processes=True (--processes) starts at most {MOST_PROCESSES}, not {sizes.world_size}: use a smaller mesh"
+        )
+    if (schedule is not None or micro_batches is not None) and not (processes and sizes.pp > 1):
+        raise ValueError(
+            "a schedule and micro-batches are for pipeline stages in real processes: pass processes=True (--processes) and several "
+            "pp ranks (--pp)"
+        )
+    if sizes.world_size > (sizes.tp or 1) * sizes.pp and not processes:
+        raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
+    if sizes.ep not in (1, sizes.tp) and not processes:
+        raise ValueError(
+            "the simulation has the ranks of tp alone: an ep other than tp needs processes=True (--processes)"
+        )
+    record = None
+    if processes and sizes.pp > 1:
+        from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
+
+        record = PipelineOptions(schedule or "1f1b", 1 if micro_batches is None else micro_batches).record
+    asked = _Asked(
+        model_of(model, of_model),
+        plan,
+        sizes,
+        of_plan,
+        sequence_parallel,
+        seq_len,
+        logits,
+        allow_unproven,
+        progress,
+        run=_Run(processes, record, micro_batches),
+    )
+    return _checked(asked, strict=strict)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How `verify` proves.
+
+    Args:
+        schedule, micro_batches: of a pipeline, where real processes run one; the number of micro-batches None: twice as many as stages.
+    """
+
+    processes: bool
+    schedule: Schedule | None
+    micro_batches: int | None
+
+    def stages(self, variants: Variants, sizes: MeshSizes) -> int:
+        """How many the schedule has; 0 without one."""
+        if self.schedule is None:
+            return 0
+        from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
+
+        first = next(iter(variants.resolved.values()))
+        return len(stage_sizes(first, self.schedule, sizes.pp, None, self.micro_batches))
+
+    def question(self, asked: Question, sizes: MeshSizes, cut: StagedPlan | None) -> Question:
+        """What is proven of a plan, which is cut into stages or not."""
+        asked = replace(asked, mesh=sizes, processes=self.processes)
+        if self.schedule is None or cut is None:
+            return asked
+        from shardplan.proof.pipelined import scheduled_for
+
+        return replace(asked, scheduled=partial(scheduled_for, asked.reduced, cut, self.schedule, self.micro_batches))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `validate` and `verify` were asked.
+
+    Args:
+        last: the last stage.
+        run: for `verify`, which proves what has no structural error.
+    """
+
+    model: Model
+    plan: AnyPlan
+    sizes: MeshSizes
+    of_plan: PlanOptions
+    sequence_parallel: bool | None
+    seq_len: int | None
+    logits: Logits
+    allow_unproven: bool
+    progress: Callable[[str], None]
+    last: Stage = "proof"
+    run: _Run | None = None
+
+
+def _checked(asked: _Asked, *, strict: bool) -> Report:
+    if asked.seq_len is not None:
+        check_count("seq_len", asked.seq_len, MOST_TOKENS)
+    quick = asked.last == "names"
+    report = look_early(asked.model, asked.plan, asked.sizes, asked.sequence_parallel, quick=quick)
     if report.ok and not quick:
-        last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
-        derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
-        report = _look(report, named, plan, derive, sequence_parallel, seq_len, last, allow_unproven, progress)
+        report = _look(report, asked)
     findings = ordered(report.diagnostics, report.sources)
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
 
 
-def _look(
-    report: Report,
-    model: Model,
-    plan: AnyPlan,
-    derive: Derive | None,
-    sequence_parallel: bool | None,
-    seq_len: int | None,
-    last: Stage,
-    allow_unproven: bool,
-    progress: Callable[[str], None],
-) -> Report:
-    """Look at the model itself, up to the stage `last`; `report` is of what was looked at before."""
-    from shardplan.compiler.layout import ModelLayouts
-
-    sizes = report.sizes
-    assert sizes is not None  # `look_early` was given them
-    given = look_up(model, plan, split=sizes.splits_layers, derive=derive)
+def _look(report: Report, asked: _Asked) -> Report:
+    """Look at the model itself; `report` is of what was looked at before."""
+    sizes, plan = asked.sizes, asked.plan
+    on = asked.sequence_parallel
+    derive = deriving(asked.model, asked.of_plan, sizes, sequence_parallel=on, progress=asked.progress)
+    given = look_up(asked.model, plan, split=sizes.splits_layers, derive=derive)
     report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report
-    wanted = wanted_variants(given.plan, sequence_parallel, sizes)
-    variants, allowed = at_a_size(given, sizes, wanted, seq_len=seq_len)
+    wanted = wanted_variants(given.plan, on, sizes)
+    variants, allowed = at_a_size(given, sizes, wanted, seq_len=asked.seq_len)
     report = replace(
         report,
         stages=(*report.stages, "structure"),
@@ -129,35 +265,52 @@ def _look(
         variants=tuple(map(variant_name, wanted)),
         allowed_tp=allowed,
     )
-    if last != "structure" and not variants.any_error:
-        progress("checking layouts")
-        reduced_model = ModelLayouts(given.found, report.checked_tp or 1, sizes.ep, pp=sizes.pp)
-        variants = prove_layouts(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
-        report = replace(report, stages=(*report.stages, "layouts") if variants.layouts else report.stages)
-        report = replace(report, allowed_tp=variants.allowed(allowed))
-        variants, staged = prove_stages(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
-        provable = last == "proof" and reduced_model.runs
-        if provable and reduced_model.tp > 1 and variants.layouts and not variants.any_error:
-            from shardplan.proof.stage import Question, prove_stage
-
-            asked = Question(reduced_model, model, given.plan, allow_unproven=allow_unproven)
-            proven, about = prove_stage(asked, tuple(variants.resolved), progress)
-            variants = variants.with_findings(about)
-            report = replace(report, stages=(*report.stages, "proof"), proof=proven)
-        if provable and sizes.pp > 1 and staged is not None and not variants.any_error:
-            from shardplan.proof.prove_stages import with_pipeline
-
-            progress(f"pp={sizes.pp}: comparing the stages with the whole model")
-            whole = report.proof or VerifyReport(model.shown, given.plan.name, sizes, ())
-            whole, wrong = with_pipeline(whole, reduced_model, staged)
-            variants = variants.with_findings(dict.fromkeys(variants.findings, wrong))
-            stages = tuple(dict.fromkeys((*report.stages, "proof")))
-            report = replace(report, stages=stages, proof=whole)
+    if asked.last != "structure" and not variants.any_error:
+        report, variants = _proven(report, variants, given, asked)
     return replace(
         report,
         diagnostics=(*given.findings, *variants.all_findings),
         secondary=ordered(variants.secondary, given.sources),
     )
+
+
+def _proven(report: Report, variants: Variants, given: Given, asked: _Asked) -> tuple[Report, Variants]:
+    """Check the layouts and the pipeline stages of a plan without structural errors, and prove it where they have none; for
+    `verify`, wherever it runs."""
+    from shardplan.compiler.layout import ModelLayouts
+    from shardplan.proof.prove_stages import with_pipeline
+    from shardplan.proof.stage import Question, nothing_proven, prove_stage
+
+    (found, plan), sizes, run, allow = given.both, asked.sizes, asked.run, asked.allow_unproven
+    blocks = run.stages(variants, sizes) if run is not None else 0
+    asked.progress("checking layouts")
+    reduced = ModelLayouts(found, report.checked_tp or 1, sizes.ep, pp=blocks or sizes.pp, blocks=blocks)
+    variants = prove_layouts(variants, plan, reduced, allow_unproven=allow)
+    looked: tuple[Stage, ...] = (*report.stages, "layouts") if variants.layouts else report.stages
+    allowed = variants.allowed(report.allowed_tp or ())
+    variants, staged = prove_stages(variants, plan, reduced, allow_unproven=allow, anyway=run is not None)
+    cut = staged if staged is not None and staged.ok and sizes.pp > 1 else None
+    question = Question(reduced, asked.model, plan, asked.logits, allow)
+    wanted, proof = tuple(variants.resolved), None
+    if run is not None:
+        question = run.question(question, sizes, cut)
+        whole_layers = not replace(sizes, pp=1).splits_layers  # then the stages are all that there is to prove
+        wanted = (
+            wanted if sizes.pp == 1 else () if cut is None else wanted[: int(run.processes)] if whole_layers else wanted
+        )
+    elif asked.last != "proof" or reduced.tp == 1 or variants.any_error or not variants.layouts or not reduced.runs:
+        wanted = ()
+    if wanted:
+        proof, about = prove_stage(question, wanted, asked.progress)
+        variants, looked = variants.with_findings(about), (*looked, "proof")
+    if cut is not None and (run is not None or (asked.last == "proof" and not variants.any_error and reduced.runs)):
+        asked.progress(f"pp={sizes.pp}: comparing the stages with the whole model")
+        proof, wrong = with_pipeline(proof or NumericProof(sizes, ()), reduced, cut)
+        variants = variants.with_findings(dict.fromkeys(variants.findings, wrong))
+        looked = (*looked, "proof") if "proof" not in looked else looked
+    if run is not None and not variants.any_error and (proof is None or not proof.ok):
+        variants = variants.with_findings(dict.fromkeys(variants.findings, (nothing_proven(proof),)))
+    return replace(report, stages=looked, allowed_tp=allowed, proof=proof), variants
 
 
 def coverage(
@@ -188,97 +341,3 @@ def coverage(
     split, whole = covered(found.tree, split_parameters(bound.resolved[NO_OVERLAYS]))
     allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
     return Coverage(given.model.shown, read.name, allowed, split, whole)
-
-
-def verify(
-    model: AnyModel,
-    plan: AnyPlan,
-    mesh: AnyMesh | None = None,
-    *,
-    sequence_parallel: bool | None = None,
-    logits: Logits = "plan",
-    processes: bool = False,
-    schedule: str | None = None,
-    micro_batches: int | None = None,
-    allow_unproven: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
-    **options: Unpack[Options],
-) -> VerifyReport:
-    """Prove a plan numerically: two training steps of a reduced model, sharded, against the same steps unsharded - every
-    output, every gradient and every buffer, on every rank.
-
-    Args:
-        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks: the stages of the reduced model run one
-            after the other.
-        sequence_parallel: with or without the overlay; None proves both where the plan has one.
-        processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
-            above 1. With several pp ranks they run a pipeline's schedule.
-        schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
-        allow_unproven, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
-        progress: called with what is being done.
-
-    Raises:
-        PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
-        ValueError: data parallelism without `processes`; more processes than one machine runs; a schedule that does not fit.
-    """
-    from shardplan.compiler.layout import ModelLayouts
-    from shardplan.proof.pipelined import schedule_of_call, scheduled_for
-    from shardplan.proof.prove import prove
-    from shardplan.proof.prove_stages import with_pipeline
-    from shardplan.report.errors import raise_errors
-    from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
-
-    of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
-    named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
-    if sizes.tp is None and sizes.pp > 1:
-        sizes = replace(sizes, tp=1)
-    if sizes.tp is None:
-        raise TypeError("verify needs a tp size, or several pp ranks")
-    if processes and sizes.world_size > MOST_PROCESSES:
-        raise ValueError(
-            f"at most {MOST_PROCESSES} processes are started here, not {sizes.world_size}: use a smaller mesh"
-        )
-    record = schedule_of_call(schedule, micro_batches, processes=processes, pp=sizes.pp)
-    if sizes.world_size > sizes.tp * sizes.pp and not processes:
-        raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    if sizes.ep not in (1, sizes.tp) and not processes:
-        raise ValueError(
-            "the simulation has the ranks of tp alone: an ep other than tp needs processes=True (--processes)"
-        )
-    derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
-    given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
-    raise_errors(given.findings, given.sources)
-    found, read = given.both
-    wanted = wanted_variants(read, sequence_parallel, sizes)
-    variants = given.structure(sizes, wanted)
-    raise_errors((*given.findings, *variants.all_findings), given.sources)
-    stages = sizes.pp
-    if processes and sizes.pp > 1:
-        stages = len(stage_sizes(variants.resolved[wanted[0]], record, sizes.pp, None, micro_batches))
-    reduced = ModelLayouts(found, sizes.tp, sizes.ep, pp=stages, blocks=stages if processes and sizes.pp > 1 else 0)
-    staged, scheduled = None, None
-    if sizes.pp > 1:
-        variants, staged = prove_stages(variants, read, reduced, allow_unproven=allow_unproven)
-        raise_errors(variants.all_findings, given.sources)
-        assert staged is not None and staged.ok  # a mesh with pp and a plan without the section is an error
-        if processes:
-            scheduled = scheduled_for(reduced, staged, record, stages, micro_batches)
-    report = VerifyReport(named.shown, read.name, sizes, ())
-    split = replace(sizes, pp=1).splits_layers
-    if split or sizes.pp == 1 or processes:
-        report = prove(
-            reduced,
-            named,
-            read,
-            sizes,
-            wanted if split or sizes.pp == 1 else wanted[:1],
-            logits=logits,
-            processes=processes,
-            scheduled=scheduled,
-            allow_unproven=allow_unproven,
-            progress=progress,
-        ).report
-    if staged is None:
-        return report
-    progress(f"pp={sizes.pp}: comparing the stages with the whole model")
-    return with_pipeline(report, reduced, staged)[0]

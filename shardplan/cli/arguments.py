@@ -95,12 +95,20 @@ def _first_word(words: Sequence[str]) -> str:
     return next((word for word in words if not word.startswith("-")), "")
 
 
-def _validate(parser: Parser) -> None:
+def _checking(parser: Parser, tp: str) -> None:
+    """What `validate` and `verify` have both."""
     model_and_plan(parser)
-    mesh_options(parser, help={Axis.TP: "tensor-parallel ranks; without it every size is checked"})
+    mesh_options(parser, help={Axis.TP: tp})
     sequence_parallel(parser, help=BOTH)
     parser.add_argument("--seq-len", type=tokens, metavar="N", help="the sequence length to check divisibility for")
     model_options(parser)
+    allow_unproven(parser)
+    parser.add_argument("--verbose", action="store_true", help="also print findings that follow from others")
+    findings_output(parser)
+
+
+def _validate(parser: Parser) -> None:
+    _checking(parser, "tensor-parallel ranks; without it every size is checked")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -108,12 +116,9 @@ def _validate(parser: Parser) -> None:
     )
     text = "skip the numeric proof, for editors; the report says so"
     parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
-    allow_unproven(parser)
     text = "write the changes that help lines propose into PLAN, a YAML file, where trying them leaves fewer errors; comments and order stay"
     parser.add_argument("--fix", action="store_true", help=text)
     parser.add_argument("--diff", action="store_true", help="show what --fix would write, as a unified diff")
-    parser.add_argument("--verbose", action="store_true", help="also print findings that follow from others")
-    findings_output(parser)
 
 
 def _init(parser: Parser) -> None:
@@ -158,10 +163,7 @@ def _convert(parser: Parser) -> None:
 
 
 def _verify(parser: Parser) -> None:
-    model_and_plan(parser)
-    text = "tensor-parallel ranks; may be left out with --pp"
-    mesh_options(parser, help={Axis.TP: text})
-    sequence_parallel(parser, help=BOTH)
+    _checking(parser, "tensor-parallel ranks; may be left out with --pp")
     parser.add_argument(
         "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )
@@ -169,10 +171,7 @@ def _verify(parser: Parser) -> None:
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), help=text)
     text = "of its steps, on each data-parallel rank (twice as many as stages)"
     parser.add_argument("--micro-batches", type=micro_batches, metavar="N", help=text)
-    model_options(parser)
-    allow_unproven(parser)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _estimate(parser: Parser) -> None:

@@ -31,7 +31,7 @@ def finish(report: Report, args: argparse.Namespace) -> int:
     if getattr(args, "json", False):
         from shardplan.report import json_text, to_json
 
-        put(json_text(to_json(report)))
+        put(json_text(to_json(report, proof=args.command == "verify")))
     else:
         show(report_text(report, color=wants_color(sys.stdout), verbose=getattr(args, "verbose", False)))
     return CLEAN if report.ok else FINDINGS

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from difflib import unified_diff
+from typing import Any
 
 from shardplan import api
 from shardplan.compiler.early import NoCheckpoint
@@ -56,17 +58,20 @@ def _fix(args: argparse.Namespace) -> int:
     return finish(made.report, args)
 
 
-def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
-    """The findings about MODEL and PLAN, those about layouts only where wanted.
+def report_of(args: argparse.Namespace, function: Callable[..., Report] = api.validate, **own: Any) -> Report:
+    """What a function finds about MODEL and PLAN.
 
     What the model's own code prints goes to stderr: stdout is the report's.
+
+    Args:
+        own: options of this function.
     """
     values = vars(args)
     options = {name: values[name] for name in OPTIONS if name in values}
     progress(f"reading {args.model}")
     try:
         with redirect_stdout(sys.stderr):
-            return api.validate(model_of(args), args.plan, mesh_of(args), layouts=layouts, progress=progress, **options)
+            return function(model_of(args), args.plan, mesh_of(args), progress=progress, **options, **own)
     finally:
         progress("")
 

@@ -113,7 +113,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
 
 
 def prove_stages(
-    variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False
+    variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False, anyway: bool = False
 ) -> tuple[Variants, StagedPlan | None]:
     """Add what the recorded runs of the reduced model say of the plan's pipeline stages, and to each bound plan what stands in
     which stage; nothing for a plan without such a section. Without several pp ranks the findings are warnings.
@@ -121,9 +121,10 @@ def prove_stages(
     Args:
         model: the reduced model, at the size of tp that is checked.
         allow_unproven: as for `prove_layouts`.
+        anyway: also where the layouts have errors.
     """
     first = next(iter(variants.resolved.values()))
-    if first.pipeline_parallel is None or variants.any_error:
+    if first.pipeline_parallel is None or (variants.any_error and not anyway):
         return variants, None
     from .layout.stage_plan import staged_plan, with_stages
 

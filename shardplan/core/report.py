@@ -1,4 +1,4 @@
-"""The results of validating and verifying: data, which `report` renders."""
+"""The result of validating and verifying: data, which `report` renders."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Report:
     variants: tuple[Variant, ...] = ()
     allowed_tp: tuple[int, ...] | None = None
     stages: tuple[Stage, ...] = ("plan",)
-    proof: VerifyReport | None = None
+    proof: NumericProof | None = None
     derived: DerivedPlan | None = None
 
     @property
@@ -251,12 +251,10 @@ class PipelineProof:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class NumericProof:
     """The numeric proof of a plan: each variant's small sharded model against the unsharded one.
 
     Args:
-        model: the model's name.
-        plan: the plan's name.
         sizes: the mesh on which it ran.
         variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, and no
             processes, none.
@@ -265,8 +263,6 @@ class VerifyReport:
         seconds: the time that it took.
     """
 
-    model: str
-    plan: str
     sizes: MeshSizes
     variants: tuple[VariantProof, ...]
     processes: bool = False

@@ -29,7 +29,6 @@ from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
 from shardplan.runtime.pipeline.layout_of_stages import layout_on
-from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
 from shardplan.torchlib.equality import magnitude
 
 from .compare import NEGLIGIBLE, compare, worst_of
@@ -40,21 +39,6 @@ from .rank import whole
 from .steps import STEPS, separate
 
 AXES = (Axis.PP, *(axis for axis in APPLIED if axis is not Axis.CP))  # a mesh with pp has no cp
-
-
-def schedule_of_call(schedule: str | None, micro_batches: int | None, *, processes: bool, pp: int) -> Schedule:
-    """The schedule that is to run; 1f1b where none is named.
-
-    Raises:
-        TypeError: as `PipelineOptions`.
-        ValueError: as `PipelineOptions`; a schedule or a number of micro-batches for a proof that runs none.
-    """
-    if (schedule is not None or micro_batches is not None) and not (processes and pp > 1):
-        raise ValueError(
-            "a schedule and micro-batches are for pipeline stages in real processes: pass processes=True (--processes) and several "
-            "pp ranks"
-        )
-    return PipelineOptions(schedule or "1f1b", 1 if micro_batches is None else micro_batches).record
 
 
 @dataclass(frozen=True)
@@ -73,14 +57,13 @@ class Scheduled:
 
 
 def scheduled_for(
-    layouts: ModelLayouts, staged: StagedPlan, schedule: Schedule, stages: int, micro_batches: int | None
+    layouts: ModelLayouts, staged: StagedPlan, schedule: Schedule, micro_batches: int | None
 ) -> Scheduled:
     """What runs of a plan on a reduced model.
 
     Args:
-        layouts: of a reduced model with as many blocks as stages.
+        layouts: of a reduced model for as many stages as the schedule has on all ranks, with a block for each.
         staged: without errors.
-        stages: of the schedule on all ranks.
         micro_batches: None: twice as many as stages.
 
     Raises:
@@ -91,7 +74,7 @@ def scheduled_for(
     if not kinds:
         raise PlanError((_no_rows(layouts),))
     assert staged.resolved is not None and staged.ok, staged.findings
-    blocks = len(staged.resolved.pp_blocks)
+    blocks, stages = len(staged.resolved.pp_blocks), layouts.pp
     if blocks < stages:
         raise ValueError(f"the reduced model has {blocks} blocks, too few for the {stages} stages of {schedule.name}")
     cut = pipeline_cut(staged.resolved, even_sizes(blocks, stages))

@@ -29,7 +29,7 @@ def findings_of(
         reduced: the reduced model that was run.
         allow_unproven: what was not reached is a warning, not an error.
     """
-    proofs = {proof.variant: proof for proof in proven.report.variants}
+    proofs = {proof.variant: proof for proof in proven.proof.variants}
     return {
         on: (
             *_differing(proofs[variant_name(on)], program.resolved, reduced),

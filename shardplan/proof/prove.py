@@ -22,7 +22,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, PlanFile, variant_name, without_sequence
-from shardplan.core.report import Comparison, VariantProof, VerifyReport
+from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.tree import full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
@@ -44,13 +44,13 @@ class Proven:
     """What `prove` returns.
 
     Args:
-        report: what was compared.
-        variants: the plan bound to the reduced model, whose names the report's rows have.
+        proof: what was compared.
+        variants: the plan bound to the reduced model, whose names the proof's rows have.
         programs: of each variant, for the reduced model.
         missing: of each variant, what no run reached, in the names of the reduced model.
     """
 
-    report: VerifyReport
+    proof: NumericProof
     variants: Variants
     programs: Mapping[Overlays, Program]
     missing: Mapping[Overlays, tuple[str, ...]]
@@ -139,15 +139,8 @@ def prove(
                     scheduled.micro_batches if scheduled is not None else None,
                 )
             )
-    report = VerifyReport(
-        model=source.shown,
-        plan=plan.name,
-        sizes=sizes,
-        variants=tuple(proofs),
-        processes=processes,
-        seconds=time.monotonic() - start,
-    )
-    return Proven(report, compiled, programs, missing)
+    proof = NumericProof(sizes, tuple(proofs), processes, time.monotonic() - start)
+    return Proven(proof, compiled, programs, missing)
 
 
 EAGER = {"compile": False}  # compiling takes long, and changes no number

@@ -16,7 +16,7 @@ from shardplan.compiler.layout.stage_plan import StagedPlan
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.core.diagnostics import Diagnostic, Label, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.report import Comparison, PipelineProof, VerifyReport
+from shardplan.core.report import Comparison, NumericProof, PipelineProof
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced import ReducedModel
@@ -34,23 +34,23 @@ MOST_ROWS = 5  # of what differs, in a finding's notes
 
 
 def with_pipeline(
-    report: VerifyReport, reduced: ModelLayouts, staged: StagedPlan
-) -> tuple[VerifyReport, tuple[Diagnostic, ...]]:
-    """A report with the proof of a plan's pipeline stages, and what that finds.
+    proof: NumericProof, reduced: ModelLayouts, staged: StagedPlan
+) -> tuple[NumericProof, tuple[Diagnostic, ...]]:
+    """A proof with that of the plan's pipeline stages, and what that finds.
 
     Args:
-        report: of the same plan.
+        proof: of the same plan.
         reduced: for a mesh with several pp ranks.
         staged: without errors.
     """
     start = time.monotonic()
     try:
-        proof = prove_pipeline(reduced, reduced_cut(staged, reduced.pp))
+        made = prove_pipeline(reduced, reduced_cut(staged, reduced.pp))
     except PlanError as error:
-        return replace(report, pipeline=PipelineProof((), (), ())), error.diagnostics
+        return replace(proof, pipeline=PipelineProof((), (), ())), error.diagnostics
     assert staged.resolved is not None
-    about = pipeline_findings(proof, field_label(staged.resolved.pipeline_parallel, "layers"))
-    return replace(report, pipeline=proof, seconds=report.seconds + time.monotonic() - start), about
+    about = pipeline_findings(made, field_label(staged.resolved.pipeline_parallel, "layers"))
+    return replace(proof, pipeline=made, seconds=proof.seconds + time.monotonic() - start), about
 
 
 @reduced_runs()
@@ -60,8 +60,7 @@ def prove_pipeline_on_first_rank(
     """What the proof of a plan's pipeline stages finds. The first rank of the mesh proves, and sends the result to the others."""
 
     def answer() -> tuple[Diagnostic, ...]:
-        report = VerifyReport(reduced.found.name, "", MeshSizes(pp=pp), ())
-        return with_pipeline(report, reduced, staged)[1]
+        return with_pipeline(NumericProof(MeshSizes(pp=pp), ()), reduced, staged)[1]
 
     return on_first_rank(answer, mesh)
 

@@ -11,13 +11,15 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.user_inputs import Model
-from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile
-from shardplan.core.report import VerifyReport
+from shardplan.core.report import NumericProof
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
+from .pipelined import Scheduled
+from .proof_codes import UNREACHED
 from .proof_findings import findings_of
 from .prove import EAGER, compile_for, prove
 from .remembered_proofs import digest_of, known, remember
@@ -35,6 +37,9 @@ class Question:
         plan: without findings of the stages before.
         logits: as for `compile_plan`.
         allow_unproven: as for `validate`.
+        mesh: on which it is proven; None: the smallest with the axes of the reduced model.
+        processes: real ones instead of a simulation.
+        scheduled: gives what a pipeline's schedule runs in them. Raises PlanError where the reduced model has no inputs for it.
     """
 
     reduced: ModelLayouts
@@ -42,19 +47,22 @@ class Question:
     plan: PlanFile
     logits: Logits = "plan"
     allow_unproven: bool = False
+    mesh: MeshSizes | None = None
+    processes: bool = False
+    scheduled: Callable[[], Scheduled] | None = None
 
     @property
     def sizes(self) -> MeshSizes:
-        return self.reduced.sizes
+        return self.mesh or self.reduced.sizes
 
 
 @reduced_runs()
 def prove_stage(
     asked: Question, wanted: Sequence[Overlays], progress: Callable[[str], None] = lambda text: None
-) -> tuple[VerifyReport | None, Findings]:
+) -> tuple[NumericProof | None, Findings]:
     """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
 
-    The findings are remembered by digest.
+    What a simulation finds is remembered by digest.
     """
 
     try:
@@ -65,15 +73,28 @@ def prove_stage(
             asked.sizes,
             wanted,
             logits=asked.logits,
+            processes=asked.processes,
+            scheduled=asked.scheduled() if asked.scheduled is not None else None,
             allow_unproven=asked.allow_unproven,
             progress=progress,
         )
     except PlanError as error:
         return None, dict.fromkeys(wanted, error.diagnostics)
     found = findings_of(proven, asked.reduced, allow_unproven=asked.allow_unproven)
-    for on, program in proven.programs.items():
+    for on, program in proven.programs.items() if not asked.processes else ():
         remember(digest_of(asked.reduced, program, asked.allow_unproven), found[on])
-    return proven.report, found
+    return proven.proof, found
+
+
+def nothing_proven(proof: NumericProof | None) -> Diagnostic:
+    """SP421, of a plan without findings."""
+    if proof is None:
+        why = "there is no reduced model that runs"
+    elif any(row.verdict == "equal" for row in proof.rows):
+        why = "the plan splits nothing"
+    else:
+        why = "every tensor is too small to be compared"
+    return Diagnostic(code=UNREACHED, severity=Severity.ERROR, message=f"nothing is proven: {why}")
 
 
 @reduced_runs()

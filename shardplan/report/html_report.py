@@ -9,7 +9,7 @@ from shardplan.compiler.lower.expected_collectives import COLLECTIVES, expected_
 from shardplan.core.estimates import CATEGORIES, Estimate
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Section
-from shardplan.core.report import Report, VerifyReport, count_text
+from shardplan.core.report import NumericProof, Report, count_text
 from shardplan.core.sources import SourceMap
 from shardplan.core.stages import PipelineCut
 
@@ -180,11 +180,11 @@ def _traffic(estimate: Estimate) -> str:
     return f"<h3>Communication of a step</h3>{table(header, rows, frozenset({2, 3}))}"
 
 
-def _proof(proof: VerifyReport) -> str:
+def _proof(proof: NumericProof) -> str:
     return "<h2>Proof</h2>" + "".join(_proofs(proof))
 
 
-def _proofs(proof: VerifyReport) -> Iterator[str]:
+def _proofs(proof: NumericProof) -> Iterator[str]:
     for one in proof.variants:
         rows = [
             (

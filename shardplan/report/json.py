@@ -11,7 +11,7 @@ from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, Label
 from shardplan.core.estimates import Estimate, Sweep
 from shardplan.core.fits import Fit
-from shardplan.core.report import Comparison, PipelineProof, Report, VariantProof, VerifyReport
+from shardplan.core.report import Comparison, NumericProof, PipelineProof, Report, VariantProof
 from shardplan.core.sources import SourceMap
 
 from .estimate_json import estimate_record, sweep_record
@@ -27,19 +27,22 @@ from .records import (
     PipelineRecord,
     Place,
     ProofRecord,
-    VerificationReport,
+    VariantRecord,
 )
 from .width import is_hidden
 
 
-def to_json(report: Report | VerifyReport | Estimate | Sweep | Fit) -> dict[str, Any]:
-    """The report as JSON data, as schemas/report.schema.json describes it."""
+def to_json(report: Report | Estimate | Sweep | Fit, *, proof: bool = False) -> dict[str, Any]:
+    """The report as JSON data, as schemas/report.schema.json describes it.
+
+    Args:
+        proof: with all that the proof of a plan compared.
+    """
     if isinstance(report, Fit):
         return asdict(fit_record(report))
     if isinstance(report, Estimate | Sweep):
         return asdict(sweep_record(report) if isinstance(report, Sweep) else estimate_record(report))
-    record = _verification(report) if isinstance(report, VerifyReport) else _findings(report)
-    return asdict(record)
+    return asdict(_findings(report, proof=proof))
 
 
 def json_text(data: Any) -> str:
@@ -55,8 +58,8 @@ def _escaped(char: str) -> str:
     return "\\u007f" if char == "\x7f" else json.dumps(char)[1:-1]
 
 
-def _findings(report: Report) -> FindingsReport:
-    proofs = report.proof.variants if report.proof is not None else ()
+def _findings(report: Report, *, proof: bool) -> FindingsReport:
+    proven = report.proof
     return FindingsReport(
         kind="findings",
         version=VERSION,
@@ -69,7 +72,8 @@ def _findings(report: Report) -> FindingsReport:
         allowed_tp=report.allowed_tp,
         stages=report.stages,
         proven=report.proven,
-        unreached=tuple(dict.fromkeys(name for proof in proofs for name in proof.unreached)),
+        unreached=tuple(dict.fromkeys(name for one in proven.variants for name in one.unreached)) if proven else (),
+        proof=_proof(proven) if proven is not None and proof else None,
         count=Count(len(report.errors), len(report.warnings)),
         derived=_derived(report.derived) if report.derived is not None else None,
         findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
@@ -108,26 +112,21 @@ def _place(label: Label, sources: SourceMap) -> Place:
     )
 
 
-def _verification(report: VerifyReport) -> VerificationReport:
-    return VerificationReport(
-        kind="verification",
-        version=VERSION,
-        ok=report.ok,
-        plan=report.plan,
-        model=report.model,
-        mesh=Mesh.of(report.sizes),
-        processes=report.processes,
-        seconds=round(report.seconds, 3),
-        proofs=tuple(map(_proof, report.variants)),
-        pipeline=_pipeline(report.pipeline) if report.pipeline is not None else None,
+def _proof(proof: NumericProof) -> ProofRecord:
+    return ProofRecord(
+        mesh=Mesh.of(proof.sizes),
+        processes=proof.processes,
+        seconds=round(proof.seconds, 3),
+        variants=tuple(map(_variant, proof.variants)),
+        pipeline=_pipeline(proof.pipeline) if proof.pipeline is not None else None,
     )
 
 
-def _proof(proof: VariantProof) -> ProofRecord:
+def _variant(proof: VariantProof) -> VariantRecord:
     missed = (proof.unreached, proof.unproven)
     rows = tuple(map(_comparison, proof.rows))
     ran = (proof.schedule, proof.micro_batches)
-    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, *ran, rows)
+    return VariantRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, *ran, rows)
 
 
 def _pipeline(proof: PipelineProof) -> PipelineRecord:

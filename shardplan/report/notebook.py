@@ -10,7 +10,7 @@ from typing import Any
 # Results and what shows them, by their names: nothing is imported until a cell ends with one.
 SHOWN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("shardplan.core.report", "Report"): ("text", "report_text"),
-    ("shardplan.core.report", "VerifyReport"): ("proof_text", "proof_text"),
+    ("shardplan.core.report", "NumericProof"): ("proof_text", "proof_text"),
     ("shardplan.core.estimates", "Estimate"): ("estimate_text", "estimate_text"),
     ("shardplan.core.estimates", "Sweep"): ("estimate_text", "sweep_text"),
     ("shardplan.core.plan_changes", "PlanDiff"): ("diff_text", "diff_text"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardplan.core.mesh import AXES, Axis, MeshSizes
 from shardplan.core.plan import Section
-from shardplan.core.report import Comparison, PipelineProof, VariantProof, Verdict, VerifyReport
+from shardplan.core.report import Comparison, NumericProof, PipelineProof, VariantProof, Verdict
 
 from .color import Paint, Role
 from .short_names import fold_names
@@ -28,17 +28,17 @@ HEADER = ("  tensor", "worst error", "where", "verdict")
 RANKS = {True: "real processes", False: "simulated in one process"}
 
 
-def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False, width: int | None = None) -> str:
-    """One table for each variant (repeated layers on one line, unless `all_rows`) and the verdict.
+def proof_text(proof: NumericProof, *, color: bool, all_rows: bool = False, width: int | None = None) -> str:
+    """One table for each variant, repeated layers on one line, unless `all_rows`.
 
     Args:
         width: of the terminal in columns; the tables are as wide as they need without it.
     """
     paint = Paint(color)
-    parts = [_variant(proof, report, paint, all_rows, width) for proof in report.variants]
-    if report.pipeline is not None:
-        parts.append(_pipeline(report.pipeline, paint, all_rows, width))
-    return "\n\n".join([*parts, _verdict(report, paint)])
+    parts = [_variant(one, proof, paint, all_rows, width) for one in proof.variants]
+    if proof.pipeline is not None:
+        parts.append(_pipeline(proof.pipeline, paint, all_rows, width))
+    return "\n\n".join(parts)
 
 
 def sizes_text(sizes: MeshSizes) -> str:
@@ -61,12 +61,12 @@ def _fold(group: Sequence[Comparison]) -> list[Comparison]:
     return [replace(worst, name=name) for name in fold_names(row.name for row in group)]
 
 
-def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: bool, width: int | None) -> str:
+def _variant(proof: VariantProof, whole: NumericProof, paint: Paint, all_rows: bool, width: int | None) -> str:
     rows = proof.rows if all_rows else fold_rows(proof.rows)
-    whole_layers = report.sizes.tp == 1 and proof.variant == "tensor_parallel" and proof.schedule is not None
+    whole_layers = whole.sizes.tp == 1 and proof.variant == "tensor_parallel" and proof.schedule is not None
     what = "pipeline parallel" if whole_layers else VARIANTS[proof.variant]
-    how = f"{RANKS[report.processes]}, schedule {proof.schedule}, {proof.micro_batches} micro-batches"
-    title = f"{what}, {sizes_text(report.sizes)} ({how if proof.schedule is not None else RANKS[report.processes]})"
+    how = f"{RANKS[whole.processes]}, schedule {proof.schedule}, {proof.micro_batches} micro-batches"
+    title = f"{what}, {sizes_text(whole.sizes)} ({how if proof.schedule is not None else RANKS[whole.processes]})"
     missed = {
         "not reached, and not split": proof.unreached,
         "not reached, and so not proven (--allow-unproven)": proof.unproven,
@@ -112,13 +112,3 @@ def _cells(row: Comparison, paint: Paint) -> tuple[str, ...]:
 def _verdict_word(row: Comparison) -> str:
     """The verdict, with the precision where that is not the usual float32."""
     return row.verdict if row.dtype == "float32" else f"{row.verdict} ({row.dtype})"
-
-
-def _verdict(report: VerifyReport, paint: Paint) -> str:
-    if report.ok:
-        return paint("good", f"proven: {report.plan} computes what {report.model} computes")
-    if any(row.verdict == "differs" for row in report.rows):
-        return paint("error", f"refuted: {report.plan} does not compute what {report.model} computes")
-    if any(proof.unproven for proof in report.variants):
-        return paint("error", f"not proven: no run reaches all that {report.plan} splits of {report.model}")
-    return paint("error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared")

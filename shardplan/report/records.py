@@ -75,34 +75,6 @@ class DerivedRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class FindingsReport:
-    """What `shardplan lint --json` and `shardplan validate --json` print."""
-
-    kind: Literal["findings"]
-    version: Literal["1"]
-    ok: Annotated[bool, "whether there is no error"]
-    plans: tuple[str, ...]
-    model: Annotated[str | None, "null where plans were read without a model"]
-    mesh: Mesh | None
-    checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
-    variants: Annotated[tuple[Section, ...], "the variants that were checked"]
-    allowed_tp: Annotated[
-        tuple[int, ...] | None,
-        "the tp sizes that divide what is split; layouts and numbers are checked at checked_tp alone",
-    ]
-    stages: Annotated[
-        tuple[Literal["plan", "names", "structure", "layouts", "proof"], ...],
-        "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts, numbers",
-    ]
-    proven: Annotated[bool, "whether two steps of every checked variant are proven equal to the unsharded model's"]
-    unreached: Annotated[tuple[str, ...], "parameters that no run of the proof reached, and the plan does not touch"]
-    count: Count
-    derived: Annotated[DerivedRecord | None, "the plan, where `auto` derived it"]
-    findings: tuple[Finding, ...]
-    secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` reports"]
-
-
-@dataclass(frozen=True, slots=True)
 class ComparisonRecord:
     """One tensor of the sharded model against the unsharded one's."""
 
@@ -119,7 +91,7 @@ class ComparisonRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ProofRecord:
+class VariantRecord:
     """One variant of the plan."""
 
     variant: Section
@@ -144,19 +116,43 @@ class PipelineRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationReport:
-    """What `shardplan verify --json` prints."""
+class ProofRecord:
+    """All that was compared."""
 
-    kind: Literal["verification"]
-    version: Literal["1"]
-    ok: bool
-    plan: str
-    model: str
-    mesh: Mesh
+    mesh: Annotated[Mesh, "on which it ran"]
     processes: Annotated[bool, "real processes rather than a simulation in one"]
     seconds: float
-    proofs: tuple[ProofRecord, ...]
+    variants: tuple[VariantRecord, ...]
     pipeline: Annotated[PipelineRecord | None, "null without several pp ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class FindingsReport:
+    """What `lint`, `validate` and `verify` print with --json."""
+
+    kind: Literal["findings"]
+    version: Literal["1"]
+    ok: Annotated[bool, "whether there is no error"]
+    plans: tuple[str, ...]
+    model: Annotated[str | None, "null where plans were read without a model"]
+    mesh: Mesh | None
+    checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
+    variants: Annotated[tuple[Section, ...], "the variants that were checked"]
+    allowed_tp: Annotated[
+        tuple[int, ...] | None,
+        "the tp sizes that divide what is split; layouts and numbers are checked at checked_tp alone",
+    ]
+    stages: Annotated[
+        tuple[Literal["plan", "names", "structure", "layouts", "proof"], ...],
+        "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts, numbers",
+    ]
+    proven: Annotated[bool, "whether two steps of every checked variant are proven equal to the unsharded model's"]
+    unreached: Annotated[tuple[str, ...], "parameters that no run of the proof reached, and the plan does not touch"]
+    proof: Annotated[ProofRecord | None, "where `verify` ran"]
+    count: Count
+    derived: Annotated[DerivedRecord | None, "the plan, where `auto` derived it"]
+    findings: tuple[Finding, ...]
+    secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` reports"]
 
 
 @dataclass(frozen=True, slots=True)

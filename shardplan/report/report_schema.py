@@ -9,13 +9,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from .diff_records import DiffReport
 from .fit_json import FitReport
 from .lock_json import LockReport
-from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport, VerificationReport
+from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport
 
 ID = "urn:shardplan:report:1"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 REPORTS = (
     FindingsReport,
-    VerificationReport,
     EstimateReport,
     SweepReport,
     FitReport,
