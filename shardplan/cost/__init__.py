@@ -8,7 +8,6 @@
 | trace | a step of a sharded model under the meter |
 | ledger | what was measured, by phase and module: the peak of each and what it is made of |
 | depth | the depths to trace, the model cut to one, and the line through two |
-| codes | the findings of this room |
 | devices | devices as data |
 | bound | the least time of a step on a device |
 | meshes | every mesh for a number of devices |

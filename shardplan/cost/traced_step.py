@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.core.diagnostics import PlanError
+from shardplan.core.diagnostics import Code, PlanError
 from shardplan.core.estimates import OptimizerName
 from shardplan.core.mesh import Axis
 from shardplan.model.model_findings import reason, refuse
@@ -27,7 +27,6 @@ from shardplan.runtime.training.context_parallel import chunk_of
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.local_parts import to_local_if_dtensor
 
-from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
 from .ledger import Ledger, moments_of
 from .local_updates import MakeOptimizer, Updates
@@ -35,6 +34,8 @@ from .meter import Meter, category_of
 from .part_costs import Stored, part_costs
 from .running_module import Places
 from .traced_parts import SHARED, PartNames, Parts
+
+NOT_TRACED = Code("SP560")
 
 OPTIMIZERS: dict[OptimizerName, MakeOptimizer | None] = {
     # On a GPU torch's default updates all parameters at once, and makes a list of tensors as large as they are.

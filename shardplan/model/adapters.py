@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from shardplan.core.diagnostics import Code
 from shardplan.core.tree import AdapterPart, ModuleKind
 
-from .model_codes import OUTSIDE_ADAPTER
 from .model_findings import refuse
+
+OUTSIDE_ADAPTER = Code("SP516")
 
 PARTS: Mapping[str, AdapterPart] = {
     "lora_A": "A",

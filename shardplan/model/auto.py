@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from shardplan.core.diagnostics import PlanError
+from shardplan.core.diagnostics import Code, PlanError
 from shardplan.core.tree import ModuleTree
 
-from .model_codes import NO_PLAN, SEVERAL_PLANS
 from .model_findings import nearest, refuse
+
+NO_PLAN = Code("SP511")
+SEVERAL_PLANS = Code("SP512")
 
 
 class Named(Protocol):

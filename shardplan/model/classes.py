@@ -13,11 +13,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
-from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
 
 from .config_numbers import text_config
-from .model_codes import CANNOT_BUILD, UNKNOWN_CLASS
+from .model_configs import CANNOT_BUILD
 from .model_findings import finding, refuse
+
+UNKNOWN_CLASS = Code("SP513")
 
 MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
 

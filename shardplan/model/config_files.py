@@ -8,11 +8,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.diagnostics import Code
 from shardplan.core.suggest import closest, did_you_mean
 from shardplan.core.user_files import CannotRead, read_bytes
 
-from .model_codes import NO_PATH, NOT_CACHED, NOT_JSON, OWN_CODE
 from .model_findings import refuse
+
+NO_PATH = Code("SP501")
+NOT_JSON = Code("SP502")
+NOT_CACHED = Code("SP505")
+OWN_CODE = Code("SP506")
 
 MAX_NEIGHBOURS = 1000  # names that a misspelt one is compared with
 MAX_BYTES = 16 * 2**20  # the largest configurations on the hub (long label tables) are about 2 MB

@@ -19,13 +19,12 @@ from .adapters import unwrapped
 from .build_tree import tree_of
 from .classes import model_class
 from .config_files import read_cached, read_folder_or_file
-from .model_codes import CANNOT_BUILD, UNKNOWN_SETTING
-from .model_configs import config_of_file, config_of_type
+from .model_configs import CANNOT_BUILD, config_of_file, config_of_type
 from .model_findings import reason, refuse
 from .model_words import classify
 from .offline import offline
 from .own_models import call, find_callable
-from .settings import Setting
+from .settings import UNKNOWN_SETTING, Setting
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 Builder = Callable[[str, torch.dtype], nn.Module]

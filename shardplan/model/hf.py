@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardplan.core.diagnostics import Code
+
 from .build_tree import base_prefix
-from .model_codes import NO_HF_PLAN
 from .model_findings import refuse
+
+NO_HF_PLAN = Code("SP514")
 
 
 def hf_tp_plan(model: nn.Module) -> tuple[dict[str, str], str]:

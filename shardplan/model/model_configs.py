@@ -10,13 +10,16 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardplan.core.diagnostics import PlanError
+from shardplan.core.diagnostics import Code, PlanError
 
 from .config_files import ConfigFile
-from .model_codes import CANNOT_BUILD, NO_MODEL_TYPE, UNKNOWN_TYPE
 from .model_findings import did_you_mean, reason, refuse
 from .offline import offline
 from .settings import Setting, with_settings
+
+NO_MODEL_TYPE = Code("SP503")
+UNKNOWN_TYPE = Code("SP504")
+CANNOT_BUILD = Code("SP509")
 
 # Counts of modules that are made one by one. A configuration beyond these is a mistake or an attack: building
 # it would take hours, not memory.

@@ -12,10 +12,13 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from shardplan.core.diagnostics import PlanError
+from shardplan.core.diagnostics import Code, PlanError
 
-from .model_codes import BAD_CALLABLE, NO_CALLABLE, NO_OWN_INPUTS
 from .model_findings import did_you_mean, reason, refuse
+
+NO_CALLABLE = Code("SP507")
+BAD_CALLABLE = Code("SP508")
+NO_OWN_INPUTS = Code("SP515")
 
 
 def find_callable(word: str) -> Callable[[], nn.Module]:

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.diagnostics import Code, Diagnostic, PlanError
 
 from .config_numbers import config_value
-from .model_codes import UNKNOWN_SETTING
 from .model_findings import did_you_mean, finding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+UNKNOWN_SETTING = Code("SP510")
 
 Setting = int | float | bool | str | None
 

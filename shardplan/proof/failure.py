@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 
-from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced.lines import raising_line
 
-from .proof_codes import RAISES
+RAISES = Code("SP422")
+
 
 PACKAGE = str(Path(__file__).parent.parent)
 

@@ -17,7 +17,7 @@ from shardplan.compiler.layout.stage_plan import StagedPlan
 from shardplan.compiler.lower.program import Program
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.compiler.user_inputs import Model
-from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.core.report import Compared, Comparison
 from shardplan.core.schedules import Schedule
@@ -34,9 +34,10 @@ from shardplan.torchlib.equality import magnitude
 from .compare import NEGLIGIBLE, compare, worst_of
 from .exact import in_precision_of
 from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
-from .proof_codes import NO_ROWS
 from .rank import whole
 from .steps import STEPS, separate
+
+NO_ROWS = Code("SP438")
 
 AXES = (Axis.PP, *(axis for axis in APPLIED if axis is not Axis.CP))  # a mesh with pp has no cp
 

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.model import UNPROVEN_HELP
 from shardplan.compiler.lower import Program
-from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
 from shardplan.core.report import Comparison, VariantProof
 from shardplan.core.tree import ancestors, block, full_name, named, parent
 
-from .proof_codes import DIFFERS, UNREACHED
 from .prove import Proven
 from .reach import touched
+
+DIFFERS = Code("SP420")
+UNREACHED = Code("SP421")
 
 MOST_ROWS = 5  # of what differs, in a finding's notes
 ORDER = {"output": 0, "buffer": 1, "gradient": 2}

@@ -14,7 +14,7 @@ from shardplan.compiler.check.field_places import field_label
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import StagedPlan
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
-from shardplan.core.diagnostics import Diagnostic, Label, PlanError, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, NumericProof, PipelineProof
 from shardplan.core.stages import PipelineCut
@@ -26,9 +26,10 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import cause_of
-from .proof_codes import STAGES
 from .prove import References, references, settle
 from .staged import staged_rows
+
+STAGES = Code("SP436")
 
 MOST_ROWS = 5  # of what differs, in a finding's notes
 

@@ -14,8 +14,13 @@ from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
 from .draft import BLOCK_INPUT, is_alternative
-from .init_codes import GATHERED, NO_EXPERTS_FOUND, NO_OVERLAY, NOTHING, WHOLE
 from .write import WIDTH, Heading, document, folded, plan_text
+
+NOTHING = Code("SP530")
+NO_OVERLAY = Code("SP531")
+WHOLE = Code("SP532")
+NO_EXPERTS_FOUND = Code("SP533")
+GATHERED = Code("SP534")
 
 VOCABULARY = (EMBEDDING["style"], HEAD["style"])
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.core.context_facts import BATCH, SEQUENCE, ContextFacts, Plain, PositionTable, TableArgument
-from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.model import FoundModel
 from shardplan.model.config_numbers import text_config
 from shardplan.model.model_findings import reason as in_words
@@ -26,7 +26,8 @@ from shardplan.torchlib.equality import TOLERANCE, relative_error
 from shardplan.torchlib.modes import reduced_runs
 from shardplan.torchlib.private import private
 
-from .layout_codes import CHUNKS
+CHUNKS = Code("SP411")
+
 
 CHUNKS_OF_A_RUN = 2
 LEFT_OUT = ("labels", "attention_mask", "position_ids")

@@ -26,8 +26,7 @@ from shardplan.model.reduced.nests import tensors_in
 from shardplan.model.reduced.trace import SourceLine
 
 from .drawing_operands import ELEMENTWISE, LINEAR, OWN_CODE, WHOLE_FEATURES, DrawingOperand
-from .dropout import active_probabilities, probabilities
-from .layout_codes import DROPOUT
+from .dropout import DROPOUT, active_probabilities, probabilities
 from .randomness import OTHERS, acting_sites
 from .run import Workbench
 

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from shardplan.compiler.check.field_places import field_label
-from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, ancestors, named
 
-from .layout_codes import DROPOUT
+DROPOUT = Code("SP370")
+
 
 WORDS = ("drop", "jitter")  # in the names of attributes that are probabilities, or widths of noise
 

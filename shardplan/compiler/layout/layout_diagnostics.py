@@ -9,9 +9,19 @@ from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import STYLES
 
-from . import layout_codes
 from .finding import AS_BEFORE, Finding, Kind, Operand
 from .repairs import Repair
+
+PARTIAL = Code("SP401")
+MISFIT = Code("SP402")
+SUM = Code("SP403")
+SLICES = Code("SP404")
+OUTPUT = Code("SP405")
+COMPLETE = Code("SP406")
+UNTYPED = Code("SP407")
+CRASH = Code("SP408")
+MEETING = Code("SP409")
+OUTSIDE = Code("SP410")
 
 NAMES = {
     "I": "whole, with a complete gradient",
@@ -61,62 +71,62 @@ def _crash(f: Finding, tree: ModuleTree) -> str:
 
 
 MESSAGES: dict[Kind, tuple[Code, Callable[[Finding, ModuleTree], str]]] = {
-    "partial": (layout_codes.PARTIAL, _partial),
+    "partial": (PARTIAL, _partial),
     "complete": (
-        layout_codes.COMPLETE,
+        COMPLETE,
         lambda f, tree: (
             f"the gradient of {tree.pattern(f.subject)} is complete, but the plan declares a partial sum: it would be tp times too large"
         ),
     ),
     "meeting": (
-        layout_codes.MEETING,
+        MEETING,
         lambda f, tree: (
             f"{tree.pattern(f.module) or 'the model'} combines a value with a complete gradient and one with a partial gradient"
         ),
     ),
     "arrival": (
-        layout_codes.MISFIT,
+        MISFIT,
         lambda f, tree: (
             f"the input of {tree.pattern(f.subject)} is {layout_words(f.actual)}; its style needs it to be {layout_words(f.wanted)}"
         ),
     ),
     "result": (
-        layout_codes.MISFIT,
+        MISFIT,
         lambda f, tree: (
             f"the result of {tree.pattern(f.subject)} is {layout_words(f.actual)}; its rule needs it to be {layout_words(f.wanted)}"
         ),
     ),
     "sum": (
-        layout_codes.SUM,
+        SUM,
         lambda f, tree: (
             f"{f.operation or 'reading a value'} in {tree.pattern(f.module) or 'the model'} acts on a partial sum, "
             "and its results do not add up"
         ),
     ),
     "slices": (
-        layout_codes.SLICES,
+        SLICES,
         lambda f, tree: (
             f"{f.operation or 'reading a value'} in {tree.pattern(f.module) or 'the model'} does not give a slice of the whole result"
         ),
     ),
     "output": (
-        layout_codes.OUTPUT,
+        OUTPUT,
         lambda f, tree: (
             f"the model's {_result(f.subject)} would be {layout_words(f.actual)}; "
             f"callers expect it to be {layout_words(f.wanted)}"
         ),
     ),
     "untyped": (
-        layout_codes.UNTYPED,
+        UNTYPED,
         lambda f, tree: f"the layout of a value in {tree.pattern(f.module) or 'the model'} cannot be determined",
     ),
     "outside": (
-        layout_codes.OUTSIDE,
+        OUTSIDE,
         lambda f, tree: (
             f"the code of {tree.pattern(f.module) or 'the model'} reads {tree.pattern(f.subject)}, which is a DTensor there"
         ),
     ),
-    "crash": (layout_codes.CRASH, _crash),
+    "crash": (CRASH, _crash),
 }
 
 

@@ -15,7 +15,9 @@ from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, ModuleTree, named
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
-from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED, NOT_RUNNING
+from shardplan.model.reduced.named_reduced import NOT_REDUCED
+from shardplan.model.reduced.own_copies import NOT_CARRIED
+from shardplan.model.reduced.reduced_model import NOT_RUNNING
 from shardplan.styles import STYLES
 from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
@@ -26,7 +28,7 @@ from .draws import Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .expert_reads import outside_findings
 from .layout_check import LayoutReport, Search, check_layout
-from .layout_codes import UNTYPED
+from .layout_diagnostics import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
 from .run import Workbench
 from .split_lengths import misfit, split_lengths

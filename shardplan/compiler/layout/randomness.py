@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.tree import named, starred
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.lines import model_line
@@ -25,7 +25,8 @@ from shardplan.model.reduced.nests import tensors_in
 from shardplan.model.reduced.trace import SourceLine
 from shardplan.torchlib.private import private
 
-from .layout_codes import RANDOM
+RANDOM = Code("SP371")
+
 
 _DispatchMode: Any = private("TorchDispatchMode")
 

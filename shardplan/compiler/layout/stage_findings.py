@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.compiler.check.field_places import field_label
-from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.sections import PipelineParallel
 from shardplan.core.tree import ancestors, named
 from shardplan.model.reduced.trace import Event
 
 from .stage_check import CutFacts
-from .stage_codes import APART, CROSSING, NOWHERE, ORDER, UNNAMED
 from .stage_reads import Crossing, StageRun
+
+CROSSING = Code("SP431")
+NOWHERE = Code("SP432")
+ORDER = Code("SP433")
+APART = Code("SP435")
+UNNAMED = Code("SP434")
 
 WITHOUT = "use a mesh with pp 1"
 

@@ -15,8 +15,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .model import ModelLayouts, unproven
 from .stage_check import CutFacts, cut_facts
-from .stage_codes import NOWHERE
-from .stage_findings import stage_findings
+from .stage_findings import NOWHERE, stage_findings
 from .stage_reads import StageParts, stage_root
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import named
 from shardplan.model.model_findings import reason
@@ -16,10 +16,11 @@ from shardplan.model.rebinding import copied
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import bound_modules
 
-from .layout_codes import TOKENS
 from .rank_experts import NO_ROLES, distribute_experts, roles
 from .run import Workbench
 from .spread import chunk, same
+
+TOKENS = Code("SP413")
 
 
 def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int) -> tuple[Diagnostic, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ModuleTree, starred
 
-from .layout_codes import UNSUMMED
 from .mergeable_sums import SeenSum
+
+UNSUMMED = Code("SP412")
 
 
 def undeclared(seen: Iterable[SeenSum]) -> tuple[Diagnostic, ...]:

@@ -8,13 +8,15 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 import torch
 from torch import nn
 
+from shardplan.core.diagnostics import Code
 from shardplan.core.tree import ModuleTree
 from shardplan.model.adapters import unwrapped
 from shardplan.model.build_tree import tree_of
 from shardplan.model.model_findings import causes, refuse
 
 from .layers import NUMBER
-from .reduced_codes import NOT_REDUCED
+
+NOT_REDUCED = Code("SP526")
 
 Facts = Mapping[tuple[str, str], frozenset[Hashable]]
 MOST = 5  # differences that are listed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.core.diagnostics import PlanError
+from shardplan.core.diagnostics import Code, PlanError
 from shardplan.model.float8 import without_float8
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import causes, refuse
@@ -17,8 +17,12 @@ from shardplan.model.rebinding import HeldParameter, NotBound, copied
 
 from .pictures import BATCH
 from .precision import in_dtype
-from .reduced_codes import NO_INPUTS, NO_REDUCED_MODEL, NOT_CARRIED, TOO_LARGE
 from .weights import randomise, without_noise
+
+NO_REDUCED_MODEL = Code("SP520")
+TOO_LARGE = Code("SP521")
+NO_INPUTS = Code("SP522")
+NOT_CARRIED = Code("SP524")
 
 LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
 GIVE_INPUTS = "pass `inputs`, a function from a seed to keyword arguments of `forward`"

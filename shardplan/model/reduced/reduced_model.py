@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardplan.core.diagnostics import PlanError
+from shardplan.core.diagnostics import Code, PlanError
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.model.build_tree import tree_of
 from shardplan.model.found import FoundModel, Inputs
@@ -23,13 +23,14 @@ from .feeding import feeding
 from .forms import runs
 from .model_inputs import Padding, sequence_length
 from .named_reduced import named_by_user
-from .own_copies import checked, inputs_of, module_maker, not_callable
+from .own_copies import NO_REDUCED_MODEL, checked, inputs_of, module_maker, not_callable
 from .precision import cast, without_half
-from .reduced_codes import NO_REDUCED_MODEL, NOT_RUNNING
 from .reduced_transformers import live, maker, original_of, reduced_config_of
 from .routed_experts import reaching
 from .scale import HEAD_DIMS
 from .weights import without_noise
+
+NOT_RUNNING = Code("SP523")
 
 MOST_RUN = (
     1024  # ranks that run one after the other in one process: each takes about half a second and its results are kept

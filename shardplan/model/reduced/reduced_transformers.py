@@ -24,9 +24,8 @@ from .carry import carry
 from .layers import Kept, candidates, layer_lists, skeleton
 from .live import Live, live_of
 from .model_inputs import labels_of, sequence_length
-from .own_copies import LARGEST, not_carried
+from .own_copies import LARGEST, NO_REDUCED_MODEL, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
-from .reduced_codes import NO_REDUCED_MODEL
 from .scale import HEAD_DIMS
 from .shrink import reduced_config
 from .weights import randomise, without_noise
