@@ -19,8 +19,7 @@ from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
 from .pipelined import Scheduled
-from .proof_codes import UNREACHED
-from .proof_findings import findings_of
+from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, prove
 from .remembered_proofs import digest_of, known, remember
 
