@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Processes that tests start compile nothing again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs first-run browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants drawn bench bench-gpu gpu generated clean
 

@@ -1,9 +1,13 @@
 """Shared by all tests."""
 
+import gc
 import sys
 from pathlib import Path
 
 import pytest
+
+# Garbage collections go through whatever lives: here torch, transformers and all test modules, again and again, for nothing.
+gc.disable()  # until these are imported
 
 # `pytest` alone, unlike `python -m pytest`, does not put the project's root on the path.
 ROOT = str(Path(__file__).parent.parent)
@@ -88,6 +92,13 @@ def pytest_ignore_collect(collection_path, config):
     """Leave out the files that are not quick, before they import what they need."""
     if config.getoption("quick") and collection_path.name.startswith("test_"):
         return collection_path.stem not in QUICK
+
+
+def pytest_collection_finish():
+    """From here on collections are rare, and pass over what there is now."""
+    gc.freeze()
+    gc.set_threshold(200_000, 10, 10)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
 
     import shardplan  # noqa: F401
 
+    gc.freeze()  # collections pass over what is imported
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(

@@ -5,6 +5,7 @@ printed = run_script(4, "examples/moe.py", "--text", "demo/text.txt")
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -59,6 +60,7 @@ def _rank(environment: dict[str, str], script: str, words: tuple[str, ...], file
     os.chdir(ROOT)
     for stream, end in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(file.with_suffix(end), os.O_CREAT | os.O_WRONLY), stream)
+    gc.freeze()  # collections pass over what is imported
     torch.set_num_threads(1)
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")

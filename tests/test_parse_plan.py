@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardplan.compiler.automatic import words_of_models
 from shardplan.core.diagnostics import Location
 from shardplan.core.plan import Rule
 from shardplan.language import builtin_plans, parse_plan, parse_text
@@ -113,9 +114,10 @@ def test_the_name_of_a_plan(tmp_path: Path) -> None:
 
 def test_every_builtin_plan_is_read_and_bears_its_name() -> None:
     assert "llama" in builtin_plans()
-    for name in builtin_plans():
+    for name, path in builtin_plans().items():
         parsed = parse_plan(name)
         assert parsed.diagnostics == ()
+        assert words_of_models(path.read_text("utf-8")) >= {*parsed.plan.models}
         assert (parsed.plan.name, parsed.plan.file) == (name, f"plans/{name}.yaml")
         assert {file.name for file in parsed.sources.files.values()} == {p.file for p in parsed.plan.lineage}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,14 @@ class ReadPlan:
 Derive = Callable[["FoundModel"], ReadPlan]
 
 
+MODELS = re.compile(r"^models:(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)  # the field of a built-in plan, in its text
+
+
+def words_of_models(text: str) -> set[str]:
+    """What stands in a plan's field `models`, and perhaps more: nothing is parsed."""
+    return {word for part in MODELS.findall(text) for word in re.findall(r"[\w./-]+", part)}
+
+
 def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) -> ReadPlan:
     """The built-in plan for the model of a tree: the one whose `models` names it, and whose `for` holds. A `for` that has no value
     (SP209) and several such plans (SP512) are findings.
@@ -57,7 +66,9 @@ def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) ->
 
     wanted = (*tree.class_names, str(tree.model_type))
     texts = {name: path.read_text("utf-8") for name, path in builtin_plans().items()}
-    naming = [name for name, text in texts.items() if any(word in text for word in wanted)]  # few of many are parsed
+    naming = [
+        name for name, text in texts.items() if not words_of_models(text).isdisjoint(wanted)
+    ]  # few of many are parsed
     parsed = {one.plan.name: one for one in map(parse_plan, naming) if one.plan is not None}
     plans = [one.plan for one in parsed.values() if one.plan is not None]
     try:
