@@ -13,7 +13,7 @@ import time
 
 from .page import write_section
 
-# In the order of the page. Those that need a CUDA device are asked for by name (`make bench-gpu`).
+# In the order of the page. Those that need a CUDA device are asked for by name (`python -m benchmarks gpu`).
 CPU = (
     "collectives",
     "plans",

@@ -79,6 +79,8 @@ def own_cache(tmp_path_factory):
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="only the tests that need no torch, and none can import it")
+    parser.addoption("--share", type=int, default=1, metavar="N", help="one in N of the tests (all)")
+    parser.addoption("--seed", type=int, default=0, help="what they are drawn by")
 
 
 def pytest_configure(config):
@@ -101,7 +103,14 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # of those that -m and -k leave
+def pytest_collection_modifyitems(config, items):
+    from tests.sampling import share_of
+
+    if config.option.share > 1 and items:
+        kept = share_of(items, config.option)
+        config.hook.pytest_deselected(items=list({*items} - {*kept}))
+        items[:] = kept
     for item in items:
         if item.path.name.startswith(SEVERAL_PROCESSES) or "on_ranks" in item.name:
             item.add_marker(pytest.mark.xdist_group("several processes"))

@@ -1,5 +1,5 @@
 """What somebody does who has just cloned the project: the commands of README.md and the quickstart, in their order, in a fresh
-environment. `make first-run` says how long it took; more than ten minutes fail."""
+environment. `-s` shows how long it took; more than ten minutes fail."""
 
 import os
 import re

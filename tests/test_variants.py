@@ -94,7 +94,7 @@ def test_a_new_gap_is_told_from_a_listed_one_and_from_a_closed_one(monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", sampled(range(12), 3))
 def test_a_drawn_configuration_is_right_or_refused(index: int) -> None:
-    """A sample of `make drawn`: judged with other weights and inputs than the proof's."""
+    """A sample of `tests.variants.drawn`: judged with other weights and inputs than the proof's."""
     trial = list(random_configurations(SEED, 12))[index]
     assert problems([judged(trial, 2)]) == []
 

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
 from shardplan.weights.folders import beside
+from tests.sampling import add_share
 
 PLAN = {"version": "1", "name": "two-writers", "tensor_parallel": {"first": "colwise", "second": "rowwise"}}
 LONGEST = 0.03  # seconds of a delay: a save takes about as long
@@ -241,8 +242,8 @@ def run(rounds: int, seed: int) -> Counter[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    add_share(parser)
     given = parser.parse_args()
-    counts = run(given.rounds, given.seed)
+    counts = run(-(-given.rounds // given.share), given.seed)
     print(summary(counts))
     raise SystemExit(bool(counts["mixed"] or counts["lost"] or counts["older"]))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from tests.sampling import add_share, share_of  # noqa: E402
+
 from .adversary import Adversary  # noqa: E402
 from .cases import CASES  # noqa: E402
 from .judge import Judgement, judge  # noqa: E402
@@ -79,9 +81,10 @@ def row_of(adversary: Adversary) -> Row:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.adversaries", description=__doc__)
     parser.add_argument("names", nargs="*", help="beginnings of names; all without")
+    add_share(parser)
     parser.add_argument("--validate-only", action="store_true", help="no real processes")
     args = parser.parse_args(argv)
-    chosen = [one for one in CASES if not args.names or one.name.startswith(tuple(args.names))]
+    chosen = share_of((one for one in CASES if not args.names or one.name.startswith(tuple(args.names))), args)
     print("| case | verdict | validate | reference | differs most | problem |\n|---|---|---|---|---|---|", flush=True)
     problems = 0
     for one in chosen:

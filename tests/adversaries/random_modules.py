@@ -26,6 +26,8 @@ import torch.nn.functional as F  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from tests.sampling import add_share  # noqa: E402
+
 from .adversary import Adversary, document  # noqa: E402
 from .judge import Judgement, judge  # noqa: E402
 from .parts import BLOCK_INPUT, HIDDEN, PARTIAL, WIDTH, Attention, linear  # noqa: E402
@@ -370,7 +372,7 @@ def run(strategy: st.SearchStrategy[Spec], examples: int, number: int | None, se
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.adversaries.random_modules", description=__doc__)
     parser.add_argument("--examples", type=int, default=100, help="of right plans, and as many of edited ones")
-    parser.add_argument("--seed", type=int, default=0)
+    add_share(parser)
     args = parser.parse_args(argv)
     problems, counts = [], {}
 
@@ -383,7 +385,7 @@ def main(argv: list[str]) -> int:
             print(outcome, flush=True)
 
     for most_edits in (0, 2):
-        run(specs(most_edits), args.examples, args.seed, see)
+        run(specs(most_edits), -(-args.examples // args.share), args.seed, see)
     print("| plan | reference | validate | count |\n|---|---|---|---|")
     for key, count in sorted(counts.items()):
         print("| " + " | ".join((*key, str(count))) + " |")

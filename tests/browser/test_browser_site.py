@@ -1,4 +1,4 @@
-"""The site in a real browser: readable on a phone, search finds, no request leaves it. `make browser` builds it first."""
+"""The site in a real browser: readable on a phone, search finds, no request leaves it. `make docs` builds it first."""
 
 import threading
 from functools import partial

@@ -69,7 +69,7 @@ def install(wheels: Path, site: str) -> None:
     """Unpack the wheels into a folder of their own: what Python has stays as it is."""
     files = sorted(map(str, wheels.glob("*.whl")))
     if not files:
-        raise SystemExit(f"{wheels} has no wheels: `make build/wheels` makes some")
+        raise SystemExit(f"{wheels} has no wheels: CONTRIBUTING says how to get some")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, *files]
     subprocess.run(pip, check=True)
 

@@ -9,6 +9,8 @@ from multiprocessing import get_context
 from operator import methodcaller
 from pathlib import Path
 
+from tests.sampling import add_share, share_of
+
 from .table import Row, table
 from .tasks import PLANS, Task
 
@@ -29,7 +31,7 @@ def main(argv: list[str]) -> int:
         "plans", nargs="*", help="llama=olmo edits that plan for that architecture, llama=olmo:tied tied"
     )
     parser.add_argument("--sample", type=int, help="edits of each plan, variant and size (all)")
-    parser.add_argument("--seed", type=int, default=0)
+    add_share(parser)
     parser.add_argument("--tp", type=int, nargs="*", default=[2])
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--no-help", action="store_true", help="do not look for what fixes a finding")
@@ -38,8 +40,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     tasks = [
         Task(word, tp, args.sample, args.seed, not args.no_help, args.kinds)
-        for tp in args.tp
-        for word in args.plans or PLANS
+        for word, tp in share_of([(word, tp) for tp in args.tp for word in args.plans or PLANS], args)
     ]
     judged: list[Row] = []
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:

@@ -14,6 +14,8 @@ from typing import get_args
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from tests.sampling import add_share, share_of  # noqa: E402
+
 from .outcome import Outcome, Verdict  # noqa: E402
 from .trials import planned, tried, unlisted  # noqa: E402
 
@@ -34,11 +36,12 @@ def table(found: Sequence[Outcome]) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.variants")
     parser.add_argument("types", nargs="*", help="model types (all that have a plan)")
+    add_share(parser)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)
     found: list[Outcome] = []
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        for outcomes in pool.imap(tried, args.types or planned()):
+        for outcomes in pool.imap(tried, args.types or share_of(planned(), args)):
             found += outcomes
             for one in outcomes:
                 print(f"{one.verdict:16} {one.key} {one.about}", file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ from shardplan.core.mesh import MeshSizes  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
 from shardplan.model.reduced import ReducedModel, make_reduced_model  # noqa: E402
 from tests.proofs import Case, differing  # noqa: E402
+from tests.sampling import add_share  # noqa: E402
 
 from .__main__ import table  # noqa: E402
 from .outcome import Outcome, configured, outcome  # noqa: E402
@@ -155,14 +156,14 @@ def _counts(model_type: str, base: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.variants.drawn")
-    parser.add_argument("--seed", type=int, required=True)
+    add_share(parser)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)
     found: list[Outcome] = []
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=20) as pool:
-        for one in pool.imap(partial(judged, tp=args.tp), drawn(args.seed, args.count)):
+        for one in pool.imap(partial(judged, tp=args.tp), drawn(args.seed, -(-args.count // args.share))):
             found.append(one)
             print(f"{one.verdict:16} {one.key} {one.about}", file=sys.stderr, flush=True)
     print(table(sorted(found, key=lambda one: one.model_type)))

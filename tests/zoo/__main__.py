@@ -15,6 +15,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
+from tests.sampling import share_of  # noqa: E402
+
 from .checkpoints import with_checkpoints  # noqa: E402
 from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
 from .experts import with_experts  # noqa: E402
@@ -240,7 +242,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--experts", action="store_true", help="the plans with experts distributed; prove nothing else")
     args = parser.parse_args(argv)
     known = read(args.table)
-    rows = [known.get(name, Entry(name)) for name in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+    names = args.types or share_of(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), args)
+    rows = [known.get(name, Entry(name)) for name in names]
     make, said = (
         (counted_again, lambda e: (e.reduced, bool(e.collectives) and e.more("tp")))
         if args.count

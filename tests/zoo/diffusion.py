@@ -17,6 +17,7 @@ import torch  # noqa: E402
 
 from shardplan import coverage, validate  # noqa: E402
 from tests.diffusion_models import DIFFUSION, Diffusion  # noqa: E402
+from tests.sampling import add_share, share_of  # noqa: E402
 
 SIZES = (2, 4)
 VARIANTS = {"tp": "tensor_parallel", "sp": "sequence_parallel"}
@@ -108,11 +109,12 @@ def read(file: Path) -> dict[str, Row]:
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="python -m tests.zoo.diffusion")
     parser.add_argument("classes", nargs="*", help="classes (all)")
+    add_share(parser)
     parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     known = read(args.table) if args.table is not None else {}
-    for name in args.classes or DIFFUSION:
+    for name in args.classes or share_of(DIFFUSION, args):
         known[name] = row(DIFFUSION[name])
         print(known[name], file=sys.stderr, flush=True)
         if args.table is not None:

@@ -25,6 +25,7 @@ from shardplan import validate  # noqa: E402
 from shardplan.compiler.automatic import auto_plan  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
 from tests.model_settings import ROPE, without_dropout  # noqa: E402
+from tests.sampling import share_of  # noqa: E402
 
 from .entry import Entry  # noqa: E402
 from .experts import SIZES  # noqa: E402
@@ -171,7 +172,11 @@ def page(found: Sequence[Entry]) -> str:
 def main(argv: list[str]) -> int:
     args = arguments("python -m tests.zoo.expert_types").parse_args(argv)
     fill(
-        [Entry(name) for name in args.types or dispatched()], proven, page, lambda e: (e.plan, e.experts), **vars(args)
+        [Entry(name) for name in args.types or share_of(dispatched(), args)],
+        proven,
+        page,
+        lambda e: (e.plan, e.experts),
+        **vars(args),
     )
     return 0
 

@@ -16,6 +16,8 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from tests.sampling import share_of  # noqa: E402
+
 from .__main__ import REASONS, right, why  # noqa: E402
 from .entry import DERIVED, SIZES, Entry, made_or_derived  # noqa: E402
 from .table import arguments, fill  # noqa: E402
@@ -91,7 +93,9 @@ def lacks(e: Entry) -> str:
 
 def main(argv: list[str]) -> int:
     args = arguments("python -m tests.zoo.image_text").parse_args(argv)
-    found = fill([Entry(name) for name in args.types or names()], made_or_derived, page, _said, **vars(args))
+    found = fill(
+        [Entry(name) for name in args.types or share_of(names(), args)], made_or_derived, page, _said, **vars(args)
+    )
     return int(any(not right(text) for e in found for text in e.verdicts.values()))
 
 

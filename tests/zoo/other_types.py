@@ -23,6 +23,7 @@ warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from shardplan.core.plan import PlanFile  # noqa: E402
+from tests.sampling import share_of  # noqa: E402
 
 from .entry import SIZES  # noqa: E402
 from .other_entry import OtherEntry, other_entry, plan_of  # noqa: E402
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> int:
     if args.again is not None:
         wanted = {name for name, one in before.items() if args.again in f"{one.reason} {one.verdicts}"}
     else:
-        wanted = set(args.types or names()) - (set() if args.types else {*before})
+        wanted = set(args.types or share_of(names(), args)) - (set() if args.types or args.share > 1 else {*before})
     if args.trunks:
         wanted = {*filter(is_trunk, wanted)}
     for of_type in types().values():

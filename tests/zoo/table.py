@@ -11,6 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from tests.sampling import add_share
+
 from .entry import Entry
 
 Page = Callable[[Sequence[Entry]], str]
@@ -30,6 +32,7 @@ def arguments(program: str) -> argparse.ArgumentParser:
     """The command line of what fills a table."""
     parser = argparse.ArgumentParser(prog=program)
     parser.add_argument("types", nargs="*", help="types (all)")
+    add_share(parser)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
     return parser
