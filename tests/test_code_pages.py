@@ -2,12 +2,14 @@
 
 import ast
 import re
+import shlex
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
+from shardplan.cli.arguments import COMMANDS, parse
 from shardplan.report.pages import pages
 from tests.code_pages import codes_in, examples, owned, trees
 
@@ -64,3 +66,12 @@ def test_a_page_has_its_form(code: str):
 
 def test_the_folder_holds_nothing_else():
     assert {path.name for path in FOLDER.iterdir()} == {f"{code}.md" for code in pages()}
+
+
+@pytest.mark.parametrize("code", pages())
+def test_the_commands_of_a_page_exist(code: str):
+    """Those of the examples parse; what the text says of a command names one."""
+    for line in re.findall(r"^[$#] shardplan (.*)$", "".join(examples(code).values()), re.MULTILINE):
+        parse(shlex.split(line, comments=True))
+    named = re.findall(r"`shardplan ([a-z]\S*?)[ `]", pages()[code].body)
+    assert [word for word in named if word not in COMMANDS] == []
