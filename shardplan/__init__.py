@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         apply_plan,
         check_lock,
         compile_plan,
-        convert_plan,
         coverage,
         diff_plans,
         estimate,
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "load_plan": "shardplan.api.plans",
     "init_plan": "shardplan.api.plans",
-    "convert_plan": "shardplan.api.plans",
     "coverage": "shardplan.api.check",
     "diff_plans": "shardplan.api.comparing",
     "fix_plan": "shardplan.api.fixing",

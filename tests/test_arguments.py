@@ -118,7 +118,6 @@ def test_no_public_function_ignores_a_name() -> None:
         needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
         named = [one.name for one in needed if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         given = {name: GIVEN.get(name, object()) for name in named}
-        given |= {"source": {"*": "colwise"}} if function is shardplan.convert_plan else {}
         with pytest.raises((TypeError, ValueError), match="misspelt"):
             function(**given, misspelt=1)
             pytest.fail(function.__name__)

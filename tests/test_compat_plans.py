@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from shardplan import convert_plan
 from shardplan.compat import (
     get_hf_tp_shard_plan,
     import_class_from_path,
     import_classes_from_paths,
     translate_to_torch_parallel_style,
 )
+from shardplan.convert import convert_plan
 from shardplan.model import find_model
 from shardplan.runtime.parallel.single_style import OwnStyle
 

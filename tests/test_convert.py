@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardplan import convert_plan, validate
-from shardplan.authoring.convert.convert_plan import convert
-from shardplan.authoring.convert.regexes import NoGlob, globs_of
+from shardplan import Model, PlanError, validate
 from shardplan.compiler.bind import bind
 from shardplan.compiler.bind.matching import Names
-from shardplan.core.diagnostics import Location
+from shardplan.convert import convert_plan, converting
+from shardplan.convert.regexes import NoGlob, globs_of
+from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Rule, overlays_of
 from shardplan.language import parse_plan, parse_text
@@ -54,6 +54,20 @@ def rules(text: str | None, section: str = "tensor_parallel") -> dict[str, tuple
 
 def styles(text: str | None, section: str = "tensor_parallel") -> dict[str, str]:
     return {pattern: style for pattern, (style, _) in rules(text, section).items()}
+
+
+class Made(NamedTuple):
+    text: str | None
+    document: Mapping[str, Any] | None
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def convert(source: Any, *, form: Any = None, import_path: Any = None, found: Any = None, name: Any = None) -> Made:
+    """A conversion for a model, without validating the plan."""
+    try:
+        return Made(*converting._converted(converting._read(source, import_path, found), form, found, name))
+    except PlanError as error:
+        return Made(None, None, error.diagnostics)
 
 
 def said(source: Mapping[str, Any], **options: Any) -> list[tuple[str, str]]:
@@ -118,7 +132,7 @@ def test_there_and_back(name: str) -> None:
     for on in (False, True) if plan.has_overlay else (False,):
         wanted = bound(plan, on)
         source = {module: torch_style(*rule) for module, rule in wanted.items()}
-        made = convert(source, form="torch", import_path=None, found=found, name=None)
+        made = convert(source, form="torch", found=found)
         assert made.text is not None, made.diagnostics
         assert bound(parse_text(made.text, file="<text>").plan, on) == wanted
 
@@ -128,7 +142,7 @@ def test_there_and_back(name: str) -> None:
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mixtral", "gemma3_text"])
 def test_transformers_own_plan(model: str) -> None:
-    made = convert_plan("hf", model=model, settings={"num_hidden_layers": 2})
+    made = convert_plan("hf", model=Model(model, {"num_hidden_layers": 2}))
     assert made.ok and made.report.diagnostics == ()
     found = find_model(model, overrides={"num_hidden_layers": 2})
     names = Names(found.tree)
@@ -144,7 +158,7 @@ def test_transformers_own_plan(model: str) -> None:
 
 def test_qwen3_without_its_head_norms() -> None:
     """The plan of a Llama, and of an older transformers, on Qwen3: right losses, wrong gradients."""
-    made = convert_plan(foreign.NAMES, model="qwen3", settings={"num_hidden_layers": 2}, shown_as="plan.yaml")
+    made = convert_plan(foreign.NAMES, model=Model("qwen3", {"num_hidden_layers": 2}), shown_as="plan.yaml")
     assert not made.ok and made.text is not None
     (finding,) = made.report.diagnostics
     assert finding.code == "SP401" and finding.help is not None
@@ -156,14 +170,14 @@ def test_qwen3_without_its_head_norms() -> None:
 def test_a_plan_without_the_base_models_name() -> None:
     source = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", "lm_head": "colwise_rep"}
     found = find_model("llama", overrides={"num_hidden_layers": 2})
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert styles(made.text) == {
         "model.layers.*.mlp.up_proj": "colwise",
         "model.layers.*.mlp.down_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     }
     # torch reads names as they are: nothing is completed for it.
-    other = convert({k: ColwiseParallel() for k in source}, form=None, import_path=None, found=found, name=None)
+    other = convert({k: ColwiseParallel() for k in source}, found=found)
     assert styles(other.text) == {"lm_head": "colwise"}
     assert [d.code for d in other.diagnostics] == ["SP545", "SP545"]
 
@@ -200,7 +214,7 @@ def test_automodels_function_for_llama() -> None:
     assert read is not None and read.name == "llama", "the document says the same"
     # The dictionary with sequence parallelism alone: the other section follows from it, and the file says so.
     found = find_model("llama")
-    alone = convert(foreign.AUTOMODEL_SP, form=None, import_path=None, found=found, name=None)
+    alone = convert(foreign.AUTOMODEL_SP, found=found)
     assert "sequence-parallel form alone" in str(alone.text)
     assert rules(alone.text) == rules(made.text)
     assert rules(alone.text, "sequence_parallel") == rules(made.text, "sequence_parallel")
@@ -218,7 +232,7 @@ def test_nemo_rls_older_form_for_qwen3() -> None:
 
 def test_torchtitans_form() -> None:
     found = find_model("llama", overrides={"num_hidden_layers": 2})
-    made = convert(foreign.torchtitan_llama(), form=None, import_path=None, found=found, name=None)
+    made = convert(foreign.torchtitan_llama(), found=found)
     assert made.diagnostics == ()
     norms = {norm: ("sequence_parallel", {}) for norm in foreign.NORMS}
     attention = {"model.layers.*.self_attn": ("gather_seq_input", {"argument": "hidden_states"})}
@@ -231,12 +245,12 @@ def test_slices_as_local_tensors_are_not_gathered() -> None:
     """With `use_local_output=True` the matrices would multiply slices as if they were whole: torch computes that, and the
     plan that says it is refused."""
     plan = foreign.nemo_rl_qwen3() | {name: SequenceParallel(use_local_output=True) for name in foreign.NORMS}
-    made = convert_plan(plan, model="qwen3", settings={"num_hidden_layers": 2})
+    made = convert_plan(plan, model=Model("qwen3", {"num_hidden_layers": 2}))
     assert "SP402" in [d.code for d in made.report.errors] and made.text is not None
 
 
 def test_styles_by_name_of_automodel() -> None:
-    made = convert(foreign.NAMES, form="automodel", import_path=None, found=find_model("llama"), name="mine")
+    made = convert(foreign.NAMES, form="automodel", found=find_model("llama"), name="mine")
     assert styles(made.text) == TP_OF_LLAMA | {"lm_head": "colwise_gather_output"}
     assert "name: mine" in str(made.text) and made.diagnostics == ()
 
@@ -314,7 +328,7 @@ def test_a_function_that_wants_more() -> None:
 )
 def test_what_layouts_mean(style: ParallelStyle, whole: Any, sliced: Any) -> None:
     """A rule of each section (None: there is none)."""
-    made = convert({"blocks.*.part": style}, form=None, import_path=None, found=None, name=None)
+    made = convert({"blocks.*.part": style}, found=None)
     assert made.diagnostics == () and made.document is not None
     for section, wanted in (("tensor_parallel", whole), ("sequence_parallel", sliced)):
         found = made.document.get(section, {}).get("blocks.*.part")
@@ -351,22 +365,22 @@ def test_embeddings_and_linear_layers_are_told_apart_by_the_model() -> None:
     assert [code for code, _ in said({"embed": whole})] == ["SP544"]
     found = find_model("llama", overrides={"num_hidden_layers": 1})
     source = {"model.embed_tokens": whole, foreign.O_PROJ: whole}
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert styles(made.text) == {"model.embed_tokens": "embedding_rowwise", foreign.O_PROJ: "rowwise_split_input"}
     for wrong in (ColwiseParallel(), RowwiseParallel()):
-        made = convert({"model.embed_tokens": wrong}, form=None, import_path=None, found=found, name=None)
+        made = convert({"model.embed_tokens": wrong}, found=found)
         assert [d.code for d in made.diagnostics] == ["SP542"]
-    made = convert({"model.*": whole}, form=None, import_path=None, found=found, name=None)
+    made = convert({"model.*": whole}, found=found)
     assert [d.code for d in made.diagnostics] == ["SP542"] * 2, "a norm and a list"
 
 
 def test_two_entries_for_one_module() -> None:
     found = find_model("llama", overrides={"num_hidden_layers": 2})
     source = {"model.layers.*.mlp.*_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert [d.code for d in made.diagnostics] == ["SP548"] and made.text is None
     again = {"model.layers.*.mlp.*_proj": "colwise", "model.layers.*.mlp.down_proj": "colwise"}
-    assert convert(again, form=None, import_path=None, found=found, name=None).text is not None
+    assert convert(again, found=found).text is not None
 
 
 def test_layers_that_are_listed_one_by_one() -> None:
@@ -375,7 +389,7 @@ def test_layers_that_are_listed_one_by_one() -> None:
         name.replace("*", str(layer)): style for layer in range(3) for name, style in foreign.torchtitan_llama().items()
     }
     source["model.layers.1.mlp.gate_proj"] = ColwiseParallel(output_layouts=WHOLE)
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert made.diagnostics == ()
     whole = styles(made.text)
     one = {f"model.layers.{layer}.mlp.gate_proj": "colwise" for layer in (0, 2)}
@@ -454,7 +468,7 @@ def specs(*specs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_deepspeeds_llama() -> None:
-    made = convert_plan(foreign.DEEPSPEED, model="llama", settings={"num_hidden_layers": 2})
+    made = convert_plan(foreign.DEEPSPEED, model=Model("llama", {"num_hidden_layers": 2}))
     assert made.ok and made.report.diagnostics == ()
     wanted = {name: style for name, style in TP_OF_LLAMA.items() if "layers" in name}
     assert styles(made.text) == wanted
@@ -476,10 +490,10 @@ def test_the_first_spec_holds_and_skip_takes_out() -> None:
         {"patterns": [r".*\.mlp\.[a-z]+_proj\.weight$", r"model\.layers\.\d+\.mlp\..*"]},
         {"patterns": [r"lm_head"], "gather_output": True},
     )
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert [d.code for d in made.diagnostics] == ["SP543"], "[a-z]+ has no glob"
     source["layer_specs"][2]["patterns"].pop(0)
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert made.diagnostics == ()
     assert styles(made.text) == {
         "model.layers.0.mlp.down_proj": "rowwise",
@@ -515,7 +529,7 @@ def test_packed_parts_and_model_types() -> None:
         {"patterns": [r".*\.o_proj\.weight$"], "partition_type": "row", "model_types": ["llama"]},
         {"patterns": [r".*\.o_proj$"], "partition_type": "row"},
     )
-    made = convert(source, form=None, import_path=None, found=found, name=None)
+    made = convert(source, found=found)
     assert rules(made.text) == {
         "model.layers.*.self_attn.qkv_proj": ("packed_colwise", {"packed": ("3072", "3072", "3072")}),
         "model.layers.*.mlp.gate_up_proj": ("packed_colwise", {"packed": 2}),

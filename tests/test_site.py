@@ -18,7 +18,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_every_public_name_is_on_the_page_of_the_python_interface():
-    page, _, others = (ROOT / "docs" / "api.md").read_text("utf-8").partition("## For packages that build on shardplan")
+    page, _, others = (ROOT / "docs" / "api.md").read_text("utf-8").partition("## Plans of other projects")
     named = re.findall(r"^::: (\S+)\.(\w+)$", page, flags=re.MULTILINE)
     training = ast.parse((ROOT / "shardplan" / "runtime" / "training" / "__init__.py").read_text("utf-8")).body[-1]
     assert isinstance(training, ast.Assign)

@@ -2,7 +2,7 @@
 
 | file | functions |
 |---|---|
-| plans | load_plan, init_plan, convert_plan |
+| plans | load_plan, init_plan |
 | check | validate, verify, coverage |
 | apply | compile_plan, apply_plan, applied |
 | cost | estimate, sweep |
@@ -20,17 +20,15 @@ from .cost import estimate, sweep
 from .fitting import fit
 from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
-from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
+from .plans import init_plan, load_plan
 from .reporting import plan_report
 
 __all__ = [
-    "ConvertedPlan",
     "FixedPlan",
     "applied",
     "apply_plan",
     "check_lock",
     "compile_plan",
-    "convert_plan",
     "coverage",
     "diff_plans",
     "estimate",

@@ -1,26 +1,22 @@
-"""Plans themselves: reading, writing and converting them."""
+"""Plans themselves: reading and writing them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, wanted_variants
 from shardplan.core.diagnostics import Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan
-from shardplan.core.report import Report, ordered
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
 
-from .check import validate
 from .keywords import ModelOptions, model_of, split_options
 
 if TYPE_CHECKING:
-    from shardplan.authoring.convert.foreign_sources import Form
     from shardplan.authoring.init.new import NewPlan
 
 
@@ -123,81 +119,3 @@ def init_plan(
     # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
     about_itself = [replace(d, severity=Severity.WARNING) for d in variants.all_findings if d.primary is None]
     return replace(made, diagnostics=(*made.diagnostics, *about_itself, *found_late))
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertedPlan:
-    """What `convert_plan` returns.
-
-    Args:
-        text: the plan file, YAML; None where an entry of the source has no counterpart.
-        document: the same as data.
-        report: what cannot be converted, was left out or was added; with a model, also the findings of `validate`.
-    """
-
-    text: str | None
-    document: Mapping[str, Any] | None
-    report: Report
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is a plan, and no error."""
-        return self.text is not None and self.report.ok
-
-
-def convert_plan(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-    *,
-    model: AnyModel | None = None,
-    form: Form | None = None,
-    import_path: str | None = None,
-    name: str | None = None,
-    tp: int | None = None,
-    shown_as: str = "<converted>",
-    **options: Unpack[ModelOptions],
-) -> ConvertedPlan:
-    """Convert a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed.
-
-    Nothing is guessed: an entry without a counterpart is an error, and no plan is written.
-
-    Args:
-        source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
-            config; or "hf", the plan that transformers has for the model.
-        model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
-            cannot be understood without it (SP544).
-        form: "transformers", "automodel", "torch" or "deepspeed"; None: found from the source's form.
-        import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
-            module is imported and its code runs; nothing else runs foreign code.
-        name: of the plan; None: the model's type, or the source's name.
-        tp: a size to validate at; None: as for `validate`.
-        inputs, reduced, settings, trust_remote_code: as for `validate`.
-        shown_as: what findings call the plan's file.
-
-    Raises:
-        ValueError: neither a source nor an import path, or both; a form that there is none of; a tp size below 1.
-        TypeError: a source that is neither a file nor a dictionary.
-    """
-    from shardplan.authoring.convert.convert_plan import convert
-    from shardplan.authoring.convert.foreign_sources import FORMS
-    from shardplan.language.parsing import parse_text
-
-    if (source is None) == (import_path is None):
-        raise ValueError("give either a source or an import path")
-    if form is not None and form not in FORMS:
-        raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
-    (of_model,) = split_options("convert_plan", options, ModelOptions)
-    named = None if model is None else model_of(model, of_model)
-    found, about_model = (None, ()) if named is None else find_model(named)
-    if named is not None and found is None:
-        return ConvertedPlan(None, None, Report(diagnostics=about_model, model=named.shown))
-    made = convert(source, form=form, import_path=import_path, found=found, name=name)
-    if made.text is None:
-        findings = ordered(made.diagnostics, made.sources)
-        return ConvertedPlan(None, None, Report(diagnostics=findings, sources=made.sources))
-    parsed = parse_text(made.text, file=shown_as)
-    report = Report(diagnostics=parsed.diagnostics, plans=(shown_as,))
-    if parsed.plan is not None and named is not None:
-        report = validate(named, Plan(parsed.plan, parsed.sources, parsed.diagnostics), tp=tp)
-    sources = SourceMap({**made.sources.files, **parsed.sources.files})
-    findings = ordered((*made.diagnostics, *report.diagnostics), sources)
-    return ConvertedPlan(made.text, made.document, replace(report, diagnostics=findings, sources=sources))

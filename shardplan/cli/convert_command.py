@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 
-from shardplan import api
 from shardplan.report import report_text, wants_color
 
 from .argument_parts import model_of
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     progress("converting")
     try:
         with redirect_stdout(sys.stderr):  # what imported code prints
-            made = api.convert_plan(
+            made = import_module("shardplan.convert").convert_plan(  # which could be installed by itself
                 args.source,
                 model=None if args.model is None else model_of(args),
                 form=args.form,

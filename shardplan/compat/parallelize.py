@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan import Plan, PlanError, apply_plan, convert_plan
+from shardplan import Plan, PlanError, apply_plan
+from shardplan.convert import convert_plan
 
 from .configs import DistributedConfig
 from .multimodal import unwrapped

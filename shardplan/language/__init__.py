@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from .any_file import ReadData, read_data
 from .foreign import from_hf_tp_plan
+from .globs import GlobError, parse_glob
 from .lint import lint_plan
 from .parsing import Parsed, parse_plan, parse_text
 from .plan_files import builtin_plans
@@ -16,11 +18,15 @@ def json_schema() -> dict[str, Any]:
 
 
 __all__ = [
+    "GlobError",
     "Parsed",
+    "ReadData",
     "builtin_plans",
     "from_hf_tp_plan",
     "json_schema",
     "lint_plan",
+    "parse_glob",
     "parse_plan",
     "parse_text",
+    "read_data",
 ]

@@ -76,18 +76,23 @@ class Draft:
 
     def document(self, name: str = "draft") -> dict[str, Any]:
         """As a plan file has it."""
-        document: dict[str, Any] = {"version": "1", "name": name}
-        for section, rules in self.sections.items():
-            if rules:
-                outside, _, inside = section.rpartition(".")
-                place = document[outside] if outside else document
-                place[inside] = {p: _entry(found) for p, found in listed(rules).items()}
-        return document
+        return {"version": "1", "name": name, **section_documents(self.sections)}
 
     def plan(self) -> PlanFile | None:
         """None where it is not well formed."""
         parsed = parse_plan(self.document(), name="draft")
         return None if parsed.plan is None or any(d.is_error for d in parsed.diagnostics) else parsed.plan
+
+
+def section_documents(sections: Mapping[str, Rules]) -> dict[str, Any]:
+    """The sections as a plan file has them."""
+    document: dict[str, Any] = {}
+    for section, rules in sections.items():
+        if rules:
+            outside, _, inside = section.rpartition(".")
+            place = document[outside] if outside else document
+            place[inside] = {p: _entry(found) for p, found in listed(rules).items()}
+    return document
 
 
 def _joined(rules: Rules, more: Rules) -> Rules:

@@ -14,7 +14,7 @@ from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
 from .draft import BLOCK_INPUT, is_alternative
-from .write import WIDTH, Heading, document, folded, plan_text
+from .write import WIDTH, Heading, folded, plan_document, plan_text
 
 NOTHING = Code("SP530")
 NO_OVERLAY = Code("SP531")
@@ -101,10 +101,10 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
             if element(u) and _has_rules(found.tree.pattern(u), derived)
         )
     )
-    draft = derived.draft.addressed(derived.tree)
+    sections = derived.draft.addressed(derived.tree).sections
     return NewPlan(
-        text=plan_text(heading, draft, derived.tree, units, derived.pipeline),
-        document=document(heading, draft, units, derived.pipeline),
+        text=plan_text(heading, sections, derived.tree, units, derived.pipeline),
+        document=plan_document(heading, sections, units, derived.pipeline),
         diagnostics=kept,
         tries=derived.tries,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 
-from .draft import Draft, Options, Rules, listed
+from .draft import Options, Rules, listed, section_documents
 
 WIDTH = 110
 SUMMED = "The block's sum is reduced once."
@@ -37,7 +37,7 @@ class Heading:
 
 def plan_text(
     heading: Heading,
-    draft: Draft,
+    sections: Mapping[str, Rules],
     tree: ModuleTree | None,
     units: Sequence[str] = (),
     pipeline: Mapping[str, Any] | None = None,
@@ -45,6 +45,7 @@ def plan_text(
     """The file as YAML.
 
     Args:
+        sections: name -> pattern -> style and options.
         tree: the model that rules are ordered by; None leaves them as they are.
         units: patterns of the modules that data parallelism wraps.
         pipeline: the fields of `pipeline_parallel`; None: no such section.
@@ -53,7 +54,7 @@ def plan_text(
     lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
     lines += ["", *(f"# {line}" for line in heading.notes)]
     written: set[str] = set()
-    for section, rules in draft.sections.items():
+    for section, rules in sections.items():
         if rules:
             parameters = (
                 frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
@@ -76,11 +77,14 @@ def _value(value: str | Sequence[str]) -> str:
     return _scalar(value) if isinstance(value, str) else f"[{', '.join(map(_scalar, value))}]"
 
 
-def document(
-    heading: Heading, draft: Draft, units: Sequence[str] = (), pipeline: Mapping[str, Any] | None = None
+def plan_document(
+    heading: Heading,
+    sections: Mapping[str, Rules],
+    units: Sequence[str] = (),
+    pipeline: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The same as data."""
-    found = draft.document(heading.name) | {"description": heading.description}
+    found = {"version": "1", "name": heading.name, **section_documents(sections), "description": heading.description}
     if heading.models:
         found["models"] = list(heading.models)
     if units:

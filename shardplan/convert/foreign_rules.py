@@ -11,7 +11,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.styles import STYLES
 
 from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, NO_STYLE, TWO
-from .entries import DEFAULT_SEQ_DIM, Entry, NotConvertible, Spread, finding
+from .entries import Entry, NotConvertible, Spread, finding
 
 Options = dict[str, Any]
 Pair = tuple[str | None, str | None]  # the styles with the sequence whole, and with slices of it
@@ -116,7 +116,7 @@ def _without_experts(entries: list[Entry], rules: Rules) -> list[Entry]:
 
 
 def _options(entry: Entry) -> tuple[Options | None, Options | None]:
-    """Raises NotSaid (SP542, SP544)."""
+    """Raises NotConvertible (SP542, SP544)."""
     meaning = entry.meaning
     if meaning.kind == "style":
         return dict(meaning.options), dict(meaning.options)
@@ -201,7 +201,7 @@ def _block_input(entry: Entry) -> tuple[Options | None, Options | None]:
 
 
 def _with_dim(entry: Entry, options: Options) -> Options:
-    if entry.meaning.seq_dim != DEFAULT_SEQ_DIM and STYLES[options["style"]].along_sequence:
+    if entry.meaning.seq_dim != 1 and STYLES[options["style"]].along_sequence:
         return {**options, "seq_dim": entry.meaning.seq_dim}
     return options
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardplan.core.suggest import closest, did_you_mean
-from shardplan.language.parse_findings import quoted
+from difflib import get_close_matches
+
 from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
 
 from .convert_codes import NO_STYLE
-from .entries import Meaning, NotConvertible, Spread
+from .entries import Meaning, NotConvertible, Spread, quoted
 
 # The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, source, destination).
 TORCH: dict[str, tuple[str, Spread, Spread]] = {
@@ -35,7 +35,7 @@ def meaning_of_name(name: object) -> Meaning:
     """What a style's name means.
 
     Raises:
-        NotSaid: SP541.
+        NotConvertible: SP541.
     """
     if not isinstance(name, str):
         raise NotConvertible(
@@ -59,7 +59,7 @@ def meaning_of_name(name: object) -> Meaning:
         return Meaning("sequence", label, "sequence", "sequence", dtensor=True)
     style = canonical_style(name)
     if style is None or style == NONE:
-        near = closest(name, (*STYLES, *ALIASES), cutoff=0.75)
-        help = did_you_mean(name, near) if near else "docs/language.md has the table of styles"
+        near = get_close_matches(name.lower(), (*STYLES, *ALIASES), n=1, cutoff=0.75)
+        help = f"did you mean `{near[0]}`?" if near else "docs/language.md has the table of styles"
         raise NotConvertible(NO_STYLE, f"there is no style {label}", help=help)
     return Meaning("style", label, options={"style": style})

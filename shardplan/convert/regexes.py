@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from shardplan.language.globs import GlobError, parse_glob
+from shardplan.language import GlobError, parse_glob
 
 ANY = "{*,*.**.*}"  # any characters, dots among them
 REST = "{*,*.**}"  # the rest of a name, in this segment and behind it

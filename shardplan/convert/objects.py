@@ -28,7 +28,7 @@ def meaning_of_style(style: object) -> Meaning:
     """What a style object, or a style's name, means.
 
     Raises:
-        NotSaid: SP541, SP542.
+        NotConvertible: SP541, SP542.
     """
     if isinstance(style, str):
         return meaning_of_name(style)
@@ -156,7 +156,7 @@ def _spread(placement: object, label: str) -> tuple[Spread, int | None]:
     """How a value is spread, and the dim of the sequence.
 
     Raises:
-        NotSaid: SP542: what is in no table.
+        NotConvertible: SP542: what is in no table.
     """
     match placement:
         case Replicate():

@@ -7,20 +7,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
-from shardplan.compiler.bind.matching import Names
 from shardplan.core.tree import ModuleTree
-from shardplan.language.globs import GlobError, parse_glob
-from shardplan.language.parse_findings import quoted
+from shardplan.language import GlobError, parse_glob
 
 from .convert_codes import NO_GLOB
-from .entries import Entry, NotConvertible
+from .entries import Entry, NotConvertible, quoted
 
 
 def glob_of_key(key: object) -> str:
     """A key of torch or transformers, in which `*`, `?` and `[...]` stand for characters of one part.
 
     Raises:
-        NotSaid: SP543.
+        NotConvertible: SP543.
     """
     if not isinstance(key, str):
         raise NotConvertible(NO_GLOB, "a key is text", help="write the name of a module")
@@ -46,12 +44,19 @@ class Places:
     """
 
     def __init__(self, tree: ModuleTree):
-        self.tree, self.names = tree, Names(tree)
+        self.tree = tree
 
     def of(self, globs: Iterable[str]) -> tuple[str, ...]:
         """The modules and parameters that any of the globs matches, by their names in the model."""
-        reached = [self.names.reach(parse_glob(glob)) for glob in globs]
-        return tuple(dict.fromkeys(name for r in reached for name in (*r.modules, *r.parameters)))
+        parsed = [parse_glob(glob) for glob in globs]
+        return tuple(dict.fromkeys(n for glob in parsed for n, seen in self._seen.items() if glob.matches(seen)))
+
+    @cached_property
+    def _seen(self) -> dict[str, str]:
+        """Modules and parameters -> the names that rules see."""
+        tree = self.tree
+        own = (name for name, (_, parameter) in tree.parameters.items() if parameter.adapter is None)
+        return {name: tree.address(name) for name in (*tree.modules, *own) if name not in tree.inside}
 
     def matrices(self, globs: Iterable[str]) -> tuple[str, ...]:
         """Of the modules alone those whose weight has two dims or more."""

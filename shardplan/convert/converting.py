@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardplan.authoring.init.draft import Draft
-from shardplan.authoring.init.write import Heading, document, plan_text
-from shardplan.core.diagnostics import Diagnostic, Location, PlanError
+from shardplan import Model, Plan, PlanError, Report, validate
+from shardplan.authoring import Heading, cut_parts, plan_document, plan_text
+from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.report import ordered
 from shardplan.core.sources import SourceMap
-from shardplan.core.tree import element
-from shardplan.language.parse_findings import quoted
-from shardplan.model import FoundModel, hf_ep_plan, hf_tp_plan
+from shardplan.core.tree import ModuleTree
+from shardplan.language import parse_text
 
 from . import deepspeed
-from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM
-from .cuts import with_cuts
-from .entries import Entry, Meaning, NotConvertible, finding
+from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_FORM
+from .entries import Entry, Meaning, NotConvertible, finding, quoted
 from .foreign_names import meaning_of_name
 from .foreign_places import Places, glob_of_key
 from .foreign_rules import Rules, overlay, rules_of
-from .foreign_sources import Form, Source, import_source, read_source
+from .foreign_sources import FORMS, Form, Source, import_source, read_source
 
 OF: dict[Form, str] = {
     "transformers": "a plan of transformers",
@@ -35,65 +35,118 @@ DERIVED = "The source has its sequence-parallel form alone: tensor_parallel is t
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
-    """The result of a conversion.
+class ConvertedPlan:
+    """What `convert_plan` returns.
 
     Args:
-        text: the plan file, YAML; None where an entry cannot be converted.
+        text: the plan file, YAML; None where an entry of the source has no counterpart.
         document: the same as data.
-        diagnostics: what cannot be converted, is left out or was added, entry by entry.
-        sources: the source's text, for the places of findings.
+        report: what cannot be converted, was left out or was added; with a model, also the findings of `validate`.
     """
 
     text: str | None
     document: Mapping[str, Any] | None
-    diagnostics: tuple[Diagnostic, ...]
-    sources: SourceMap
+    report: Report
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a plan, and no error."""
+        return self.text is not None and self.report.ok
 
 
-def convert(
-    source: object, *, form: Form | None, import_path: str | None, found: FoundModel | None, name: str | None
-) -> Conversion:
-    """Reads a source and writes the plan.
+def convert_plan(
+    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    model: Any = None,
+    form: Form | None = None,
+    import_path: str | None = None,
+    name: str | None = None,
+    tp: int | None = None,
+    shown_as: str = "<converted>",
+) -> ConvertedPlan:
+    """Convert a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed.
+
+    Nothing is guessed: an entry without a counterpart is an error, and no plan is written.
 
     Args:
-        source: a file's name, a dictionary, or "hf"; None with `import_path`.
-        form: the project that the plan comes from; None: found from its form.
-        import_path: where styles are to be imported from.
-        found: the model that it is for.
-        name: of the plan.
+        source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
+            config; or "hf", the plan that transformers has for the model.
+        model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
+            cannot be understood without it (SP544).
+        form: "transformers", "automodel", "torch" or "deepspeed"; None: found from the source's form.
+        import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
+            module is imported and its code runs; nothing else runs foreign code.
+        name: of the plan; None: the model's type, or the source's name.
+        tp: a size to validate at; None: as for `validate`.
+        shown_as: what findings call the plan's file.
+
+    Raises:
+        ValueError: neither a source nor an import path, or both; a form that there is none of; a tp size below 1.
+        TypeError: a source that is neither a file nor a dictionary.
     """
+    if (source is None) == (import_path is None):
+        raise ValueError("give either a source or an import path")
+    if form is not None and form not in FORMS:
+        raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
+    named = model if model is None or isinstance(model, Model) else Model(model)
+    sources = SourceMap()
+    findings: tuple[Diagnostic, ...] = ()
     try:
+        found = None if named is None else named.find()
         read = _read(source, import_path, found)
+        sources, findings = read.sources, read.diagnostics
+        text, document, findings = _converted(read, form, found, name)
     except PlanError as error:
-        return Conversion(None, None, error.diagnostics, SourceMap())
-    if read.data is None or any(d.is_error for d in read.diagnostics):
-        return Conversion(None, None, read.diagnostics, read.sources)
+        return ConvertedPlan(None, None, Report(ordered((*findings, *error.diagnostics), sources), sources=sources))
+    parsed = parse_text(text, file=shown_as)
+    report = Report(diagnostics=parsed.diagnostics, plans=(shown_as,))
+    if parsed.plan is not None and named is not None:
+        report = validate(named, Plan(parsed.plan, parsed.sources, parsed.diagnostics), tp=tp)
+    sources = SourceMap({**sources.files, **parsed.sources.files})
+    report = replace(report, diagnostics=ordered((*findings, *report.diagnostics), sources), sources=sources)
+    return ConvertedPlan(text, document, report)
+
+
+def _converted(
+    read: Source, form: Form | None, found: Any, name: str | None
+) -> tuple[str, dict[str, Any], tuple[Diagnostic, ...]]:
+    """The plan's text, the same as data, and what was left out or added.
+
+    Args:
+        found: the model that it is for.
+
+    Raises:
+        PlanError: what cannot be converted, and what was met before.
+    """
+    _raise_errors(read.diagnostics)
     try:
         rules, plan_form, notes = _rules(read, form, found)
     except NotConvertible as error:
-        findings = (*read.diagnostics, error.finding(Location(read.name)))
-        return Conversion(None, None, findings, read.sources)
+        raise PlanError((error.finding(Location(read.name)),)) from None
     findings = (*read.diagnostics, *rules.findings)
     if not (rules.whole or rules.sliced or rules.experts) and not any(d.is_error for d in findings):
         findings = (*findings, finding(NO_FORM, "no entry is left for a plan", Location(read.name)))
-    if any(d.is_error for d in findings):
-        return Conversion(None, None, findings, read.sources)
-    experts = {"expert_parallel": rules.experts} if rules.experts else {}
-    draft = Draft(rules.whole, overlay(rules.whole, rules.sliced) or None, distributed=experts)
-    model = (found.tree.model_type or found.tree.class_names[0]) if found is not None else None
+    _raise_errors(findings)
+    tree = found.tree if found is not None else None
+    model = (tree.model_type or tree.class_names[0]) if tree is not None else None
     heading = Heading(
         name=name or model or _stem(read.name),
         description=f"Converted from {OF[plan_form]}.",
         models=(model,) if model else (),
         notes=notes,
     )
-    units = _units(found, draft) if found is not None else ()
-    text = plan_text(heading, draft, found.tree if found is not None else None, units)
-    return Conversion(text, document(heading, draft, units), findings, read.sources)
+    sections = {"tensor_parallel": rules.whole, "sequence_parallel": overlay(rules.whole, rules.sliced)}
+    sections |= {"expert_parallel": rules.experts}
+    units = _units(tree, (*rules.whole, *rules.experts)) if tree is not None else ()
+    return plan_text(heading, sections, tree, units), plan_document(heading, sections, units), findings
 
 
-def _read(source: object, import_path: str | None, found: FoundModel | None) -> Source:
+def _raise_errors(findings: tuple[Diagnostic, ...]) -> None:
+    if any(d.is_error for d in findings):
+        raise PlanError(findings)
+
+
+def _read(source: object, import_path: str | None, found: Any) -> Source:
     """Raises PlanError."""
     if import_path is not None:
         return import_source(import_path, found.build if found is not None else None)
@@ -102,21 +155,25 @@ def _read(source: object, import_path: str | None, found: FoundModel | None) -> 
     if found is None:
         message = "transformers' own plan belongs to a model"
         raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
-    model = found.build()
-    plan, prefix = hf_tp_plan(model)
+    model, prefix = found.build(), found.tree.base_prefix
     start = f"{prefix}." if prefix else ""
     whole, experts = (
-        {k if k.startswith(start) else start + k: style for k, style in one.items()}
-        for one in (plan, hf_ep_plan(model))
+        {k if k.startswith(start) else start + k: style for k, style in (getattr(model, plan, None) or {}).items()}
+        for plan in ("tp_plan", "ep_plan")
     )
+    if not whole:
+        message = f"transformers has no tensor-parallel plan for {type(model).__name__}"
+        raise PlanError(
+            (finding(NO_FORM, message, None, help="`shardplan init` writes a plan from a run of the model"),)
+        )
     return Source("<hf>", whole, experts=experts)
 
 
-def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[Rules, Form, tuple[str, ...]]:
+def _rules(read: Source, form: Form | None, found: Any) -> tuple[Rules, Form, tuple[str, ...]]:
     """The rules, whose plan it is, and lines for the file.
 
     Raises:
-        NotSaid: SP540: its form is not known.
+        NotConvertible: SP540: its form is not known.
     """
     places = Places(found.tree) if found is not None else None
     config = deepspeed.find_config(read.data)
@@ -126,7 +183,7 @@ def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[R
     meaning_of = _meanings(plan_form)
     findings: list[Diagnostic] = []
     entries = _entries(read, read.data, meaning_of, plan_form, places, findings)
-    rules = rules_of(entries if found is None else with_cuts(entries, found, findings))
+    rules = rules_of(_with_cuts(entries, found, findings))
     rules.findings[:0] = findings
     if read.experts:
         findings = []
@@ -138,7 +195,7 @@ def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[R
         return rules, plan_form, (DERIVED,) if derived else ()
     findings = []
     entries = _entries(read, read.sequence_parallel, meaning_of, plan_form, places, findings)
-    second = rules_of(entries if found is None else with_cuts(entries, found, findings))
+    second = rules_of(_with_cuts(entries, found, findings))
     left_out = {pattern: {"style": "replicate"} for pattern in rules.whole if pattern not in second.sliced}
     known = {(d.code, d.message) for d in rules.findings}
     more = [d for d in (*findings, *second.findings) if (d.code, d.message) not in known]
@@ -146,7 +203,7 @@ def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[R
 
 
 def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
-    """Raises NotSaid (SP540)."""
+    """Raises NotConvertible (SP540)."""
     data = read.data
     if is_deepspeed:
         if form not in (None, "deepspeed"):
@@ -259,10 +316,40 @@ def _deepspeed(
     return rules
 
 
-def _units(found: FoundModel, draft: Draft) -> tuple[str, ...]:
+def _with_cuts(entries: list[Entry], found: Any, findings: list[Diagnostic]) -> list[Entry]:
+    """The entries, with `packed` for each result that the model's code cuts into parts and that the source returns as a DTensor, which
+    gathers it there. A plan says which parts each rank holds a slice of.
+
+    Args:
+        findings: a warning (SP546) is added for each.
+    """
+    wanted = [entry.pattern for entry in entries if _may_be_cut(entry)]
+    cuts = cut_parts(found, wanted) if found is not None and wanted else {}
+    made = []
+    for entry in entries:
+        if (parts := cuts.get(entry.pattern)) is not None and _may_be_cut(entry):
+            message = (
+                f"`{entry.pattern}` outputs a DTensor, which is gathered where the code cuts it into "
+                f"{parts if isinstance(parts, int) else len(parts)} parts; the plan splits each part by itself "
+                "(`packed_colwise`), which trains the same without gathering"
+            )
+            help = "check that this is meant; with --model the layouts are proven"
+            findings.append(finding(IMPLIED, message, entry.at, help=help, warning=True))
+            entry = replace(entry, meaning=replace(entry.meaning, options={"packed": parts}))
+        made.append(entry)
+    return made
+
+
+def _may_be_cut(entry: Entry) -> bool:
+    meaning = entry.meaning
+    split = meaning.kind == "colwise" and (meaning.source, meaning.destination) == ("whole", "features")
+    return split and meaning.dtensor and entry.layer is not None
+
+
+def _units(tree: ModuleTree, rules: tuple[str, ...]) -> tuple[str, ...]:
     """The layers with rules, for data parallelism."""
-    patterns = dict.fromkeys(found.tree.pattern(name) for name in found.tree.modules if element(name))
-    rules = (*draft.tensor_parallel, *draft.distributed.get("expert_parallel", ()))
+    elements = (name for name in tree.modules if name.rpartition(".")[2].isdecimal())
+    patterns = dict.fromkeys(tree.pattern(name) for name in elements)
     return tuple(p for p in patterns if any(rule == p or rule.startswith(f"{p}.") for rule in rules))
 
 

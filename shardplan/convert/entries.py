@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
-from shardplan.core.plan import Rule
 
 # How a value is spread over the tensor-parallel ranks, as the layouts of other projects say it:
 #   whole     Replicate()               features  Shard(-1), a slice of the last dim
@@ -99,4 +98,7 @@ def finding(
     return Diagnostic(code, severity, message, Label(at) if at is not None else None, help=help)
 
 
-DEFAULT_SEQ_DIM = Rule("", "", Location("")).seq_dim
+def quoted(text: str) -> str:
+    """Text of the user in a message: on one line, not too long."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:60])
+    return f"`{shown}...`" if len(text) > 60 else f"`{shown}`"

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.core.diagnostics import Diagnostic, Location
-from shardplan.language.parse_findings import quoted
 
 from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM, NO_GLOB, NO_LAYOUTS, NO_STYLE
-from .entries import Meaning, NotConvertible, finding
+from .entries import Meaning, NotConvertible, finding, quoted
 from .regexes import NoGlob, globs_of
 
 FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output"}
@@ -37,7 +36,7 @@ def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool]
     and whether DeepSpeed adds the specs of a preset. None where the data is something else.
 
     Raises:
-        NotSaid: SP540: a preset alone.
+        NotConvertible: SP540: a preset alone.
     """
     if not isinstance(data, Mapping):
         return None
@@ -111,7 +110,7 @@ def _spec(
 
 
 def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
-    """Raises NotSaid (SP541, SP542)."""
+    """Raises NotConvertible (SP541, SP542)."""
     split = str(spec.get("partition_type", "column")).lower()
     if split not in TYPES:
         raise NotConvertible(

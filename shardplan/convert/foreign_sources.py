@@ -8,19 +8,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shardplan.core.diagnostics import Diagnostic, Location, PlanError
-from shardplan.core.sources import SourceFile, SourceMap
-from shardplan.core.user_files import CannotRead
-from shardplan.language.nodes import spans, split_lines, to_data
-from shardplan.language.parse_findings import TOO_LARGE, quoted
-from shardplan.language.plan_files import CANNOT_READ, read_text
-from shardplan.language.reader import read_document
+from shardplan import PlanError
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.sources import SourceMap
+from shardplan.language import read_data
 
 from .convert_codes import NEEDS_MODEL, NO_IMPORT
-from .entries import finding
+from .entries import finding, quoted
 
 Form = Literal["transformers", "automodel", "torch", "deepspeed"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -58,18 +54,8 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         return Source("<dict>", source)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a source is a file or a dictionary, not {type(source).__name__}")
-    name = os.fspath(source)
-    try:
-        text = read_text(Path(name))
-    except CannotRead as error:
-        code = TOO_LARGE if error.too_large else CANNOT_READ
-        found = finding(code, f"{quoted(name, 300)} {error.reason}", Location(name))
-        return Source(name, None, sources=SourceMap({name: SourceFile(name)}), diagnostics=(found,))
-    document = read_document(text, name, "json" if name.lower().endswith(".json") else "yaml")
-    places = spans(document.root) if document.root is not None else {}
-    sources = SourceMap({name: SourceFile(name, split_lines(text), places)})
-    data = to_data(document.root) if document.root is not None else None
-    return Source(name, data, sources=sources, diagnostics=document.findings)
+    read = read_data(os.fspath(source))
+    return Source(os.fspath(source), read.data, sources=read.sources, diagnostics=read.diagnostics)
 
 
 def import_source(path: str, model: Callable[[], Any] | None) -> Source:

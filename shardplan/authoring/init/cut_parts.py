@@ -1,0 +1,46 @@
+"""Results that the code of a model cuts into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.tree import ModuleTree
+from shardplan.language.globs import parse_glob
+from shardplan.model import FoundModel
+
+from .feature_cuts import cut
+from .flow import Flow
+from .parts import features, packed
+
+TP = 2  # the size for which the reduced model is made; what is cut does not depend on it
+
+
+def cut_parts(found: FoundModel, patterns: Iterable[str]) -> dict[str, int | list[str]]:
+    """Pattern -> into how many parts, or into parts of which sizes, the model's code cuts the output of its modules: what `packed` of a
+    rule says. Those whose output is not cut are left out.
+
+    Args:
+        found: what `Model.find` returned.
+    """
+    try:
+        bench = ModelLayouts(found, TP).benches[0]
+    except PlanError:  # without a run nothing is known of cuts; validating a plan says what stands against it
+        return {}
+    flow, parts = Flow(bench.reference, bench.tree), {}
+    for pattern in patterns:
+        names, modules = _modules(flow.tree, pattern), _modules(found.tree, pattern)
+        made = next((product for product in flow.products.values() if product.name in names), None)
+        module = found.tree.modules[modules[0]] if modules else None
+        weight = module.parameter("weight") if module is not None else None
+        if made is None or module is None or weight is None or not (lengths := cut(flow, made)):
+            continue
+        if (said := packed(lengths, flow.tree, found.tree, features(module, weight, "out"))) is not None:
+            parts[pattern] = said
+    return parts
+
+
+def _modules(tree: ModuleTree, pattern: str) -> list[str]:
+    glob = parse_glob(pattern)
+    return [name for name in tree.modules if glob.matches(tree.address(name))]

@@ -1,0 +1,5 @@
+"""Plans of other projects as ours: transformers, NeMo Automodel and NeMo-RL, torch, DeepSpeed."""
+
+from .converting import ConvertedPlan, convert_plan
+
+__all__ = ["ConvertedPlan", "convert_plan"]
