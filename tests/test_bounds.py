@@ -162,5 +162,5 @@ def test_a_plan_that_splits_nothing_is_not_run_on_a_million_ranks(tmp_path, caps
     plan = tmp_path / "plan.yaml"
     plan.write_text('version: "1"\ntensor_parallel:\n  model.layers.*.self_attn: replicate\n')
     assert main(["validate", "llama", str(plan), "--tp", str(MOST_RANKS), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
+    found = json.loads(capsys.readouterr().out)["diagnostics"]
     assert [one["code"] for one in found] == ["SP309", "SP520"]

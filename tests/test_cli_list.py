@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 
 from shardplan import PlanError, coverage
 from shardplan.cli.main import main
 from shardplan.language import builtin_plans, parse_plan
+from shardplan.report.report_schema import report_schema
 
 
 def test_the_collection_has_a_row_for_each_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,7 +22,9 @@ def test_the_collection_has_a_row_for_each_type(capsys: pytest.CaptureFixture[st
 
 def test_the_collection_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json"]) == 0
-    rows = {row["model"]: row for row in json.loads(capsys.readouterr().out)}
+    found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, report_schema())
+    rows = {row["model"]: row for row in found["plans"]}
     assert rows["llama"]["plan"] == "llama" and rows["llama"]["sequence_parallel"] is True
     assert rows["opt"]["sequence_parallel"] is False
 
@@ -48,6 +52,7 @@ def test_a_model_without_an_overlay(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "mixtral", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, report_schema())
     assert found["plan"] == "mixtral" and found["allowed_tp"]["tensor_parallel"] == [1, 2, 4, 8, 16, 32]
     assert list(found["whole"]) == ["model.layers.*.mlp.gate"]
 

@@ -90,7 +90,7 @@ def test_commands_for_reviewers_are_at_the_sizes_of_the_short_options(tmp_path: 
     assert main(["lock", "llama", "llama", "--tp", "2", "--dp-shard", "4", *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["asked"]["mesh"] == {"dp_shard": 4, "tp": 2}
     assert main(["diff", "llama", "llama", "llama", "--tp", "4", "--json", *SMALL]) == 0
-    assert json.loads(capsys.readouterr().out)["mesh"]["tp"] == 4
+    assert json.loads(capsys.readouterr().out)["sizes"]["tp"] == 4
     assert main(["report", "llama", "llama", "--tp", "2", "-o", "page.html", "--no-proof", *SMALL]) == 0
     assert "tp 2" in Path("page.html").read_text("utf-8")
 
@@ -102,8 +102,8 @@ def test_estimate_takes_ep_for_one_mesh_and_lists_for_a_sweep(capsys) -> None:
     for ep in ("1", "4"):
         assert main([*words, "--ep", ep]) == 0
         shown = json.loads(capsys.readouterr().out)
-        assert shown["estimate"]["mesh"]["ep"] == int(ep)
-        held[ep] = shown["estimate"]["memory"]["peak"]
+        assert shown["sizes"]["ep"] == int(ep)
+        held[ep] = shown["memory"]["total"]
     assert held["1"] != held["4"]
     for wrong, said in (
         (["--ep", "1,4"], "several sizes of an axis are for --sweep N"),
@@ -116,4 +116,4 @@ def test_estimate_takes_ep_for_one_mesh_and_lists_for_a_sweep(capsys) -> None:
 def test_show_is_of_the_mesh_that_is_given(capsys) -> None:
     words = ["show", "mixtral", "auto", "--json", "--dp-shard", "2", "--tp", "2", "--ep", "2"]
     assert main([*words, *SMALL]) == 0
-    assert json.loads(capsys.readouterr().out)["mesh"]["ep"] == 2
+    assert json.loads(capsys.readouterr().out)["sizes"]["ep"] == 2

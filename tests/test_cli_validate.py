@@ -138,7 +138,7 @@ def test_what_follows_from_a_finding_is_counted_and_shown_if_wanted(capsys, tmp_
     assert long.count("error[") > 1 and long.startswith(short.partition("\n\n1 error")[0])
     assert main([*words, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert len(data["findings"]) == 1 and len(data["secondary"]) == long.count("error[") - 1
+    assert len(data["diagnostics"]) == 1 and len(data["secondary"]) == long.count("error[") - 1
 
 
 def test_json(capsys):
@@ -146,8 +146,8 @@ def test_json(capsys):
     data = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(report_schema()).validate(data)
     assert data["allowed_tp"] == [1, 2, 4, 8, 16, 32] and data["checked_tp"] == 3
-    assert data["mesh"]["dp_shard"] == 2 and data["plans"] == ["qwen3"] and data["model"] == QWEN
-    assert sum(data["count"].values()) == len(data["findings"]) and data["count"]["errors"] == 2
+    assert data["sizes"]["dp_shard"] == 2 and data["plans"] == ["qwen3"] and data["model"] == QWEN
+    assert sum(data["count"].values()) == len(data["diagnostics"]) and data["count"]["errors"] == 2
 
 
 def test_sarif(tmp_path, capsys):

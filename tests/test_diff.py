@@ -209,7 +209,7 @@ def test_json_is_what_the_schema_says(capsys, tmp_path):
     assert main(["diff", "llama", str(new), "llama", *SMALL, "--seq-len", "64", "--device", "h200", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert [error.message for error in validator.iter_errors(data)] == []
-    assert data["differs"] and {one["variant"] for one in data["modules"]} == {"tensor_parallel", "sequence_parallel"}
+    assert data["differs"] and {one["section"] for one in data["modules"]} == {"tensor_parallel", "sequence_parallel"}
     assert main(["diff", "llama", str(new), "--json"]) == 1
     assert validator.is_valid(json.loads(capsys.readouterr().out))
 

@@ -249,7 +249,7 @@ def test_quick_looks_no_further(llama, capsys):
     assert capsys.readouterr().out.startswith("no findings\nlooked at: the plan, and names and sizes")
     assert main(["validate", str(llama), "auto", "--tp", "3", "--quick", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["stages"] == ["plan", "names"] and {f["code"] for f in report["findings"]} == {"SP301"}
+    assert report["stages"] == ["plan", "names"] and {f["code"] for f in report["diagnostics"]} == {"SP301"}
 
 
 def test_quick_says_what_is_not_certain(tmp_path):

@@ -141,8 +141,8 @@ def test_a_sweep_and_its_json(capsys, tmp_path):
     assert main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     jsonschema.validate(report, report_schema())
-    stages = [one["mesh"]["pp"] for one in report["estimates"]]
+    stages = [one["sizes"]["pp"] for one in report["estimates"]]
     assert {1, 2} == set(stages) and all(
-        (one["pipeline"] is None) == (one["mesh"]["pp"] == 1) for one in report["estimates"]
+        (one["pipeline"] is None) == (one["sizes"]["pp"] == 1) for one in report["estimates"]
     )
-    assert [(one["mesh"]["pp"], "each of its 4 stages" in one["reason"]) for one in report["refused"]] == [(4, True)]
+    assert [(sizes["pp"], "each of its 4 stages" in reason) for sizes, reason in report["refused"]] == [(4, True)]

@@ -336,9 +336,10 @@ def test_json(capsys, tmp_path):
     assert main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     jsonschema.validate(report, report_schema())
-    (first, *_) = report["configurations"]
-    assert first["estimate"]["bound"]["fits"] and 0 < first["mfu"] <= 1 and first["before_the_next"] is None
-    assert first["days"] == pytest.approx(1e9 / first["estimate"]["bound"]["tokens_per_second"] / 86_400)
+    (first,), (days,) = report["rows"], report["days"]
+    assert first["estimate"]["fits"] and 0 < first["mfu"] <= 1 and report["reasons"] == []
+    assert days == pytest.approx(1e9 / first["estimate"]["tokens_per_second"] / 86_400)
+    assert report["launch"]["torchrun"].endswith("train.py")
     assert report["efficiency"] == [0.3, 0.5]
     ast.parse(script.read_text())
 

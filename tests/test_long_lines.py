@@ -36,7 +36,7 @@ def test_thousands_of_wrong_rules_for_a_model_is_reported_in_part(tmp_path, caps
     plan.write_text(json.dumps({"version": "1", "name": "mine", "tensor_parallel": rules}))
     assert main(["validate", "llama", str(plan), "--json", "--sarif", str(sarif)]) == 1
     text = capsys.readouterr()[0]
-    found = json.loads(text)["findings"]
+    found = json.loads(text)["diagnostics"]
     more = [one["message"] for one in found if one["code"] == "SP111"]
     assert more == [f"there are more than {MAX_FINDINGS} findings about the rules"]
     assert len(found) < MAX_FINDINGS + 5

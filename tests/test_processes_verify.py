@@ -143,7 +143,7 @@ def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
         8,
         [1, 1, 1, 1],
     )
-    names = {row["name"] for row in proof["comparisons"] if row["kind"] == "gradient"}
+    names = {row["name"] for row in proof["rows"] if row["kind"] == "gradient"}
     assert {"model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "lm_head.weight"} <= names
 
 

@@ -56,34 +56,34 @@ def test_the_schema_refuses_what_is_not_a_report():
     validator = jsonschema.Draft202012Validator(report_schema())
     good = json.loads(json_text(to_json(REPORTS["lint"])))
     for change in (
-        {"version": "2"},
+        {"version": "1"},
+        {"kind": "estimate"},
         {"ok": "yes"},
-        {"count": {"errors": 1}},
+        {"count": {"error": 1}},
         {"extra": 1},
-        {"findings": [{}]},
+        {"diagnostics": [{}]},
     ):
         assert not validator.is_valid({**good, **change}), change
 
 
 def test_a_finding_in_json():
-    primary = to_json(REPORTS["lint"])["findings"][0]["primary"]
+    primary = to_json(REPORTS["lint"])["diagnostics"][0]["primary"]
     assert primary == {
-        "file": "my.yaml",
-        "path": ("tensor_parallel", "model.layers.*.self_attn.{q,k,v}_proj"),
-        "part": "key",
-        "line": 3,
-        "column": 3,
-        "end_line": 3,
-        "end_column": 40,
+        "location": {
+            "file": "my.yaml",
+            "path": ["tensor_parallel", "model.layers.*.self_attn.{q,k,v}_proj"],
+            "part": "key",
+            "span": {"line": 3, "column": 3, "end_line": 3, "end_column": 40},
+        },
         "text": "splits the heads",
     }
-    assert to_json(REPORTS["lint"])["findings"][1]["primary"]["line"] is None
+    assert to_json(REPORTS["lint"])["diagnostics"][1]["primary"]["location"]["span"] is None
     assert to_json(REPORTS["lint"])["count"] == {"errors": 2, "warnings": 1}
 
 
 def test_an_error_that_is_not_a_number_is_null():
     proof = to_json(REPORTS["verify"], proof=True)["proof"]
-    row = proof["variants"][1]["comparisons"][0]
+    row = proof["variants"][1]["rows"][0]
     assert row["error"] is None and row["verdict"] == "differs"
     assert [one["ok"] for one in proof["variants"]] == [True, False]
 

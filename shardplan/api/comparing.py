@@ -11,7 +11,7 @@ from shardplan.compiler.pipeline import Given, at_a_size, compile_variants, look
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, Plan, overlays_of, variant_name
-from shardplan.core.plan_changes import CostChange, PlanDiff, VariantCost
+from shardplan.core.plan_changes import CostChange, PlanDiff, RuleChange, Said, VariantCost
 
 from .cost import estimate
 from .deriving import deriving
@@ -72,6 +72,7 @@ def diff_plans(
     sizes = sized(sides, sizes)
     programs = [compiled(given, sizes, sequence_parallel, progress) for given in sides]
     result = _compared(*programs)
+    rules = _placed(result.rules, *(given.sources for given in sides))
     cost = _Costs(named, sizes, step, device, of_plan, progress)
     costs = [
         {on: cost.of(plan, given, program) for on, program in made.items()}
@@ -81,11 +82,10 @@ def diff_plans(
         result,
         old=plan_name(old),
         new=plan_name(new),
+        rules=rules,
         model=named.shown,
         sizes=sizes,
         costs=tuple(CostChange(variant_name(on), *(side.get(on) for side in costs)) for on in {**costs[0], **costs[1]}),
-        old_sources=sides[0].sources,
-        new_sources=sides[1].sources,
     )
 
 
@@ -96,11 +96,18 @@ def _as_text(old: AnyPlan, new: AnyPlan) -> PlanDiff:
     return PlanDiff(
         plan_name(old),
         plan_name(new),
-        compare_rules(before.file, after.file),
+        _placed(compare_rules(before.file, after.file), before.sources, after.sources),
         compare_fields(before.file, after.file),
-        old_sources=before.sources,
-        new_sources=after.sources,
     )
+
+
+def _placed(rules: tuple[RuleChange, ...], before: SourceMap, after: SourceMap) -> tuple[RuleChange, ...]:
+    """The changes, with the lines where the plans say so."""
+
+    def found(said: tuple[Said, ...], sources: SourceMap) -> tuple[Said, ...]:
+        return tuple(replace(one, location=sources.placed(one.location)) for one in said)
+
+    return tuple(replace(one, old=found(one.old, before), new=found(one.new, after)) for one in rules)
 
 
 def _read(plan: AnyPlan) -> Plan:

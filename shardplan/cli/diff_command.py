@@ -6,13 +6,12 @@ import argparse
 import gc
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.plan_changes import PlanDiff
 from shardplan.core.report import Report
-from shardplan.report import json_text, wants_color
+from shardplan.report import json_text, to_json, wants_color
 from shardplan.report.errors import sources_of
 
 from .argument_parts import model_of
@@ -35,9 +34,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress("")
     if args.json:
-        from shardplan.report.diff_records import diff_record
-
-        put(json_text(asdict(diff_record(made))))
+        put(json_text(to_json(made)))
         return FINDINGS if made.differs else CLEAN
     from shardplan.report.diff_text import diff_markdown, diff_text
 

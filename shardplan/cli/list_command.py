@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 
 from shardplan import api
-from shardplan.core.coverage import Coverage
+from shardplan.core.coverage import Coverage, ListedPlan, Listing
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.report import Report
 from shardplan.language import builtin_plans, parse_plan
-from shardplan.report import json_text
+from shardplan.report import json_text, to_json
 from shardplan.report.table import table
 
 from .exits import CLEAN, UsageError
@@ -35,27 +35,26 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
     if args.json:
-        put(json_text(found.data))
+        put(json_text(to_json(found)))
     else:
         _print(_about(found))
     return CLEAN
 
 
 def _collection(args: argparse.Namespace) -> int:
-    rows = sorted(row for name in builtin_plans() for row in _rows(name))
+    listed = sorted((row for name in builtin_plans() for row in _rows(name)), key=lambda row: (row.model, row.plan))
     if args.json:
-        names = ("model", "plan", "sequence_parallel", "description")
-        put(json_text([dict(zip(names, (*row[:2], row[2] == "yes", row[3]), strict=True)) for row in rows]))
+        put(json_text(to_json(Listing(tuple(listed)))))
     else:
-        _print([HEADER, *rows])
+        _print([HEADER, *((x.model, x.plan, "yes" if x.sequence_parallel else "no", x.description) for x in listed)])
     return CLEAN
 
 
-def _rows(name: str) -> list[tuple[str, ...]]:
+def _rows(name: str) -> list[ListedPlan]:
     plan = parse_plan(name).plan
     assert plan is not None, name  # tests hold every built-in plan to having no findings
-    overlay = "yes" if plan.has_overlay else "no"
-    return [(model, name, overlay, " ".join(plan.description.split())) for model in plan.models or (BY_NAME,)]
+    description = " ".join(plan.description.split())
+    return [ListedPlan(model, name, plan.has_overlay, description) for model in plan.models or (BY_NAME,)]
 
 
 def _about(found: Coverage) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,9 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.plan_lock import LockCheck, LockedQuestion, PlanLock
 from shardplan.core.report import Report
 from shardplan.core.user_files import CannotRead, decode
-from shardplan.report import json_text, wants_color
+from shardplan.report import json_text, to_json, wants_color
 from shardplan.report.errors import sources_of
-from shardplan.report.lock_json import check_json, check_text, lock_text, read_lock
+from shardplan.report.lock_json import check_text, lock_text, read_lock
 
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
@@ -70,7 +70,7 @@ def _check(args: argparse.Namespace) -> int:
         check = _checked(lock, args)
     progress("")
     if args.json:
-        put(json_text(check_json(check)))
+        put(json_text(to_json(check)))
     else:
         show(check_text(check, color=wants_color(sys.stdout)))
         if not check.ok:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
-from shardplan.report import json_text, wants_color
+from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         return finish(replace(findings, diagnostics=error.diagnostics), args)
     if args.json:
-        from shardplan.report.program_json import program_record
+        from shardplan.report.shown_program import shown_program
 
-        put(json_text(asdict(program_record(program, findings.sources, args.model))))
+        put(json_text(to_json(shown_program(program, findings.sources, args.model))))
         return CLEAN
     from shardplan.report.program_text import WIDTH, program_text
 

@@ -1,10 +1,9 @@
-"""What a plan splits of a model."""
+"""Which plans there are, and what a plan splits of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from .report import Variant
 from .tree import ModuleTree, ancestors, block, element, full_name
@@ -29,16 +28,27 @@ class Coverage:
     split: float
     whole: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def data(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "model": self.model,
-            "plan": self.plan,
-            "allowed_tp": {variant: list(sizes) for variant, sizes in self.allowed_tp.items()},
-            "split": self.split,
-            "whole": dict(self.whole),
-        }
+
+@dataclass(frozen=True, slots=True)
+class ListedPlan:
+    """A built-in plan, for one model type.
+
+    Args:
+        model: the type, or "(by name)" for a plan that `auto` does not choose.
+        sequence_parallel: whether it has such a section.
+    """
+
+    model: str
+    plan: str
+    sequence_parallel: bool
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The built-in plans, by model type."""
+
+    plans: tuple[ListedPlan, ...]
 
 
 def covered(tree: ModuleTree, split: Collection[str]) -> tuple[float, Mapping[str, float]]:

@@ -9,7 +9,6 @@ from .diagnostics import Location
 from .estimates import Estimate
 from .mesh import MeshSizes
 from .plan import Section
-from .sources import SourceMap
 
 Collectives = Mapping[str, Mapping[str, int]]  # forward or backward -> collective -> how many
 
@@ -127,7 +126,6 @@ class PlanDiff:
         model: the model's name; None where plans were compared without one.
         sizes: the mesh for which they were bound.
         checkpoints: needs a model.
-        old_sources, new_sources: the texts of the plans.
     """
 
     old: str
@@ -139,8 +137,6 @@ class PlanDiff:
     model: str | None = None
     sizes: MeshSizes | None = None
     checkpoints: Checkpoints | None = None
-    old_sources: SourceMap = field(default_factory=SourceMap)
-    new_sources: SourceMap = field(default_factory=SourceMap)
 
     @property
     def differs(self) -> bool:

@@ -84,6 +84,11 @@ class LockCheck:
     sources: SourceMap = field(default_factory=SourceMap)
 
     @property
+    def asked(self) -> LockedQuestion:
+        """What was bound."""
+        return self.lock.asked
+
+    @property
     def ok(self) -> bool:
         """Whether the plan is bound as it was: nothing that the lock lists differs, nor the digest."""
         listed = self.parameters or self.modules or self.sections

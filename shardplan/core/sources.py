@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .diagnostics import Location, Part, Span
 
@@ -40,3 +40,7 @@ class SourceMap:
             if span is not None:
                 return span
         return None
+
+    def placed(self, location: Location) -> Location:
+        """The location with its span, which needs this map no more."""
+        return replace(location, span=self.span(location))

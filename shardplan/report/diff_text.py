@@ -50,7 +50,7 @@ def _rules(diff: PlanDiff, paint: Paint, width: int | None) -> Iterator[str]:
             (
                 f"  {printable(names_text(change.names))}",
                 *map(printable, _sides(change)),
-                printable(lines_text(change, diff)),
+                printable(lines_text(change)),
             )
             for change in changes
         ]
@@ -108,7 +108,7 @@ def diff_markdown(diff: PlanDiff) -> str:
         rows = ["| | rules | before | after | lines |", "|---|---|---|---|---|"]
         rows += [
             f"| {variant_words(r.section)} | {_code(names_text(r.names))} | {_code(said_text(r.old))} | "
-            f"{_code(said_text(r.new))} | {_escaped(lines_text(r, diff))} |"
+            f"{_code(said_text(r.new))} | {_escaped(lines_text(r))} |"
             for r in diff.rules
         ]
         parts.append("\n".join(rows))

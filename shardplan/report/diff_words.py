@@ -38,14 +38,14 @@ def said_text(said: tuple[Said, ...]) -> str:
     return ", ".join(one.text for one in said) or "no rule"
 
 
-def lines_text(change: RuleChange, diff: PlanDiff) -> str:
+def lines_text(change: RuleChange) -> str:
     """ "old.yaml:3 -> new.yaml:5"."""
-    sides = (_lines(change.old, diff.old_sources), _lines(change.new, diff.new_sources))
+    sides = map(_lines, (change.old, change.new))
     return " -> ".join(side or "-" for side in sides)
 
 
-def _lines(said: tuple[Said, ...], sources: SourceMap) -> str:
-    places = (place_text(one.location, sources) for one in said)
+def _lines(said: tuple[Said, ...]) -> str:
+    places = (place_text(one.location, SourceMap()) for one in said)
     return ", ".join(dict.fromkeys(place.rpartition(":")[0] or place for place in places))
 
 

@@ -1,48 +1,38 @@
-"""Reports as JSON."""
+"""Reports as JSON: the fields of their dataclasses, under the names that they have in Python."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Final
 
-from shardplan.core.derived_plan import DerivedPlan
-from shardplan.core.diagnostics import Diagnostic, Label
-from shardplan.core.estimates import Estimate, Sweep
-from shardplan.core.fits import Fit
-from shardplan.core.report import Comparison, NumericProof, PipelineProof, Report, VariantProof
+from shardplan.core.diagnostics import Location
+from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 
-from .estimate_json import estimate_record, sweep_record
-from .fit_json import fit_record
-from .records import (
-    VERSION,
-    ComparisonRecord,
-    Count,
-    DerivedRecord,
-    Finding,
-    FindingsReport,
-    Mesh,
-    PipelineRecord,
-    Place,
-    ProofRecord,
-    VariantRecord,
-)
+from .json_forms import AS_TEXT, PLAIN, form_of
 from .width import is_hidden
 
+VERSION: Final = "2"  # raised when a field is removed or changes its meaning; new fields do not raise it
 
-def to_json(report: Report | Estimate | Sweep | Fit, *, proof: bool = False) -> dict[str, Any]:
-    """The report as JSON data, as schemas/report.schema.json describes it.
+
+def to_json(report: object, *, proof: bool = False) -> dict[str, Any]:
+    """A report as JSON data, as schemas/report.schema.json describes it: its `kind`, the `version` of the schema, its fields.
 
     Args:
         proof: with all that the proof of a plan compared.
+
+    Raises:
+        TypeError: what no command reports.
     """
-    if isinstance(report, Fit):
-        return asdict(fit_record(report))
-    if isinstance(report, Estimate | Sweep):
-        return asdict(sweep_record(report) if isinstance(report, Sweep) else estimate_record(report))
-    return asdict(_findings(report, proof=proof))
+    form = form_of(type(report))
+    if not form.kind:
+        raise TypeError(f"a {type(report).__name__} is no report")
+    data = {"kind": form.kind, "version": VERSION, **_data(report, SourceMap())}
+    return data | {"proof": None} if isinstance(report, Report) and not proof else data
 
 
 def json_text(data: Any) -> str:
@@ -58,81 +48,29 @@ def _escaped(char: str) -> str:
     return "\\u007f" if char == "\x7f" else json.dumps(char)[1:-1]
 
 
-def _findings(report: Report, *, proof: bool) -> FindingsReport:
-    proven = report.proof
-    return FindingsReport(
-        kind="findings",
-        version=VERSION,
-        ok=report.ok,
-        plans=report.plans,
-        model=report.model,
-        mesh=Mesh.of(report.sizes) if report.sizes else None,
-        checked_tp=report.checked_tp,
-        variants=report.variants,
-        allowed_tp=report.allowed_tp,
-        stages=report.stages,
-        proven=report.proven,
-        unreached=tuple(dict.fromkeys(name for one in proven.variants for name in one.unreached)) if proven else (),
-        proof=_proof(proven) if proven is not None and proof else None,
-        count=Count(len(report.errors), len(report.warnings)),
-        derived=_derived(report.derived) if report.derived is not None else None,
-        findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
-        secondary=tuple(_finding(d, report.sources) for d in report.secondary),
-    )
+def _data(value: Any, sources: SourceMap) -> Any:
+    """A value as JSON has it.
 
-
-def _derived(plan: DerivedPlan) -> DerivedRecord:
-    return DerivedRecord(plan.text, plan.description, plan.save, plan.split, dict(plan.whole), plan.kept)
-
-
-def _finding(diagnostic: Diagnostic, sources: SourceMap) -> Finding:
-    return Finding(
-        code=diagnostic.code,
-        severity=diagnostic.severity.value,
-        message=diagnostic.message,
-        primary=_place(diagnostic.primary, sources) if diagnostic.primary else None,
-        related=tuple(_place(label, sources) for label in diagnostic.related),
-        notes=diagnostic.notes,
-        help=diagnostic.help,
-        modules=diagnostic.modules,
-    )
-
-
-def _place(label: Label, sources: SourceMap) -> Place:
-    span = sources.span(label.location)
-    return Place(
-        file=label.location.file,
-        path=label.location.path,
-        part=label.location.part,
-        line=span.line if span else None,
-        column=span.column if span else None,
-        end_line=span.end_line if span else None,
-        end_column=span.end_column if span else None,
-        text=label.text,
-    )
-
-
-def _proof(proof: NumericProof) -> ProofRecord:
-    return ProofRecord(
-        mesh=Mesh.of(proof.sizes),
-        processes=proof.processes,
-        seconds=round(proof.seconds, 3),
-        variants=tuple(map(_variant, proof.variants)),
-        pipeline=_pipeline(proof.pipeline) if proof.pipeline is not None else None,
-    )
-
-
-def _variant(proof: VariantProof) -> VariantRecord:
-    missed = (proof.unreached, proof.unproven)
-    rows = tuple(map(_comparison, proof.rows))
-    ran = (proof.schedule, proof.micro_batches)
-    return VariantRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, *ran, rows)
-
-
-def _pipeline(proof: PipelineProof) -> PipelineRecord:
-    return PipelineRecord(proof.ok, proof.sizes, proof.carried, tuple(map(_comparison, proof.rows)))
-
-
-def _comparison(row: Comparison) -> ComparisonRecord:
-    error = row.error if math.isfinite(row.error) else None
-    return ComparisonRecord(row.name, row.kind, error, row.where, row.verdict, row.dtype)
+    Args:
+        sources: of the report that it is in, which knows the lines of places.
+    """
+    match value:
+        case Enum():
+            return value.value
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): _data(one, sources) for key, one in value.items()}
+        case tuple() | list():
+            return [_data(one, sources) for one in value]
+        case Location():
+            value = sources.placed(value)
+    if isinstance(value, AS_TEXT):
+        return str(value)
+    if not is_dataclass(value):
+        assert isinstance(value, PLAIN), value
+        return value
+    form, sources = form_of(type(value)), getattr(value, "sources", sources)
+    computed = {name: of(value) for name, of in form.computed.items()}
+    stored = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in form.without}
+    return {name: _data(one, sources) for name, one in (computed | stored).items()}

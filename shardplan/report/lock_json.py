@@ -1,40 +1,22 @@
-"""Locks as JSON files, and what a check of one finds, as text and data."""
+"""Locks as JSON files, and what a check of one finds as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, fields
+from typing import Any
 
 from shardplan.core.mesh import named_sizes
 from shardplan.core.plan_lock import LockCheck, LockedQuestion, PlanLock
-from shardplan.core.report import Report
 from shardplan.core.user_files import CannotRead, parse_json
 
 from .color import Paint
 from .diff_words import variant_words
-from .json import json_text, to_json
-from .records import Finding
+from .json import json_text
 from .text import text
 from .width import printable
 
 VERSION = "1"  # of the form of locks
-
-
-@dataclass(frozen=True, slots=True)
-class LockReport:
-    """What `shardplan lock --check --json` prints. Lines that begin with `-` are in the lock, those with `+` are new."""
-
-    kind: Literal["lock"]
-    version: Literal["1"]
-    ok: Annotated[bool, "whether the plan is bound as it was"]
-    model: str
-    plan: str
-    parameters: Annotated[tuple[str, ...], "of the model: that are gone, new or changed"]
-    modules: Annotated[dict[str, tuple[str, ...]], "variant -> modules that are stored or run differently"]
-    sections: Annotated[tuple[str, ...], "fields that differ"]
-    about: Annotated[tuple[str, ...], "versions and files that are not those of the lock; they decide nothing"]
-    findings: Annotated[tuple[Finding, ...], "of the plan with the model of today"]
 
 
 def lock_text(lock: PlanLock) -> str:
@@ -137,12 +119,3 @@ def check_text(check: LockCheck, *, color: bool) -> str:
 def _line(line: str, paint: Paint) -> str:
     shown = f"  {printable(line)}"
     return paint("error", shown) if line.startswith("- ") else paint("good", shown) if line.startswith("+ ") else shown
-
-
-def check_json(check: LockCheck) -> dict[str, Any]:
-    """The same as data."""
-    findings = to_json(Report(check.findings, sources=check.sources))["findings"]
-    asked = check.lock.asked
-    modules = {str(section): lines for section, lines in check.modules.items()}
-    changes = (check.parameters, modules, check.sections, check.about, findings)
-    return asdict(LockReport("lock", "1", check.ok, asked.model, asked.plan, *changes))

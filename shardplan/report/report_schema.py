@@ -1,34 +1,34 @@
-"""JSON Schemas (draft 2020-12) of records, and that of the reports."""
+"""The JSON Schema (draft 2020-12) of reports, made from their dataclasses: types from annotations, texts from docstrings."""
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .diff_records import DiffReport
-from .fit_json import FitReport
-from .lock_json import LockReport
-from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport
+from .json import VERSION
+from .json_forms import AS_TEXT, FORMS, form_of
 
-ID = "urn:shardplan:report:1"
+ID = f"urn:shardplan:report:{VERSION}"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-REPORTS = (
-    FindingsReport,
-    EstimateReport,
-    SweepReport,
-    FitReport,
-    ProgramReport,
-    DiffReport,
-    LockReport,
-)
-PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+TYPES: dict[type, tuple[str, ...]] = {
+    str: ("string",),
+    int: ("integer",),
+    float: ("number", "null"),  # null: what JSON has no number for
+    bool: ("boolean",),
+    NoneType: ("null",),
+}
+_ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def report_schema() -> dict[str, Any]:
     """The schema of everything that `--json` prints."""
     definitions: dict[str, Any] = {}
-    kinds = [_schema(record, definitions) for record in REPORTS]
+    kinds = [_object(made, definitions, form.kind) for made, form in FORMS.items() if form.kind]
     return {
         "$schema": DIALECT,
         "$id": ID,
@@ -40,37 +40,75 @@ def report_schema() -> dict[str, Any]:
 
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a type hint; records are put into `definitions` and referred to."""
+    """The schema of a type hint; dataclasses are put into `definitions` and referred to."""
+    hint = getattr(hint, "__supertype__", hint)  # of a NewType
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return {**_schema(arguments[0], definitions), "description": arguments[1]}
+    if hint is Any:
+        return {}
     if origin is Literal:
-        return {"const": arguments[0]} if len(arguments) == 1 else {"enum": list(arguments)}
+        return {"enum": list(arguments)}
     if origin in (Union, UnionType):
-        if all(argument in PLAIN for argument in arguments):
-            return {"type": [PLAIN[argument] for argument in arguments]}
+        if all(argument in TYPES for argument in arguments):
+            return _type(*arguments)
         return {"anyOf": [_schema(argument, definitions) for argument in arguments]}
-    if origin is tuple:
-        assert arguments[1:] == (Ellipsis,), hint
+    if origin is tuple and arguments[1:] == (Ellipsis,):
         return {"type": "array", "items": _schema(arguments[0], definitions)}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+    if origin is tuple:
+        size = len(arguments)
+        items = [_schema(argument, definitions) for argument in arguments]
+        return {"type": "array", "prefixItems": items, "minItems": size, "maxItems": size}
+    if origin is Mapping:
+        keys, values = (_schema(argument, definitions) for argument in arguments)
+        names = {"propertyNames": keys} if "enum" in keys else {}  # other keys are texts, and numbers as texts
+        return {"type": "object", **names, "additionalProperties": values}
+    if issubclass(hint, Enum):
+        return {"enum": [one.value for one in hint]}
+    if issubclass(hint, AS_TEXT):
+        return _type(str)
     if is_dataclass(hint):
-        return _record(hint, definitions)
-    return {"type": PLAIN[hint]}
+        assert isinstance(hint, type)
+        if hint.__name__ not in definitions:
+            definitions[hint.__name__] = {}  # holds the place: one may hold another of its kind
+            definitions[hint.__name__] = _object(hint, definitions)
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    return _type(hint)
 
 
-def _record(record: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    name = record.__name__
-    if name not in definitions:
-        definitions[name] = {}  # holds the place: a record may hold itself
-        hints = get_type_hints(record, include_extras=True)
-        own_doc = record.__doc__ and not record.__doc__.startswith(f"{name}(")
-        definitions[name] = {
-            "type": "object",
-            **({"description": " ".join(record.__doc__.split())} if own_doc else {}),
-            "properties": {f.name: _schema(hints[f.name], definitions) for f in fields(record)},
-            "required": [f.name for f in fields(record)],
-            "additionalProperties": False,
-        }
-    return {"$ref": f"#/$defs/{name}"}
+def _type(*types: type) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for one in types for name in TYPES[one]))
+    return {"type": names if len(names) > 1 else names[0]}
+
+
+def _object(made: Any, definitions: dict[str, Any], kind: str = "") -> dict[str, Any]:
+    """The schema of a dataclass; with a kind, of a report."""
+    form, hints = form_of(made), get_type_hints(made)
+    description, texts = _texts(made)
+    properties: dict[str, Any] = {"kind": {"const": kind}, "version": {"const": VERSION}} if kind else {}
+    for name, of in form.computed.items():
+        properties[name] = _schema(get_type_hints(of)["return"], definitions) | _texts(of)[0]
+    for name in (f.name for f in fields(made) if f.name not in form.without):
+        properties[name] = _schema(hints[name], definitions) | texts.get(name, {})
+    return {
+        "type": "object",
+        **description,
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _texts(documented: Any) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """The descriptions of a class or function and of each of its arguments, from its docstring."""
+    head, _, rest = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
+    if isinstance(documented, type) and head.startswith(f"{documented.__name__}("):  # dataclass wrote it
+        head = ""
+    texts = {
+        name: _described(text)
+        for names, text in _ARGUMENT.findall(rest.partition("\nRaises:")[0])
+        for name in names.split(", ")
+    }
+    return _described(head), texts
+
+
+def _described(text: str) -> dict[str, str]:
+    return {"description": " ".join(text.split())} if text else {}
