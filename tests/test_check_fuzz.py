@@ -11,6 +11,7 @@ from shardplan.core.diagnostics import Location
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, Rule, overlays_of
 from shardplan.core.sections import ActivationCheckpointing, DataParallel
+from shardplan.core.shares import Share
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 from tests.code_pages import codes_in
@@ -37,6 +38,14 @@ KEYS = (
 )  # fmt: skip
 EXPRESSIONS = st.sampled_from(["hidden_size", "num_key_value_heads * 128", "0", "0 - 3", "1 // 0", "7", "missing"])
 NAMES = st.sampled_from(["head_dim", "num_heads", "config.num_attention_heads", "config.attn_pdrop", "none", "config."])
+TENSORS = st.sampled_from(["hidden_states", "inv_freq", "head_dim"])
+SHARES = st.one_of(
+    st.builds(Share, NAMES),
+    st.builds(Share, TENSORS, value=EXPRESSIONS),
+    st.builds(Share, NAMES, groups=EXPRESSIONS),
+    st.builds(Share, TENSORS, dim=st.integers(0, 3), heads=st.none() | EXPRESSIONS),
+    st.builds(Share, TENSORS, dim=st.integers(0, 3), like=st.sampled_from(["q_proj", "c_attn", "missing"])),
+)
 SOME = st.sampled_from(KEYS)
 
 
@@ -53,7 +62,7 @@ def rules(draw: st.DrawFn, section: str) -> Rule:
         grad=draw(st.sampled_from([None, "partial", "complete"])),
         output=draw(st.sampled_from([None, None, "gather", "all_reduce", "reduce_scatter"])),
         packed=draw(st.none() | st.integers(1, 5) | st.lists(EXPRESSIONS, min_size=2, max_size=3).map(tuple)),
-        divide=tuple(draw(st.lists(NAMES, max_size=2))),
+        shares=tuple(draw(st.lists(SHARES, max_size=3))),
         divides=tuple(draw(st.lists(EXPRESSIONS, max_size=2))),
     )
 

@@ -175,7 +175,7 @@ def test_a_declared_number_must_divide():
 
 
 def test_an_attribute_to_divide_must_divide():
-    text = rules("model.layers.*.mlp: {style: input_with_grad_allreduce, divide: [config.num_hidden_layers]}")
+    text = rules("model.layers.*.mlp: {style: input_with_grad_allreduce, shares: [config.num_hidden_layers]}")
     text += "  model.layers.*.mlp.{gate,up}_proj: colwise\n  model.layers.*.mlp.down_proj: rowwise\n"
     (finding,) = checked(text, tree("qwen3-8b"), 8)
     assert finding.message == "config.num_hidden_layers of model.layers.*.mlp is 36, which tp=8 does not divide"
@@ -187,17 +187,17 @@ def test_a_count_that_is_reported_with_its_split_is_not_reported_again():
 
 
 def test_an_attribute_must_be_there_and_a_number():
-    text = rules("transformer.h.*.attn: {style: input_with_grad_allreduce, divide: [heads, config.n_heads]}")
+    text = rules("transformer.h.*.attn: {style: input_with_grad_allreduce, shares: [heads, config.n_heads]}")
     model = tree("gpt2-no-dropout")
     assert messages(checked(text, model, None)) == [
-        "SP306: `divide` does not fit for transformer.h.*.attn: GPT2Attention has no number heads",
-        "SP306: `divide` does not fit for transformer.h.*.attn: the configuration has no number n_heads",
+        "SP306: `shares` does not fit for transformer.h.*.attn: GPT2Attention has no number heads",
+        "SP306: `shares` does not fit for transformer.h.*.attn: the configuration has no number n_heads",
     ]
 
 
 def test_a_nested_config_may_have_the_number():
     model = replace(tree("llama-3.1-8b"), numbers={"vision_config.depth": 3})
-    text = rules("lm_head: {style: colwise_gather_output, divide: [config.depth]}")
+    text = rules("lm_head: {style: colwise_gather_output, shares: [config.depth]}")
     assert messages(checked(text, model, 2)) == ["SP306: config.depth of lm_head is 3, which tp=2 does not divide"]
     two = replace(model, numbers={"vision_config.depth": 3, "audio_config.depth": 5})
     assert checked(text, two, 2) == ()
@@ -295,6 +295,6 @@ def test_a_small_head_is_no_vocabulary():
 def test_a_module_without_a_configuration_has_none_to_divide():
     model = tree("llama-3.1-8b")
     modules = {name: replace(module, config={}) for name, module in model.modules.items()}
-    text = rules("model.layers.*.mlp.{gate,up}_proj: {style: colwise, divide: [config.num_attention_heads]}")
+    text = rules("model.layers.*.mlp.{gate,up}_proj: {style: colwise, shares: [config.num_attention_heads]}")
     found = messages(checked(text, replace(model, modules=modules), 2))
     assert "Linear, which has no configuration, has no number num_attention_heads" in found[0]

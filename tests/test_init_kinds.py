@@ -114,13 +114,13 @@ def test_a_recurrence_among_attention(gates: type[Gates]) -> None:
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
     assert "layers.0" in plan.document["sequence_parallel"]
     rules = dict(plan.document["tensor_parallel"])
-    assert rules["layers.*.{mix}"]["divide"] == ["inner"]
+    assert rules["layers.*.{mix}"]["shares"] == ["inner"]
     assert rules["layers.*.{mix}"]["having"] in ("beside", "short", "gates")
     below = {name.removeprefix("layers.*.mix."): style_of(rule) for name, rule in rules.items()}
     assert {below[name] for name in ("query", "key", "value", "beside")} == {"colwise"}
     assert {below[name] for name in ("query_norm", "key_norm")} == {"colwise_norm"}
     assert (below["short"], below["out"]) == ("depthwise", "rowwise")
-    assert rules["layers.*.mix.gates"] == {"style": "local_params", "divide": ["count"]}
+    assert rules["layers.*.mix.gates"] == {"style": "local_params", "shares": ["count"]}
     assert {below[f"gates.{name}"] for name in ("keep", "take")} == {"headwise"}
     assert {below[f"gates.{name}"] for name in ("keep_bias", "rate")} == {"colwise"}
 

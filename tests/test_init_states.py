@@ -182,10 +182,10 @@ def test_a_state_space_layer_of_ones_own(tp: int) -> None:
         "heads": [str(n) for n in (HEADS, HEADS, GROUPS, GROUPS, HEADS)],
     }
     assert rules["layers.*.mix.conv"]["packed"] == packed and rules["layers.*.mix.conv"]["style"] == "packed_depthwise"
-    assert rules["layers.*.mix.gated"] == {"style": "colwise_norm", "groups": str(GROUPS), "divide": ["group"]}
+    assert rules["layers.*.mix.gated"] == {"style": "colwise_norm", "shares": [{"group": {"groups": str(GROUPS)}}]}
     assert {rules[f"layers.*.mix.{name}"] for name in ("decay", "skip")} == {"colwise"}
-    assert rules["layers.*.mix"]["divide"] == ["n_heads", "n_groups", "inner"]
-    assert rules["layers.*.mix"]["set"] == {"channels": "inner + 2 * n_groups * n_state"}
+    counted = ["n_heads", "n_groups", "inner", {"channels": "inner + 2 * n_groups * n_state"}]
+    assert rules["layers.*.mix"]["shares"] == counted
     assert inner + 2 * shared == StateSpace().channels
 
 
@@ -194,7 +194,7 @@ def test_a_delta_net_of_ones_own() -> None:
     sizes = {"packed": [f"2 * {STATE}", f"2 * {STATE}", f"{HEADS} * {HEAD}"], "heads": ["2", "2", str(HEADS)]}
     assert rules["layers.*.mix.qkv"] == {"style": "packed_colwise", **sizes}
     assert rules["layers.*.mix.conv"] == {"style": "packed_depthwise", **sizes}
-    assert rules["layers.*.mix"] == {"style": "input_with_grad_allreduce", "divide": ["width_k", "width_v"]}
+    assert rules["layers.*.mix"] == {"style": "input_with_grad_allreduce", "shares": ["width_k", "width_v"]}
     assert rules["layers.*.mix.head_norm"] == "replicated_with_grad_allreduce"
     assert (rules["layers.*.mix.decay"], rules["layers.*.mix.out"]) == ("colwise", "rowwise")
 

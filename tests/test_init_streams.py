@@ -21,18 +21,18 @@ GATHERED = {"style": "sequence_parallel", "output": "gather"}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
     "biases of all heads": (
         partial(own.Slopes, False),
-        {"attn": {"divide": ["num_heads"], "split_arguments": {"bias": 0}}},
-        {"attn": {"split_arguments": {"bias": 0}}, "^embed_norm": SPLIT, "^embed_norm.weight": PARTIAL},
+        {"attn": {"shares": ["num_heads", {"bias": {"dim": 0}}]}},
+        {"attn": {"shares": ["num_heads", {"bias": {"dim": 0}}]}, "^embed_norm": SPLIT, "^embed_norm.weight": PARTIAL},
     ),
     "biases of the heads of a batch": (
         partial(own.Slopes, True),
-        {"attn": {"split_arguments": {"bias": {"dim": 0, "heads": str(own.HEADS)}}}},
+        {"attn": {"shares": ["num_heads", {"bias": {"dim": 0, "heads": str(own.HEADS)}}]}},
         {"^embed": "embedding_rowwise_seq"},
     ),
     "decays in buffers": (
         own.Hybrid,
-        {"{attn}": {"split_buffers": {"decay": 0}, "having": "gate"}, "attn.gate": "colwise"},
-        {"{attn}": {"split_buffers": {"decay": 0}, "having": "gate"}, "attn.o": "rowwise_seq"},
+        {"{attn}": {"shares": [{"decay": {"dim": 0}}], "having": "gate"}, "attn.gate": "colwise"},
+        {"{attn}": {"shares": [{"decay": {"dim": 0}}], "having": "gate"}, "attn.o": "rowwise_seq"},
     ),
     "logits of routers": (
         own.Balanced,
@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
     ),
     "parts in lists": (
         partial(Tokens, own.Twice),
-        {"attns.*": {"divide": ["num_heads"]}, "mlps.*.up": "colwise"},
+        {"attns.*": {"shares": ["num_heads"]}, "mlps.*.up": "colwise"},
         {"mlps.*": {"style": "gather_seq_input"}, "norms.*": "sequence_parallel"},
     ),
     "vectors for each token": (

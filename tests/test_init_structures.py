@@ -24,7 +24,7 @@ def tokens(attention: type[nn.Module], mlp: type[nn.Module] = own.MLP) -> Callab
 
 
 PACKED = {"style": "packed_colwise", "packed": 3}
-FLAT = {"attention.qkv": PACKED, "attention.out": "rowwise", "attention": {"divide": ["heads"]}}
+FLAT = {"attention.qkv": PACKED, "attention.out": "rowwise", "attention": {"shares": ["heads"]}}
 # What builds a model, its inputs, and rules below `blocks.*` that its plan has, of mappings some of the options.
 STRUCTURES: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
     "einsum": (tokens(own.EinsumAttention), own.ids, {"attention.q": "colwise", "attention.o": "headwise"}),
@@ -32,12 +32,12 @@ STRUCTURES: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]]
     "fused_key_values": (
         tokens(own.FusedKeyValues),
         own.ids,
-        {"attention.q": "colwise", "attention.kv": "packed_colwise", "attention": {"divide": ["num_heads"]}},
+        {"attention.q": "colwise", "attention.kv": "packed_colwise", "attention": {"shares": ["num_heads"]}},
     ),
     "grouped_fused": (
         tokens(own.GroupedFused),
         own.ids,
-        {"attention.wqkv": {"packed": ["32", "16", "16"]}, "attention": {"divide": ["n_heads", "n_kv"]}},
+        {"attention.wqkv": {"packed": ["32", "16", "16"]}, "attention": {"shares": ["n_heads", "n_kv"]}},
     ),
     "interleaved": (tokens(own.Interleaved), own.ids, {"attention.query_key_value": "colwise"}),
     "normed_heads": (
@@ -60,11 +60,11 @@ STRUCTURES |= {
         {"query": "colwise", "dense": "rowwise", "output": "rowwise"},
     ),
     "soft_experts": (tokens(own.FlatEinsumAttention, own.SoftExperts), own.ids, {"mlp.experts.a.up": "colwise"}),
-    "slopes": (tokens(own.Slopes), own.ids, {"attention": {"split_buffers": {"slopes": 0}}}),
+    "slopes": (tokens(own.Slopes), own.ids, {"attention": {"shares": ["heads", {"slopes": {"dim": 0}}]}}),
     "windows": (
         own.Windows,
         own.pictures,
-        {"attn.relative_position_bias_table": "rowwise", "attn.qkv": PACKED, "attn": {"divide": ["num_heads"]}},
+        {"attn.relative_position_bias_table": "rowwise", "attn.qkv": PACKED, "attn": {"shares": ["num_heads"]}},
     ),
 }
 
@@ -104,7 +104,7 @@ def test_windows_of_a_picture_have_no_sequence_to_split() -> None:
 # The same with names that do not begin with `blocks.*`.
 NAMED: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
     "titan": (own.Titan, own.ids, {"layers.*.attention.wq": "colwise", "layers.*.feed_forward.w2": "rowwise"}),
-    "nano_gpt": (own.NanoGPT, own.ids, {"transformer.h.*.attention": {"divide": ["n_embd", "n_head"]}}),
+    "nano_gpt": (own.NanoGPT, own.ids, {"transformer.h.*.attention": {"shares": ["n_embd", "n_head"]}}),
     "vision": (
         own.Vision,
         own.pictures,
@@ -119,7 +119,7 @@ NAMED: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
         other.Latents,
         own.ids,
         {
-            "layers.*.cross.fn": {"divide": ["heads"]},
+            "layers.*.cross.fn": {"shares": ["heads"]},
             "layers.*.own.*.0.fn.distances": "replicated_with_grad_allreduce",
             "layers.*.own.*.0.fn.to_kv": "packed_colwise",
             "layers.*.own.*.1.fn.up": "packed_colwise",

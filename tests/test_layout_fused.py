@@ -131,8 +131,8 @@ PACKED_HELP = "write `h.*.attn.c_attn: {style: packed_colwise, packed: 3}` inste
     ("attention", "divided"), [(FromAttributes, ["n_embd", "n_head"]), (Open, ["n_embd"])], ids=lambda x: str(x)
 )
 def test_what_keeps_the_split_is_proposed_and_right(attention: type[nn.Module], divided: list[str]) -> None:
-    added = {"h.*.attn": {"style": "replicate", "divide": divided}}
-    line = f"`h.*.attn: {{style: replicate, divide: [{', '.join(divided)}]}}`"
+    added = {"h.*.attn": {"style": "replicate", "shares": divided}}
+    line = f"`h.*.attn: {{style: replicate, shares: [{', '.join(divided)}]}}`"
     (found,) = checked(attention, PLAIN).diagnostics
     assert (found.code, found.help) == ("SP408", f"{PACKED_HELP}{line}")
     (found,) = checked(attention, PACKED).diagnostics
@@ -158,7 +158,7 @@ tensor_parallel:
 )
 def test_a_missing_divide_is_proposed_and_written(attention: type[nn.Module], divided: str, tmp_path: Path) -> None:
     """The numbers by which the code reshapes: a plan that lacks them is repaired in its file, and proven."""
-    written = f"h.*.attn: {{style: input_with_grad_allreduce, divide: [{divided}]}}"
+    written = f"h.*.attn: {{style: input_with_grad_allreduce, shares: [{divided}]}}"
     plan = tmp_path / "plan.yaml"
     plan.write_text(SEPARATE)
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_a_missing_divide_is_proposed_and_written(attention: type[nn.Module], di
 
 def test_the_line_of_the_code_is_named_where_no_rule_suffices() -> None:
     first, second = checked(FromWhole, PLAIN).diagnostics
-    assert first.help == f"{PACKED_HELP}`h.*.attn: {{style: replicate, divide: [n_embd]}}`"
+    assert first.help == f"{PACKED_HELP}`h.*.attn: {{style: replicate, shares: [n_embd]}}`"
     line = FromWhole.forward.__code__.co_firstlineno + 3
     assert second.help.startswith(f"change test_layout_fused.py:{line} in h.*.attn: ")
     assert "`.view(B, T, -1, C // self.n_head)`" in second.help

@@ -461,7 +461,7 @@ def test_a_whole_value_is_not_split_as_a_sum_that_waits() -> None:
     blocks = "{first,second}.*"
     rules = {
         "embed": "embedding_rowwise",
-        f"{blocks}.attn": {"style": "input_with_grad_allreduce", "divide": "num_heads"},
+        f"{blocks}.attn": {"style": "input_with_grad_allreduce", "shares": "num_heads"},
         f"{blocks}.attn.{{q,k,v}}": "colwise",
         f"{blocks}.attn.o": "rowwise",
         f"{blocks}.mlp": "input_with_grad_allreduce",
@@ -474,7 +474,7 @@ def test_a_whole_value_is_not_split_as_a_sum_that_waits() -> None:
         "first.0": {"style": "split_seq_input", "output": "gather"},
         "second.0": "split_seq_input",
         f"{blocks}.norm{{1,2}}": "sequence_parallel",
-        f"{blocks}.attn": {"style": "gather_seq_input", "divide": "num_heads"},
+        f"{blocks}.attn": {"style": "gather_seq_input", "shares": "num_heads"},
         f"{blocks}.mlp": "gather_seq_input",
         f"{blocks}.{{attn.o,mlp.down}}": "rowwise_seq",
         "norm": {"style": "sequence_parallel", "output": "gather"},

@@ -9,6 +9,7 @@ import pytest
 from shardplan.compiler.automatic import words_of_models
 from shardplan.core.diagnostics import Location
 from shardplan.core.plan import Rule
+from shardplan.core.shares import Share
 from shardplan.language import builtin_plans, parse_plan, parse_text
 from shardplan.language.limits import MAX_ALTERNATIVES, MAX_BYTES, MAX_FINDINGS
 from shardplan.language.parsing import Parsed
@@ -21,7 +22,7 @@ models: [qwen3, Qwen3ForCausalLM]
 
 tensor_parallel:
   model.embed_tokens: embedding_rowwise
-  model.layers.*.{self_attn,mlp}: {style: input_with_grad_allreduce, divide: num_heads}
+  model.layers.*.{self_attn,mlp}: {style: input_with_grad_allreduce, shares: num_heads}
   model.layers.*.self_attn.{q,k,v}_proj: colwise
   model.layers.*.self_attn.{q,k}_norm: replicated_with_grad_allreduce
   model.layers.*.self_attn.qkv_proj:
@@ -61,7 +62,7 @@ def test_a_plan_with_every_option() -> None:
 
     assert plan.tensor_parallel == (
         tensor("model.embed_tokens", "embedding_rowwise"),
-        tensor("model.layers.*.{self_attn,mlp}", "input_with_grad_allreduce", divide=("num_heads",)),
+        tensor("model.layers.*.{self_attn,mlp}", "input_with_grad_allreduce", shares=(Share("num_heads"),)),
         tensor("model.layers.*.self_attn.{q,k,v}_proj", "colwise"),
         tensor("model.layers.*.self_attn.{q,k}_norm", "replicated_with_grad_allreduce"),
         tensor(

@@ -75,7 +75,7 @@ def test_keys_are_text() -> None:
 TEXT = """\
 version: "1"
 tensor_parallel:
-  "é.[a]": &anchor {style: colwise, divide: [a, b]}
+  "é.[a]": &anchor {style: colwise, shares: [a, b]}
   x.y: *anchor
 description: >
   Two
@@ -99,8 +99,8 @@ def test_every_key_and_value_has_its_place() -> None:
     assert cut(("version",), "key") == "version"
     assert cut(("version",), "value") == '"1"'
     assert cut(("tensor_parallel", "é.[a]"), "key") == '"é.[a]"'
-    assert cut(("tensor_parallel", "é.[a]"), "value") == "&anchor {style: colwise, divide: [a, b]}"
-    assert cut(("tensor_parallel", "é.[a]", "divide", 1), "value") == "b"
+    assert cut(("tensor_parallel", "é.[a]"), "value") == "&anchor {style: colwise, shares: [a, b]}"
+    assert cut(("tensor_parallel", "é.[a]", "shares", 1), "value") == "b"
     assert cut(("tensor_parallel", "x.y"), "value") == "*anchor"
     assert cut(("tensor_parallel", "x.y", "style"), "key") == "style"
     assert places[("tensor_parallel", "x.y", "style"), "key"].line == 3

@@ -99,15 +99,16 @@ def test_the_program_says_what_a_rank_reads() -> None:
     ("name", "option", "code", "words"),
     [
         ("mpt", {}, "SP408", "must match the size"),  # biases of all heads meet a rank's own
-        ("mpt", {"position_bias": 1}, "SP408", "by 1 heads over 2 ranks"),
-        ("mpt", {"position_bias": 3}, "SP408", "splits dim 3 of 'position_bias'"),
-        ("mpt", {"positions": 0}, "SP408", "moves the argument 'positions', which is missing in this call"),
-        ("bloom", {"alibi": 0}, "SP404", "baddbmm"),  # other sequences' biases, of the right shape
+        ("mpt", {"position_bias": {"dim": 1}}, "SP408", "by 1 heads over 2 ranks"),
+        ("mpt", {"position_bias": {"dim": 3}}, "SP408", "splits dim 3 of 'position_bias'"),
+        ("mpt", {"positions": {"dim": 0}}, "SP408", "moves the argument 'positions', which is missing in this call"),
+        ("mpt", {"n_heads": {"dim": 0}}, "SP313", "n_heads has two shares"),
+        ("bloom", {"alibi": {"dim": 0}}, "SP404", "baddbmm"),  # other sequences' biases, of the right shape
         ("bloom", {"alibi": {"dim": 0, "heads": "num_heads"}}, "SP313", "num_heads"),
         ("bloom", {"alibi": {"dim": 0, "heads": "7"}}, "SP313", "alibi has 7 heads, which tp=2 does not divide"),
         (
             "bloom",
-            {"alibi": {"dim": 0, "heads": "n_head"}, "residual": 2},
+            {"alibi": {"dim": 0, "heads": "n_head"}, "residual": {"dim": 2}},
             "SP402",
             "partial gradient (R)",
         ),  # its gradient is complete
@@ -116,10 +117,8 @@ def test_the_program_says_what_a_rank_reads() -> None:
 def test_a_wrong_share_is_a_finding(name: str, option: dict[str, Any], code: str, words: str) -> None:
     rule: dict[str, Any] = {
         "style": "input_with_grad_allreduce",
-        "divide": {"mpt": "n_heads", "bloom": "num_heads"}[name],
+        "shares": [{"mpt": "n_heads", "bloom": "num_heads"}[name], *([option] if option else [])],
     }
-    if option:
-        rule["split_arguments"] = option
     plan = {"version": "1", "name": "mine", "extends": name, "tensor_parallel": {ATTENTION[name]: rule}}
     report = shardplan.validate(name, plan, tp=2, sequence_parallel=False)
     assert not report.ok

@@ -59,6 +59,7 @@ class Decay(nn.Module):
         self.register_buffer("decay", torch.linspace(0.1, 0.9, 4)[:, None])
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 32), persistent=False)
         self.register_buffer("nothing", None)
+        self.register_buffer("x", torch.zeros(4), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.counts:
@@ -67,13 +68,12 @@ class Decay(nn.Module):
         return self.down(hidden.flatten(-2).tanh())
 
 
-SPLIT = {"decay": 0, "scale": {"dim": 0, "like": "up"}}
+SPLIT = {"decay": {"dim": 0}, "scale": {"dim": 0, "like": "up"}}
 
 
 def plan_of(split: dict[str, Any] | None, divide: str = "heads") -> dict[str, Any]:
-    rule: dict[str, Any] = {"style": "input_with_grad_allreduce", "divide": divide}
-    if split is not None:
-        rule["split_buffers"] = split
+    shares = [divide, *([split] if split is not None else [])]
+    rule: dict[str, Any] = {"style": "input_with_grad_allreduce", "shares": shares}
     rules = {"0": rule, "0.up": "colwise", "0.down": "rowwise"}
     return {"version": "1", "name": "mine", "tensor_parallel": rules}
 
@@ -95,11 +95,13 @@ def test_evenly_and_as_a_matrix() -> None:
     ("split", "code", "words"),
     [
         (None, "SP408", "must match the size"),  # factors of all heads meet a rank's own
-        ({"decay": 0}, "SP408", "must match the size"),
-        ({**SPLIT, "missing": 0}, "SP313", "Decay has no buffer missing"),
-        ({**SPLIT, "nothing": 0}, "SP313", "Decay has no buffer nothing"),
-        ({**SPLIT, "decay": 1}, "SP313", "decay has 1 places in dim 1, which tp=2 does not divide"),
-        ({**SPLIT, "decay": 2}, "SP313", "without a dim 2"),
+        ({"decay": {"dim": 0}}, "SP408", "must match the size"),
+        ({**SPLIT, "missing": {"dim": 0}}, "SP313", "Decay has no buffer and no argument missing"),
+        ({**SPLIT, "nothing": {"dim": 0}}, "SP313", "Decay has no buffer and no argument nothing"),
+        ({**SPLIT, "decay": {"dim": 1}}, "SP313", "decay has 1 places in dim 1, which tp=2 does not divide"),
+        ({**SPLIT, "decay": {"dim": 0, "heads": "4"}}, "SP313", "Decay has no argument decay"),
+        ({**SPLIT, "x": {"dim": 0}}, "SP313", "x is a buffer of Decay and an argument of its forward"),
+        ({**SPLIT, "decay": {"dim": 2}}, "SP313", "without a dim 2"),
         ({**SPLIT, "scale": {"dim": 0, "like": "down"}}, "SP313", "the output features of down are not split"),
         ({**SPLIT, "scale": {"dim": 0, "like": "over"}}, "SP313", "Decay has no module over with a weight"),
         ({**SPLIT, "decay": {"dim": 0, "like": "up"}}, "SP313", "up has 32 output features, but decay is [4, 1]"),
@@ -116,9 +118,12 @@ def test_scales_of_other_features_are_a_finding() -> None:
     """A rank's features are a part of each of five; an even slice of as many scales are those of others."""
     rule = {
         "style": "local_params",
-        "divide": ["num_heads", "intermediate_size", "n_groups"],
-        "set": {"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"},
-        "split_buffers": {"mup_vector": 2},
+        "shares": [
+            "num_heads",
+            "intermediate_size",
+            "n_groups",
+            {"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size", "mup_vector": {"dim": 2}},
+        ],
         "fused": False,
     }
     plan = {

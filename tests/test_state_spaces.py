@@ -229,8 +229,7 @@ def test_a_number_that_a_rank_has_no_value_for_is_a_finding(expression: str) -> 
     mixer = {
         "style": "input_with_grad_allreduce",
         "output": "all_reduce",
-        "divide": ["num_heads", "intermediate_size", "n_groups"],
-        "set": {"conv_dim": expression},
+        "shares": ["num_heads", "intermediate_size", "n_groups", {"conv_dim": expression}],
         "fused": False,
     }
     plan = child("mamba2", {"backbone.layers.*.mixer": mixer})

@@ -113,7 +113,7 @@ def test_what_meets_in_halves_has_a_share_of_both() -> None:
 @pytest.mark.slow
 def test_numbers_that_only_help_together_are_divided_together() -> None:
     attention = "transformer.blocks.*.norm_attn_norm.attn"
-    assert derived("dbrx").draft.tensor_parallel[attention]["divide"] == ["hidden_size", "num_key_value_heads"]
+    assert derived("dbrx").draft.tensor_parallel[attention]["shares"] == ["hidden_size", "num_key_value_heads"]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def test_vit_is_split_by_heads() -> None:
     document = shardplan.init_plan(timm.vit(), inputs=timm.vit_pictures).document
     found = rules(document, "blocks.*")
     assert found == {
-        "attn": {"style": "input_with_grad_allreduce", "divide": ["num_heads", "attn_dim"]},
+        "attn": {"style": "input_with_grad_allreduce", "shares": ["num_heads", "attn_dim"]},
         "attn.qkv": QKV,
         "attn.proj": "rowwise",
         "mlp": "input_with_grad_allreduce",
@@ -53,7 +53,7 @@ def test_vit_without_a_class_token_is_split_by_tokens_too() -> None:
 def test_swin_is_split_by_heads_in_every_stage() -> None:
     document = shardplan.init_plan(timm.swin(), inputs=timm.swin_pictures).document
     assert rules(document, "layers.*.blocks.*") == {
-        "attn": {"style": "local_params", "divide": ["num_heads"]},
+        "attn": {"style": "local_params", "shares": ["num_heads"]},
         "attn.relative_position_bias_table": "rowwise",
         "attn.qkv": QKV,
         "attn.proj": "rowwise",

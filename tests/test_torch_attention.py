@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
             "layers.*.self_attn": {
                 "style": "input_with_grad_allreduce",
                 "arguments": {"key": "input_with_grad_allreduce", "value": "input_with_grad_allreduce"},
-                "divide": ["num_heads", "embed_dim"],
+                "shares": ["num_heads", "embed_dim"],
             },
         },
         False,
@@ -155,7 +155,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "litgpt": (
         other.Configured,
         own.ids,
-        {"transformer.h.*.attn": {"divide": ["config.n_head", "config.n_query_groups"]}},
+        {"transformer.h.*.attn": {"shares": ["config.n_head", "config.n_query_groups"]}},
         True,
     ),
     "open_clip": (
@@ -198,7 +198,7 @@ layers.*.self_attn:
   style: gather_seq_input
   seq_dim: 0
   arguments: {key: gather_seq_input, value: gather_seq_input}
-  divide: [num_heads, embed_dim]
+  shares: [num_heads, embed_dim]
 layers.*.self_attn.out_proj: {style: rowwise_seq, seq_dim: 0}
 layers.*.{self_attn,final}_layer_norm: sequence_parallel
 layers.*.fc1: {style: colwise_seq, seq_dim: 0}

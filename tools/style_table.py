@@ -97,7 +97,7 @@ def _options(style: Style) -> list[str]:
         (bool(style.options.output), f"output ({', '.join(style.options.output)})"),
         (style.packed_option, "packed"),
         (style.heads_option, "heads"),
-        (style.features.means, "groups"),
+        (style.features.means, "shares (groups)"),
         (style.seq_option, "seq_dim"),
         (style.read_outside_option, "read_outside"),
         (style.regather_option, "regather"),

@@ -10,6 +10,7 @@ from shardplan.core.sources import SourceMap
 from shardplan.core.user_files import CannotRead, decode, in_form_of, read_bytes, with_unix_ends
 from shardplan.language.format_plan import format_plan
 from shardplan.language.limits import MAX_BYTES
+from shardplan.language.old_words import with_shares
 from shardplan.language.parsing import parse_plan
 from shardplan.language.plan_files import is_file
 from shardplan.language.reader import read_document
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             return finish(_findings(file), args)
         if read_document(text, file).root is None:
             return finish(_findings(file), args)
-        made = format_plan(text, file)
+        made = format_plan(with_shares(text, file), file)
         if made == text:
             continue
         changed += 1

@@ -182,12 +182,12 @@ class ArgumentSlice:
             ValueError: the argument has no such dim, or its heads cannot be split over the ranks.
         """
         if self.dim >= len(shape):
-            raise ValueError(f"`split_arguments` splits dim {self.dim} of {self.argument!r}, which is {list(shape)}")
+            raise ValueError(f"`shares` splits dim {self.dim} of {self.argument!r}, which is {list(shape)}")
         length = shape[self.dim]
         heads = self.heads or length
         if length % heads or heads % ranks:
             raise ValueError(
-                f"`split_arguments` splits dim {self.dim} of {self.argument!r}, {list(shape)}, by {heads} heads over {ranks} ranks"
+                f"`shares` splits dim {self.dim} of {self.argument!r}, {list(shape)}, by {heads} heads over {ranks} ranks"
             )
         return length // heads, heads
 

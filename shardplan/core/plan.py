@@ -13,6 +13,7 @@ from .layout import Layout
 from .mesh import MeshSizes
 from .module_program import Draws, Exchange
 from .sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel
+from .shares import Share
 from .sources import SourceMap
 from .stages import HandedOn
 from .sum_outputs import SummedOutputs, SumRule
@@ -72,46 +73,6 @@ Output = Literal["gather", "all_reduce", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True)
-class SplitArgument:
-    """An argument that every rank has whole and of which each reads its share.
-
-    Args:
-        argument: its name.
-        dim: the dim that has the heads.
-        heads: where the dim is [batch * heads], how many heads, an expression over config numbers; None: it has the heads alone.
-    """
-
-    argument: str
-    dim: int
-    heads: str | None = None
-
-    @property
-    def written(self) -> int | dict[str, int | str]:
-        """As a document has it."""
-        return self.dim if self.heads is None else {"dim": self.dim, "heads": self.heads}
-
-
-@dataclass(frozen=True, slots=True)
-class SplitBuffer:
-    """A buffer of the module that every rank stores whole and of which its forward reads the rank's share.
-
-    Args:
-        buffer: its name.
-        dim: the dim that has the heads or features.
-        like: the module below whose output features the dim has, which says how they are split; None: evenly.
-    """
-
-    buffer: str
-    dim: int
-    like: str | None = None
-
-    @property
-    def written(self) -> int | dict[str, int | str]:
-        """As a document has it."""
-        return self.dim if self.like is None else {"dim": self.dim, "like": self.like}
-
-
-@dataclass(frozen=True, slots=True)
 class Rule:
     """One entry of a section: a glob and what to do with the modules or parameters that it matches.
 
@@ -130,13 +91,8 @@ class Rule:
             number or such an expression.
         heads: how many heads each part has (the dimension, where it is one), as expressions over config numbers; empty: the
             structure tells.
-        groups: into how many groups, each with a mean of its own, a norm's features are split, as an expression over config
-            numbers; None: one.
-        divide: attributes of the module instance to divide by tp (`num_heads`, `config.num_attention_heads`).
-        set: attributes of the module instance, and what each is on a rank: expressions over the instance's divided numbers.
+        shares: numbers, arguments and buffers of the module of which each rank has, or reads, its share.
         fused: whether the module may take a path for training that computes modules below it in one kernel.
-        split_arguments: arguments of which each rank reads its share.
-        split_buffers: buffers of which each rank reads its share.
         divides: numbers (expressions over config numbers) that tp must divide.
         seq_dim: the sequence dimension of what the rule moves.
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
@@ -158,12 +114,8 @@ class Rule:
     output: Output | None = None
     packed: tuple[str, ...] | int | str | None = None
     heads: tuple[str, ...] = ()
-    groups: str | None = None
-    divide: tuple[str, ...] = ()
-    set: tuple[tuple[str, str], ...] = ()
+    shares: tuple[Share, ...] = ()
     fused: bool = True
-    split_arguments: tuple[SplitArgument, ...] = ()
-    split_buffers: tuple[SplitBuffer, ...] = ()
     divides: tuple[str, ...] = ()
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
@@ -182,12 +134,8 @@ class Rule:
             "output": self.output,
             "packed": self.packed,
             "heads": self.heads,
-            "groups": self.groups,
-            "divide": self.divide,
-            "set": self.set,
+            "shares": self.shares,
             "fused": self.fused,
-            "split_arguments": self.split_arguments,
-            "split_buffers": self.split_buffers,
             "divides": self.divides,
             "seq_dim": self.seq_dim,
             "read_outside": self.read_outside,
@@ -196,15 +144,23 @@ class Rule:
             "having": self.having,
         }
 
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """The numbers of the module that are divided."""
+        return tuple(one.name for one in self.shares if one.even)
+
+    @property
+    def groups(self) -> str | None:
+        """Into how many groups, each with a mean of its own, a norm's features are split; None: one."""
+        return next((one.groups for one in self.shares if one.groups is not None), None)
+
 
 def as_written(option: str, value: object) -> Any:
     """The value of a rule's option as a document has it."""
-    if option in ("set", "arguments"):
+    if option == "arguments":
         return dict(cast(tuple[tuple[str, str], ...], value))
-    if option == "split_arguments":
-        return {one.argument: one.written for one in cast(tuple[SplitArgument, ...], value)}
-    if option == "split_buffers":
-        return {one.buffer: one.written for one in cast(tuple[SplitBuffer, ...], value)}
+    if option == "shares":
+        return [one.written for one in cast(tuple[Share, ...], value)]
     return list(value) if isinstance(value, tuple) else value
 
 

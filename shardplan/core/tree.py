@@ -72,6 +72,7 @@ class ModuleInfo:
         numbers: int, float and bool attributes of the instance (`num_heads`, `padding_idx`, `p`, `attention_dropout`).
         config: the numbers of the configuration that it holds as `self.config`, empty without one; None: not known.
         buffers: the shapes of those that it owns itself, by name.
+        arguments: the names of those of its forward; None: not known, or it takes any.
         training_reads: modules below it whose parameters its code hands to a function in a branch that only training takes.
         layer: the path to the layer itself inside this module, where adapters wrap it (`base_layer`). The module then
             stands for that layer: it has its kind, its numbers and its parameters.
@@ -86,6 +87,7 @@ class ModuleInfo:
     layer: str = ""
     training_reads: tuple[str, ...] = ()
     buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    arguments: tuple[str, ...] | None = None
 
     def parameter(self, name: str) -> ParameterInfo | None:
         """The module's own parameter of that short name; an adapter's by its whole name."""

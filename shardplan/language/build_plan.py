@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.options import options
-from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, SplitArgument, SplitBuffer, section_path
+from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, section_path
 from shardplan.core.sections import Section as OptionSection
 from shardplan.core.sections import Sections
+from shardplan.core.shares import Share
 from shardplan.core.sum_outputs import SumRule
 from shardplan.styles import canonical_style
 
-from .document import ArgumentHeads, BufferFeatures, Document, RuleOptions, SectionModel, Strict
+from .document import Document, RuleOptions, SectionModel, ShareOptions, Strict
 from .nodes import Path
 
 
@@ -99,14 +100,11 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     options.pop("sum_outputs", None)
     if isinstance(options.get("packed"), list):
         options["packed"] = tuple(map(str, options["packed"]))
-    for name in ("set", "arguments"):
-        if name in options:
-            options[name] = tuple(options[name].items())
-    if "split_arguments" in options:
-        options["split_arguments"] = tuple(map(_split_argument, *zip(*options["split_arguments"].items(), strict=True)))
-    if "split_buffers" in options:
-        options["split_buffers"] = tuple(map(_split_buffer, *zip(*options["split_buffers"].items(), strict=True)))
-    for name in ("divide", "divides", "heads"):
+    if "arguments" in options:
+        options["arguments"] = tuple(options["arguments"].items())
+    if "shares" in options:
+        options["shares"] = tuple(_shares(options["shares"]))
+    for name in ("divides", "heads"):
         if name in options:
             options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
     if "read_outside" in options:
@@ -114,12 +112,16 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     return Rule(pattern, style, location, **options)
 
 
-def _split_argument(name: str, written: int | ArgumentHeads) -> SplitArgument:
-    return SplitArgument(name, written) if isinstance(written, int) else SplitArgument(name, written.dim, written.heads)
-
-
-def _split_buffer(name: str, written: int | BufferFeatures) -> SplitBuffer:
-    return SplitBuffer(name, written) if isinstance(written, int) else SplitBuffer(name, written.dim, written.like)
+def _shares(written: str | Mapping[str, str | ShareOptions] | list[Any]) -> Iterator[Share]:
+    match written:
+        case str():
+            yield Share(written)
+        case Mapping():
+            for name, one in written.items():
+                yield Share(name, one) if isinstance(one, str) else Share(name, **one.model_dump())
+        case _:
+            for one in written:
+                yield from _shares(one)
 
 
 _S = TypeVar("_S", bound=OptionSection)

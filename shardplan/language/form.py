@@ -16,6 +16,7 @@ from shardplan.styles import canonical_style
 
 from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
 from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
+from .old_words import OLD, flow, shares_of
 from .parse_findings import Findings, describe, quoted
 from .rule_options import takes
 
@@ -43,6 +44,7 @@ _MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "union_tag_invalid": lambda context: _listed(context["expected_tags"][1:-1].split("', '")),
     "greater_than_equal": lambda context: f"at least {context['ge']}",
     "less_than_equal": lambda context: f"at most {context['le']}",
+    "share_form": lambda context: "a `dim`, with `heads` or `like` or neither, or `groups` alone",
     "string_too_short": lambda context: "a text that is not empty",
     "string_too_long": lambda context: f"a text of at most {context['max_length']} characters",
     "too_short": lambda context: f"a list with at least {context['min_length']} entries",
@@ -145,6 +147,11 @@ def _right_field(path: Path, root: Node) -> Proposed:
             return f"`{name}` belongs under `{homes[0]}`", ()
         if "." in name or "*" in name:
             return "a rule stands under `tensor_parallel`, `sequence_parallel` or `expert_parallel`", ()
+    rule = to_data(node_at(root, path[:-1]) or MapNode(()))
+    if name in OLD and "shares" in known and isinstance(rule, dict):
+        if (shares := shares_of(rule)) is not None:
+            return f"write {quoted(f'shares: {flow(shares)}', 300)} instead; `shardplan fmt` does so in YAML", ()
+        return "write `shares`; a norm's groups stand at a number of it, `shares: {group_size: {groups: n_groups}}`", ()
     near = closest(name, known)
     if near:
         return did_you_mean(name, near), (near,)

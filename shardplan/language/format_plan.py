@@ -47,7 +47,7 @@ def format_plan(text: str, file: str = "<text>") -> str:
         pass
     made = "\n".join(_spaced(_indented(lines, layout), layout)) + "\n"
     again = read_document(made, file).root
-    if again is None or to_data(again) != to_data(root) or _comments(made) != _comments(text):
+    if again is None or to_data(again) != to_data(root) or comments(made) != comments(text):
         return text
     return made
 
@@ -200,6 +200,6 @@ def _spaced(lines: list[str], layout: _Layout) -> list[str]:
     return made
 
 
-def _comments(text: str) -> list[str]:
+def comments(text: str) -> list[str]:
     """What follows each mark of a comment, roughly: enough to see that none is lost."""
     return [re.sub(r"\s", "", line.partition("#")[2]) for line in text.splitlines() if "#" in line]

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardplan.core.diagnostics import Location
-from shardplan.core.plan import Rule
+from shardplan.core.plan import Rule, stated_options
 from shardplan.core.sections import Section, Sections
-
-_DEFAULTS = Rule("", "", Location("")).options
 
 
 def rule_text(rule: Rule) -> str:
     """`colwise`, or `{style: colwise, output: gather}`: the options besides those that all rules have."""
-    said = {name: value for name, value in rule.options.items() if value != _DEFAULTS[name]}
+    said = stated_options(rule)
     if isinstance(rule.when, str):
         said["when"] = rule.when
     return f"{{style: {rule.style}, {_pairs(said)}}}" if said else rule.style
@@ -42,8 +39,6 @@ def value_text(value: Any) -> str:
             return str(value).lower()
         case Mapping():
             return f"{{{_pairs(value)}}}"
-        case tuple() | list() if value and all(isinstance(one, tuple) and len(one) == 2 for one in value):
-            return f"{{{_pairs(dict(value))}}}"
         case tuple() | list():
             return f"[{', '.join(map(value_text, value))}]"
         case _:

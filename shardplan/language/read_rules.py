@@ -20,7 +20,7 @@ from .globs import GlobError, parse_glob
 from .limits import MAX_ALTERNATIVES
 from .nodes import Entry, ListNode, MapNode, Node, Path, Scalar, node_at
 from .parse_findings import TOO_LARGE, Findings, quoted
-from .rule_options import moving_styles, style_names, takers, takes
+from .rule_options import group_takers, moving_styles, style_names, takers, takes
 
 UNKNOWN_STYLE = Code("SP106")
 WRONG_OPTION = Code("SP107")
@@ -58,16 +58,16 @@ def check_rules(root: Node, findings: Findings) -> None:
 
 
 def _rules(root: Node) -> Iterator[_Rule]:
-    for entry, path in _entries(root):
+    for entry, path in rule_entries(root):
         if isinstance(entry.value, Scalar) and isinstance(entry.value.value, str):
             yield _Rule(path, entry.value.value, path, None)
-        for at, options in _mappings(entry.value, path):
+        for at, options in rule_mappings(entry.value, path):
             style = options.get("style")
             text = style.value if isinstance(style, Scalar) and isinstance(style.value, str) else None
             yield _Rule(at, text, (*at, "style"), options)
 
 
-def _entries(root: Node) -> Iterator[tuple[Entry, Path]]:
+def rule_entries(root: Node) -> Iterator[tuple[Entry, Path]]:
     """The rules of all sections, and where they stand."""
     for section in SECTIONS:
         at = section_path(section)
@@ -77,7 +77,7 @@ def _entries(root: Node) -> Iterator[tuple[Entry, Path]]:
                 yield entry, (*at, entry.key)
 
 
-def _mappings(entry: Node, path: Path) -> Iterator[tuple[Path, MapNode]]:
+def rule_mappings(entry: Node, path: Path) -> Iterator[tuple[Path, MapNode]]:
     """The mappings of a key: one, or a list of them."""
     if isinstance(entry, MapNode):
         yield path, entry
@@ -112,8 +112,22 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
             findings.add(WRONG_OPTION, message, path, "key", help=_who_takes(entry.key))
         elif entry.key == "arguments" and isinstance(entry.value, MapNode):
             _check_arguments(rule, entry.value, path, findings)
+        elif entry.key == "shares" and not STYLES[style].features.means:
+            for share, at in _shares(entry.value, path):
+                if isinstance(share, MapNode) and share.get("groups") is not None:
+                    message = f"the style `{rule.style}` has no shares with `groups`"
+                    who = f"remove it; it goes with {', '.join(group_takers())}"
+                    findings.add(WRONG_OPTION, message, (*at, "groups"), "key", help=who)
         elif entry.key == "output" and isinstance(entry.value, Scalar):
             _check_output(rule.style, style, entry.value.value, path, findings)
+
+
+def _shares(node: Node | None, path: Path) -> Iterator[tuple[Node, Path]]:
+    """What is said of each share that is more than a name."""
+    if isinstance(node, MapNode):
+        yield from ((entry.value, (*path, entry.key)) for entry in node.entries)
+    for i, item in enumerate(node.items if isinstance(node, ListNode) else ()):
+        yield from _shares(item, (*path, i)) if isinstance(item, MapNode) else ()
 
 
 def _check_output(written: str, style: str, value: object, path: Path, findings: Findings) -> None:
@@ -148,17 +162,12 @@ def _who_takes(option: str) -> str:
 def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None:
     if isinstance(condition := options.get("when"), Scalar):
         _check_expression(condition, (*path, "when"), parse_condition, "a condition", findings)
-    if isinstance(node := options.get("set"), MapNode):
-        for entry in node.entries:
-            if isinstance(entry.value, Scalar):
-                _check_expression(entry.value, (*path, "set", entry.key), parse_expression, "an expression", findings)
-    if isinstance(node := options.get("split_arguments"), MapNode):
-        for entry in node.entries:
-            heads = entry.value.get("heads") if isinstance(entry.value, MapNode) else None
-            if isinstance(heads, Scalar):
-                at = (*path, "split_arguments", entry.key, "heads")
-                _check_expression(heads, at, parse_expression, "an expression", findings)
-    for option in ("packed", "divides", "heads", "groups"):
+    for share, at in _shares(options.get("shares"), (*path, "shares")):
+        inside = [(share.get(name), (*at, name)) for name in ("heads", "groups")] if isinstance(share, MapNode) else []
+        for node, place in inside or [(share, at)]:
+            if isinstance(node, Scalar):
+                _check_expression(node, place, parse_expression, "an expression", findings)
+    for option in ("packed", "divides", "heads"):
         node = options.get(option)
         items = node.items if isinstance(node, ListNode) else (node,)
         for i, item in enumerate(items):
@@ -207,9 +216,9 @@ def _check_globs(root: Node, findings: Findings) -> None:
 
 
 def _globs(root: Node) -> Iterator[tuple[str, Path, Part, Span | None]]:
-    for entry, at in _entries(root):
+    for entry, at in rule_entries(root):
         yield entry.key, at, "key", entry.span
-        for path, options in _mappings(entry.value, at):
+        for path, options in rule_mappings(entry.value, at):
             yield from _items(options.get("sum_outputs"), (*path, "sum_outputs"))
     for listed in GLOB_LISTS:
         yield from _items(node_at(root, listed), listed)

@@ -16,12 +16,8 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "output": lambda style: bool(style.options.output),
     "packed": lambda style: style.packed_option,
     "heads": lambda style: style.heads_option,
-    "groups": lambda style: style.features.means,
-    "divide": lambda style: True,
-    "set": lambda style: True,
+    "shares": lambda style: True,
     "fused": lambda style: True,
-    "split_arguments": lambda style: True,
-    "split_buffers": lambda style: True,
     "divides": lambda style: True,
     "seq_dim": lambda style: style.seq_option,
     "read_outside": lambda style: style.read_outside_option,
@@ -55,6 +51,11 @@ def takers(option: str, value: str | None = None) -> tuple[str, ...]:
     )
 
 
+def group_takers() -> tuple[str, ...]:
+    """The names of the styles whose shares may have `groups`."""
+    return tuple(name for style in STYLES.values() if style.features.means for name in spellings(style))
+
+
 def takes(name: str, option: str) -> bool:
     """Whether the style of that name has the option."""
     style = STYLES.get(canonical_style(name) or "")
@@ -76,6 +77,9 @@ def option_rules() -> list[dict[str, Any]]:
     """JSON Schema conditions on a rule with options: who says this option has one of these styles."""
     rules: list[tuple[dict[str, Any], tuple[str, ...]]]
     rules = [({"required": [option]}, takers(option)) for option in TAKEN_BY]
+    grouped = {"type": "object", "not": {"additionalProperties": {"not": {"type": "object", "required": ["groups"]}}}}
+    shares = {"anyOf": [grouped, {"type": "array", "contains": grouped}]}
+    rules.append(({"required": ["shares"], "properties": {"shares": shares}}, group_takers()))
     rules += [
         ({"required": ["output"], "properties": {"output": {"const": value}}}, takers("output", value))
         for value in get_args(Output)

@@ -13,6 +13,7 @@ from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInf
 from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
 from .config_numbers import Number, config_fields, config_numbers, module_numbers, own_numbers
 from .float8 import is_float8, plain_class
+from .forward_code import only_arguments
 from .ties import tied_groups
 from .training_code import training_reads
 
@@ -150,6 +151,7 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
         layer=path,
         training_reads=training_reads(type(layer)),
         buffers={leaf: tuple(buffer.shape) for leaf, buffer in layer.named_buffers(recurse=False)},
+        arguments=only_arguments(layer),
     )
 
 

@@ -1,10 +1,39 @@
-"""What a module's code reads while it runs: a number of a module that only its constructor reads counts nothing there."""
+"""What a module's code takes and reads while it runs: a number of a module that only its constructor reads counts nothing there."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward."""
+    return tuple(_arguments(module))
+
+
+def only_arguments(module: nn.Module) -> tuple[str, ...] | None:
+    """The same; None where forward takes any other too, or is no Python code."""
+    try:
+        found = _arguments(module)
+    except (TypeError, ValueError):
+        return None
+    return None if any(one.kind is one.VAR_KEYWORD for one in found.values()) else tuple(found)
+
+
+def _arguments(module: nn.Module) -> dict[str, inspect.Parameter]:
+    if "forward" in vars(module):  # set on the instance
+        return dict(inspect.signature(module.forward).parameters)
+    return _of_function(type(module).forward)
+
+
+@cache
+def _of_function(forward: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(list(inspect.signature(forward).parameters.items())[1:])
 
 
 def forward_reads(cls: type) -> frozenset[str]:

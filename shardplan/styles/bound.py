@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.layout import I
 from shardplan.core.module_program import ArgumentSlice, ExpertsProgram, ParameterProgram
-from shardplan.core.plan import Assignment, ResolvedPlan, Rule
+from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo
 
 from . import STYLES
 from .boundary import Boundary, boundary
 from .divided_numbers import divided, mean_ranks, settings, shared_heads
 from .links import Link, links
-from .own_buffers import own_buffers
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
+from .tensor_shares import tensor_shares
 from .token_layouts import tokens_layout
 
 
@@ -103,7 +102,7 @@ def _bound(
         return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide, settings=local)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     weight = next((p.computed for p in parameters if p.name == "weight" and p.shared and not p.parts), None)
-    crossing = boundary(rule).at(rule.seq_dim)
+    crossing, tensors = boundary(rule).at(rule.seq_dim), tuple(tensor_shares(plan, module, rule))
     return BoundModule(
         module,
         assignment,
@@ -113,19 +112,12 @@ def _bound(
         link=link,
         divide=divide,
         settings=local,
-        slices=_slices(plan, rule),
-        buffers=own_buffers(plan, module, rule),
+        slices=tuple(one for one in tensors if isinstance(one, ArgumentSlice)),
+        buffers=tuple(one for one in tensors if isinstance(one, ParameterProgram)),
         mean_ranks=mean_ranks(plan, rule) if style.features.means else 1,
         experts=_experts(plan, module, assignment),
         scope=scope if style.until_block_input else None,
     )
-
-
-def _slices(plan: ResolvedPlan, rule: Rule) -> tuple[ArgumentSlice, ...]:
-    def count(expression: str | None) -> int | None:
-        return None if expression is None else evaluate(parse_expression(expression), plan.tree.numbers)
-
-    return tuple(ArgumentSlice(one.argument, one.dim, count(one.heads)) for one in rule.split_arguments)
 
 
 def _experts(plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment) -> ExpertsProgram | None:

@@ -18,7 +18,7 @@ CONFIG = "config."
 
 
 def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int | str | None:
-    """The number that a `divide` path names on the module, or why there is none.
+    """The number of the module that an even share names, or why there is none.
 
     None where only a nested config, of which it is unknown whether it is this module's, has it in several
     values.
@@ -60,13 +60,11 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
     """
     ranks = plan.sizes.tp or 1
     assignment = plan.modules.get(module.name)
-    names = assignment.rule.divide if assignment is not None else ()
+    names = assignment.rule.divided if assignment is not None else ()
     if assignment is not None and assignment.rule.groups is not None:
         over = mean_ranks(plan, assignment.rule)
-        numbers = (attribute(plan, assignment, name) for name in names)
-        found = (group_number(plan, module, assignment.rule, number) for number in numbers)
         by_what = {"length": over, "groups": ranks // over, None: ranks}
-        return tuple((name, by_what[what]) for name, what in zip(names, found, strict=True))
+        return tuple((name, by_what[group_number(plan, assignment, name)]) for name in names)
     copies = shared.get(module.name, 1)
     by = dict.fromkeys(names, ranks)
     if copies == 1:
@@ -94,21 +92,22 @@ def group_length(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> int | No
     return module.parameters[0].shape[-1] // groups if groups is not None and module.parameters else None
 
 
-def group_number(
-    plan: ResolvedPlan, module: ModuleInfo, rule: Rule, number: object
-) -> Literal["length", "groups"] | None:
-    """What a number of a norm is to the groups that its rule declares: the features of one, or how many there are."""
-    if rule.groups is None:
+def group_number(plan: ResolvedPlan, assignment: Assignment, name: str) -> Literal["length", "groups"] | None:
+    """What a number of a norm is to the groups that its rule declares for it: the features of one, or how many there are."""
+    module = plan.tree.modules.get(assignment.name)
+    groups = next((one.groups for one in assignment.rule.shares if one.name == name), None)
+    if module is None or groups is None:
         return None
-    if number == group_length(plan, module, rule):
+    number = attribute(plan, assignment, name)
+    if number == group_length(plan, module, assignment.rule):
         return "length"
-    return "groups" if number == number_or_none(rule.groups, plan.tree.numbers) else None
+    return "groups" if number == number_or_none(groups, plan.tree.numbers) else None
 
 
 def settings(
     plan: ResolvedPlan, module: ModuleInfo, parameters: Sequence[ParameterProgram], divide: Iterable[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """Attributes of a module, and what each is on a rank: what its rule sets, and how many channels a depthwise convolution has
+    """Attributes of a module, and what each is on a rank: what its rule says, and how many channels a depthwise convolution has
     there, each a group of its own.
 
     Args:
@@ -124,10 +123,11 @@ def settings(
             assert whole is not None, module
             shard = whole.shape[weight.dim] // ranks
             found["groups"] = sum(length * copies for length, copies in weight.pieces(ranks, shard))
-    if assignment is not None and assignment.rule.set:
+    values = [(one.name, one.value) for one in assignment.rule.shares if one.value] if assignment is not None else []
+    if values:
         numbers = dict(module.numbers)
         numbers |= {name: int(numbers[name]) // by for name, by in divide if name in numbers}
-        for name, expression in assignment.rule.set:
+        for name, expression in values:
             numbers[name] = found[name] = evaluate(parse_expression(expression), numbers)
     return tuple(found.items())
 

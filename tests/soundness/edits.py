@@ -178,7 +178,7 @@ def _of_rule(document: Document, section: str, pattern: str, rule: Mapping[str, 
 
 def _allowed(style: str) -> set[str]:
     record = STYLES[style]
-    allowed = {"style", "divide", "divides", "optional"}
+    allowed = {"style", "shares", "divides", "optional"}
     allowed |= {"packed"} if record.packed_option else set()
     allowed |= {"grad"} if record.options.grad else set()
     allowed |= {"argument", "arguments"} if record.argument_option else set()
@@ -198,8 +198,8 @@ def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
         result["exchange"] = ["pairs"]
     if record.packed_option:
         result["packed"] = [v for v in (2, 3) if v != rule.get("packed")]
-    if rule.get("divide"):
-        result["divide"] = [None, *([name for name in rule["divide"] if name != left] for left in rule["divide"][1:])]
+    if rule.get("shares"):
+        result["shares"] = [None, *([one for one in rule["shares"] if one != left] for left in rule["shares"][1:])]
     if rule.get("read_outside"):
         result["read_outside"] = [None]
     return result

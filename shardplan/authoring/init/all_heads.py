@@ -10,7 +10,7 @@ import torch
 from shardplan.core.tree import ModuleTree, is_count
 from shardplan.model.reduced.trace import Event
 
-from .draft import Draft, Options
+from .draft import Draft, divided, sharing
 from .flow import Flow
 
 KNOWN = ("num_attention_heads", "num_key_value_heads")  # the likeliest names for a number of heads
@@ -30,20 +30,21 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
     called = next((e for e in flow.run.events if e.kind == "enter" and e.module == module), None)
     given = {} if called is None else _shapes(flow, called)
-    divided = map(info.numbers.get, rule.get("divide", ()))
+    counts = map(info.numbers.get, divided(rule))
     places = (size for shape in (*info.buffers.values(), *given.values()) for size in shape)
-    for heads in dict.fromkeys(filter(is_count, (*divided, *info.numbers.values(), *places))):
+    for heads in dict.fromkeys(filter(is_count, (*counts, *info.numbers.values(), *places))):
         if heads == 1 or heads % tp:
             continue
-        buffers = {name: shape.index(heads) for name, shape in info.buffers.items() if heads in shape}
+        buffers = [{name: {"dim": shape.index(heads)}} for name, shape in info.buffers.items() if heads in shape]
         batch = 1 if called is None else flow.run.values[called.inputs[0]].shape[0]
-        arguments = _with_heads(given, heads, batch, _words(heads, flow.tree, tree))
-        ways: list[Options] = [{"split_buffers": buffers}] if buffers else []
-        ways += [{"split_arguments": {name: dim}} for name, dim in arguments.items()]
-        ways += [{"split_arguments": arguments, **way} for way in ways[:1] if len(ways) > 1]
+        arguments = list(_with_heads(given, heads, batch, _words(heads, flow.tree, tree)))
+        ways = [buffers] if buffers else []
+        ways += [[one] for one in arguments]
+        ways += [[*arguments, *buffers]] if len(ways) > 1 else []
+        known = {name for one in rule.get("shares", ()) if isinstance(one, Mapping) for name in one}
         for way in ways:
-            if not way.keys() & rule.keys():
-                yield draft.with_rules({pattern: {**rule, **way}})
+            if not any(name in known for one in way for name in one):
+                yield draft.with_rules({pattern: sharing(rule, way)})
 
 
 def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
@@ -52,15 +53,15 @@ def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
     return {n: tuple(value.shape) for n, value in given if value.is_floating_point() or value.dtype == torch.bool}
 
 
-def _with_heads(shapes: Mapping[str, tuple[int, ...]], heads: int, batch: int, words: str | None) -> Options:
-    """The arguments that have a dim for the heads, or for those of each sequence of the batch, and what says so."""
-    found: dict[str, Any] = {}
+def _with_heads(
+    shapes: Mapping[str, tuple[int, ...]], heads: int, batch: int, words: str | None
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """The shares of arguments that have a dim for the heads, or for those of each sequence of the batch."""
     for name, shape in shapes.items():
         if heads in shape:
-            found[name] = shape.index(heads)
+            yield {name: {"dim": shape.index(heads)}}
         elif batch * heads in shape and words is not None:
-            found[name] = {"dim": shape.index(batch * heads), "heads": words}
-    return found
+            yield {name: {"dim": shape.index(batch * heads), "heads": words}}
 
 
 def _words(heads: int, reduced: ModuleTree, tree: ModuleTree) -> str | None:

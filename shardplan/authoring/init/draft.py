@@ -19,7 +19,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.language import parse_plan
-from shardplan.model.reduced.recorder import argument_names
+from shardplan.model.forward_code import argument_names
 
 Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
@@ -251,6 +251,16 @@ class Board:
             else:
                 rules.pop(pattern, None)
         return replace(draft, **{section: rules})
+
+
+def divided(options: Options) -> list[str]:
+    """The numbers that a rule of a draft divides."""
+    return [one for one in options.get("shares", ()) if isinstance(one, str)]
+
+
+def sharing(options: Options, shares: Sequence[Any]) -> Options:
+    """A rule of a draft with further shares: names of numbers, and mappings."""
+    return {**options, "shares": [*options.get("shares", ()), *shares]} if shares else options
 
 
 def options_of(rule: Rule) -> Options:

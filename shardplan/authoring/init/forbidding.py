@@ -59,7 +59,7 @@ def _change(found: Finding) -> str | None:
     if name in SHAPES:
         return (
             f"in {line}, count what is split with -1 (`x.view(b, n, -1, head_dim)`), or read it from an attribute of the module, "
-            "which `divide` divides: a rank has its share of the heads"
+            "which `shares` names: a rank has its share of the heads"
         )
     if found.operation in CUTS or name in CUTS:
         return f"in {line}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module, each an attribute"

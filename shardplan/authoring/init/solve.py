@@ -14,7 +14,7 @@ from shardplan.model.forward_code import forward_reads
 from shardplan.styles.head_counts import HEAD_SIZES
 
 from .all_heads import reading_shares
-from .draft import FIXABLE, Board, Draft
+from .draft import FIXABLE, Board, Draft, divided, sharing
 from .flow import Flow
 from .forbidding import Forbidden, forbidden
 from .regions import Group
@@ -182,8 +182,8 @@ class Solver:
         for name in (n for one in wrong for n in self.board.tree.children[one]):
             if self.board.tree.modules[name].class_name == "Identity":  # an expert that returns its input
                 yield draft.with_rules({self.board.tree.pattern(name): {"style": "moe_identity_expert"}})
-        for divided in self._attributes({**self._modules(group), **wrong}):
-            yield from _dividing(draft, divided)
+        for number in self._attributes({**self._modules(group), **wrong}):
+            yield from _dividing(draft, number)
         for name in wrong:
             yield from reading_shares(self.flow, draft, name, self.board.tp, self.tree)
         for pattern, owner in self._vectors(group, wrong).items():
@@ -266,12 +266,12 @@ class Solver:
                     yield key
 
 
-def _dividing(draft: Draft, divided: tuple[str, str]) -> Iterator[Draft]:
+def _dividing(draft: Draft, number: tuple[str, str]) -> Iterator[Draft]:
     """The draft with one more attribute of a module divided, if it is not yet."""
-    pattern, attribute = divided
+    pattern, attribute = number
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
-    if attribute not in rule.get("divide", ()):
-        yield draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
+    if attribute not in divided(rule):
+        yield draft.with_rules({pattern: sharing(rule, [attribute])})
 
 
 def _score(proof: Proof) -> Score:

@@ -11,7 +11,7 @@ from shardplan.model.forward_code import forward_reads
 from shardplan.model.shaping_numbers import shapes_with
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
-from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options
+from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, divided, sharing
 from .flow import Flow, Product
 from .lengths import Lengths, Sized
 from .parts import output_features
@@ -106,12 +106,12 @@ class States:
         return not hard, min((finding.at for finding in hard), default=0), -len(hard)
 
     def _with_fewer(self, choice: Choice, score: tuple[bool, int, int]) -> Draft:
-        """The draft without those attributes under `divide` that it gets further without: other numbers may have the same value."""
+        """The draft without those divided attributes that it gets further without: other numbers may have the same value."""
         draft, without = self._draft(choice), frozenset[str]()
         for _ in range(MOST_REMOVED):
-            divided = draft.tensor_parallel[self._pattern(self.home)].get("divide", ())
+            numbers = divided(draft.tensor_parallel[self._pattern(self.home)])
             found = [
-                (reached, one) for one in divided if (reached := self._score(self._draft(choice, without | {one})))
+                (reached, one) for one in numbers if (reached := self._score(self._draft(choice, without | {one})))
             ]
             further = max(found, default=(score, ""), key=lambda item: item[0])
             if further[0] <= score:
@@ -235,9 +235,8 @@ class States:
                     if module.name != self.home:
                         own = self._attributes(module.name)
                         counting = {name for pair in pairs for name in own.get(pair, ())}
-                        divide = [name for name in module.numbers if name in counting]
-                        divided = {"divide": divide} if divide else {}
-                        found[self._pattern(module.name)] = {"style": "local_params", **divided}
+                        numbers = [name for name in module.numbers if name in counting]
+                        found[self._pattern(module.name)] = dict(sharing({"style": "local_params"}, numbers))
         return found
 
     @property
@@ -258,7 +257,7 @@ class States:
                         width // value, self._channels or full_name(module.name, "weight")
                     ):
                         if count.full * whole == full.parameters[0].shape[-1]:
-                            options = {"style": "colwise_norm", "groups": count.words, "divide": [name]}
+                            options = {"style": "colwise_norm", "shares": [{name: {"groups": count.words}}]}
                             yield {self._pattern(module.name): options}, ()
             yield {self._pattern(module.name): {"style": "colwise_norm"}}, ()
         yield {}, ()
@@ -270,8 +269,7 @@ class States:
         own = self._attributes(self.home)
         divide = [name for pair in _counted(sized) for name in own.get(pair, ())]
         divide = [n for n in self.board.tree.modules[self.home].numbers if n in divide and n not in without]
-        options: dict[str, Any] = {"style": BLOCK_INPUT}
-        settings: dict[str, str] = {}
+        settings: list[dict[str, str]] = []
         for parts in convolved:
             total = sum(one.part.length for one in parts), sum(one.full for one in parts)
             words = self._sum(parts, divide)
@@ -279,15 +277,12 @@ class States:
                 if words is None:
                     divide.append(name)
                 else:
-                    settings[name] = words
-        options |= {"divide": divide} if divide else {}
-        options |= {"set": settings} if settings else {}
-        buffers = self._buffers(sized)
-        options |= {"split_buffers": buffers} if buffers else {}
+                    settings.append({name: words})
+        options = dict(sharing({"style": BLOCK_INPUT}, [*divide, *settings, *self._buffers(sized)]))
         options |= {"fused": False} if self.board.tree.modules[self.home].training_reads else {}
         return {self._pattern(self.home): options}
 
-    def _buffers(self, sized: Sequence[Sized]) -> Options:
+    def _buffers(self, sized: Sequence[Sized]) -> list[dict[str, Any]]:
         """Buffers of the module with a place for each head or channel that is split, or for each output feature of a matrix."""
         widths = {self.flow.run.values[c.outputs[0]].shape[-1]: c.name for c in self.columns if self._below(c.name)}
         counts = {count for count, _ in _counted(sized)} | {one.part.length for one in sized}
@@ -297,8 +292,8 @@ class States:
                 if size in widths:
                     found[name] = {"dim": dim, "like": widths[size].removeprefix(f"{self.home}.")}
                 elif size in counts and size % self.board.tp == 0:
-                    found.setdefault(name, dim)
-        return found
+                    found.setdefault(name, {"dim": dim})
+        return [{name: one} for name, one in found.items()]
 
     def _attributes(self, of: str) -> Mapping[tuple[int, int], tuple[str, ...]]:
         """The attributes that a module's code reads while it runs, by their values in the reduced model and in the model itself."""

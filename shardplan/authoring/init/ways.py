@@ -8,7 +8,7 @@ from itertools import chain, islice, product
 
 from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, sharing
 from .feature_cuts import cut
 from .flow import Flow, Product
 from .parts import output_features, packed
@@ -117,8 +117,8 @@ class Ways:
         own = next(m.numbers for name, m in self.board.tree.modules.items() if self._is(name, container))
         for name in counts:
             count = self.board.tree.numbers[name]
-            divide = [number for number, value in own.items() if is_count(value) and value * count == rows]
-            experts: Options = {"style": "moe_tp_experts", **({"divide": divide} if divide else {})}
+            numbers = [number for number, value in own.items() if is_count(value) and value * count == rows]
+            experts = sharing({"style": "moe_tp_experts"}, numbers)
             each: Options = {"style": "packed_colwise", "packed": name}
             yield Draft({container: experts, **dict.fromkeys(matrices, each)})
 

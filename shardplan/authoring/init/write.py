@@ -15,7 +15,7 @@ from .draft import Options, Rules, listed, section_documents
 
 WIDTH = 110
 SUMMED = "The block's sum is reduced once."
-DIVIDED = "`divide`: numbers in the model's code that count what is split over the ranks."
+SHARES = "`shares`: what in the model's code counts, or has a place for, what is split over the ranks."
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def braced(words: Sequence[str]) -> str:
 
 def _rules(rules: Rules, written: set[str]) -> Iterator[str]:
     for pattern, found in listed(rules).items():
-        why = [line for options in found for line in (_comment(options), DIVIDED if "divide" in options else "")]
+        why = [line for options in found for line in (_comment(options), SHARES if "shares" in options else "")]
         yield from (f"  # {line}" for line in dict.fromkeys(why) if line and line not in written)
         written.update(why)
         if len(found) == 1:
@@ -181,7 +181,7 @@ def _comment(options: Options) -> str:
     style = options.get("style")
     if style is None:
         return SUMMED
-    return "" if style == NONE or (style == "replicate" and "divide" in options) else STYLES[style].comment
+    return "" if style == NONE or (style == "replicate" and "shares" in options) else STYLES[style].comment
 
 
 def _entry(pattern: str, options: Options) -> Iterator[str]:
@@ -195,7 +195,12 @@ def _entry(pattern: str, options: Options) -> Iterator[str]:
         return
     yield f"  {key}:"
     for name, value in options.items():
-        yield f"    {name}: {_option_value(value)}"
+        line = f"    {name}: {_option_value(value)}"
+        if name != "shares" or len(line) <= WIDTH:
+            yield line
+            continue
+        yield f"    {name}:"
+        yield from (f"      - {_option_value(one).removeprefix('{').removesuffix('}')}" for one in value)
 
 
 def _text(options: Options) -> str:

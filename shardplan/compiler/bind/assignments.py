@@ -10,6 +10,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, as_written, sections_of
 from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.language.globs import parse_glob
+from shardplan.language.plan_texts import value_text
 from shardplan.styles import NONE, STYLES
 
 from .conditions import applies
@@ -181,12 +182,5 @@ def _written_as(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
         return f"declares `{rule.style}`"
     return "declares " + ", ".join(
-        f"`{name}: {_written(as_written(name, rule.options[name]))}`" for name in _other_options(rule, other)
+        f"`{name}: {value_text(as_written(name, rule.options[name]))}`" for name in _other_options(rule, other)
     )
-
-
-def _written(value: object) -> str:
-    """An option's value as plans write it."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_written(one)}' for name, one in value.items())}}}"
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value).lower()

@@ -41,7 +41,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
             value: int | str | None = count_of(expression, resolved.tree.numbers)
             if isinstance(value, str):
                 yield DIVIDES, value, rule, assignment.name
-        for path in rule.divide:
+        for path in rule.divided:
             value = attribute(resolved, assignment, path)
             if isinstance(value, str):
                 yield DIVIDE, value, rule, assignment.name
@@ -58,7 +58,7 @@ def _words(code: Code, rule: Rule) -> tuple[str, str]:
         ),
         DIVIDES: ("`divides` has no value", "name a number of the model's configuration"),
         DIVIDE: (
-            "`divide` does not fit",
+            "`shares` does not fit",
             "name a number that the module's instance or its config has",
         ),
         NUMBER: (f"`{rule.style}` needs a number", "use this style only for models that have this number"),
@@ -70,7 +70,7 @@ def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
     seen = {r.count for r in facts.requirements if r.kind not in DECLARED and not r.allows(tp)}
     for requirement in facts.requirements:
         if requirement.kind in DECLARED and not requirement.allows(tp) and requirement.count not in seen:
-            code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")
+            code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "shares")
             yield Diagnostic(
                 code=code,
                 severity=Severity.ERROR,

@@ -8,39 +8,19 @@ from collections.abc import Iterator
 from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.expressions import EvaluationError, count_of, evaluate, parse_expression
 from shardplan.core.plan import Assignment, Rule
+from shardplan.core.shares import Share
 from shardplan.core.tree import is_count
-from shardplan.styles.own_buffers import own_buffer
+from shardplan.styles.divided_numbers import attribute, group_number
+from shardplan.styles.head_counts import number_or_none
 from shardplan.styles.packed_lengths import packed_parts
+from shardplan.styles.tensor_shares import tensor_share
 
 from .check_words import by_rule
 from .facts import Facts
 from .stored_by_rules import StoredParameter
 
-PLAN = """# shardplan validate mamba-codestral-7b.json mine.yaml --tp 2
-version: "1"
-name: mine
-tensor_parallel:
-  backbone.layers.*.mixer:
-    style: input_with_grad_allreduce
-    divide: [num_heads, intermediate_size, n_groups]
-    set: {conv_dim: intermediate_size + 2 * n_groups * ssm_state_size}
-    fused: false
-  backbone.layers.*.mixer.in_proj:
-    style: packed_colwise
-    packed: [num_heads * head_dim, num_heads * head_dim, n_groups * state_size, n_groups * state_size, num_heads]
-    heads: [num_heads, num_heads, n_groups, n_groups, num_heads]
-  backbone.layers.*.mixer.conv1d:
-    style: packed_depthwise
-    packed: [num_heads * head_dim, n_groups * state_size, n_groups * state_size]
-    heads: [num_heads, n_groups, n_groups]
-  backbone.layers.*.mixer.{A_log,D,dt_bias}: colwise
-  backbone.layers.*.mixer.norm: {style: colwise_norm, groups: n_groups, divide: group_size}
-  backbone.layers.*.mixer.out_proj: rowwise
-"""
-
 HEADS = Code("SP313")
 SETTING = Code("SP314")
-
 
 WORDS = {
     HEADS: (
@@ -48,7 +28,7 @@ WORDS = {
         "name numbers of the model's configuration that divide what they count",
     ),
     SETTING: (
-        "`set` does not fit",
+        "`shares` does not fit",
         "write an expression over the module's own numbers that is what the module has",
     ),
 }
@@ -64,9 +44,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
         for reason in _of_heads(facts, stored):
             yield from ((HEADS, reason, stored.rule, name) for name in stored.assigned)
     for assignment in facts.resolved.assignments.values():
-        for reason in _of_arguments(facts, assignment):
-            yield HEADS, reason, assignment.rule, assignment.name
-        for reason in _of_buffers(facts, assignment):
+        for reason in _of_shares(facts, assignment):
             yield HEADS, reason, assignment.rule, assignment.name
         for reason in _of_settings(facts, assignment):
             yield SETTING, reason, assignment.rule, assignment.name
@@ -95,40 +73,44 @@ def _of_heads(facts: Facts, stored: StoredParameter) -> Iterator[str]:
             yield f"{expression} is {count}, which does not divide {length} features"
 
 
-def _of_arguments(facts: Facts, assignment: Assignment) -> Iterator[str]:
-    for one in assignment.rule.split_arguments:
-        if assignment.is_parameter:
-            yield "a parameter has no arguments"
-            return
-        count = count_of(one.heads, facts.resolved.tree.numbers) if one.heads is not None else facts.tp or 1
-        if isinstance(count, str):
-            yield count
-        elif count % (facts.tp or 1):
-            yield f"{one.argument} has {count} heads, which tp={facts.tp} does not divide"
-
-
-def _of_buffers(facts: Facts, assignment: Assignment) -> Iterator[str]:
-    for one in assignment.rule.split_buffers:
-        if assignment.is_parameter:
-            yield "a parameter has no buffers"
-            return
-        found = own_buffer(facts.resolved, facts.resolved.tree.modules[assignment.name], one)
+def _of_shares(facts: Facts, assignment: Assignment) -> Iterator[str]:
+    rule, resolved = assignment.rule, facts.resolved
+    names = [one.name for one in rule.shares]
+    yield from (f"{name} has two shares" for name in dict.fromkeys(names) if names.count(name) > 1)
+    if len(counts := dict.fromkeys(one.groups for one in rule.shares if one.groups is not None)) > 1:
+        yield f"a norm has one number of groups, not {' and '.join(counts)}"
+    module = resolved.tree.modules.get(assignment.name)
+    if assignment.is_parameter or module is None:
+        yield from ("a parameter has no arguments and no buffers" for one in rule.shares[:1] if one.dim is not None)
+        return
+    for one in rule.shares:
+        found = tensor_share(resolved, module, one) if one.dim is not None else _of_groups(facts, assignment, one)
         if isinstance(found, str):
             yield found
 
 
+def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> str | None:
+    """Why the number of a norm is none of groups; what has no value is reported elsewhere."""
+    number = attribute(facts.resolved, assignment, one.name)
+    count = number_or_none(one.groups, facts.resolved.tree.numbers) if one.groups is not None else None
+    if count is None or not isinstance(number, int) or group_number(facts.resolved, assignment, one.name):
+        return None
+    return f"{one.name} is {number}, neither one of {count} groups of features nor their number"
+
+
 def _of_settings(facts: Facts, assignment: Assignment) -> Iterator[str]:
-    if not assignment.rule.set:
+    values = [(one.name, one.value) for one in assignment.rule.shares if one.value is not None]
+    if not values:
         return
     if assignment.is_parameter:
         yield "a parameter has no attributes"
         return
     module = facts.resolved.tree.modules[assignment.name]
     on_a_rank = dict(module.numbers)
-    for path in assignment.rule.divide:
+    for path in assignment.rule.divided:
         if is_count(number := on_a_rank.get(path)):
             on_a_rank[path] = max(1, int(number) // (facts.tp or 1))
-    for name, expression in assignment.rule.set:
+    for name, expression in values:
         own = module.numbers.get(name)
         if not isinstance(own, int):
             yield f"{module.class_name} has no whole number {name}"

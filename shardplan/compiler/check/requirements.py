@@ -112,10 +112,9 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
             count: int | str | None = count_of(expression, resolved.tree.numbers)
             if isinstance(count, int):
                 groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
-        for path in rule.divide:
+        for path in rule.divided:
             count = attribute(resolved, assignment, path)
-            module = resolved.tree.modules.get(assignment.name)
-            if module is not None and group_number(resolved, module, rule, count):
+            if group_number(resolved, assignment, path):
                 continue  # divided as the groups are
             if isinstance(count, int):
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardplan.core.layout import I, Layout, P, R, V, in_one_row
 from shardplan.core.module_program import ArgumentSlice
-from shardplan.model.reduced.recorder import argument_names
+from shardplan.model.forward_code import argument_names
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary, OutputBoundary

@@ -57,7 +57,7 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
     return (
         f"change {finding.source.short} in {starred(module.name)}: it reshapes a rank's slice as if it were the whole. "
         "Write -1 for the split dim: `.view(B, T, -1, C // self.n_head)` for the heads, where the size of a head comes from "
-        "the whole width, and `.view(B, T, -1)` where they are joined; and cut by a number that `divide` names"
+        "the whole width, and `.view(B, T, -1)` where they are joined; and cut by a number that `shares` names"
     )
 
 
@@ -68,7 +68,7 @@ def _both(plan: ResolvedPlan, module: str, child: str, parts: int, divided: tupl
     rule = matrix.rule if matrix is not None else None
     if rule is not None and rule.style == PACKED and (rule.packed or 2) == parts:
         return numbers
-    packed = Rule("", PACKED, OURS, packed=parts, divide=rule.divide if rule is not None else ())
+    packed = Rule("", PACKED, OURS, packed=parts, shares=rule.shares if rule is not None else ())
     first = change(plan, child, rule, packed, matrix.section if matrix is not None else "tensor_parallel")
     return replace(first, also=numbers)
 

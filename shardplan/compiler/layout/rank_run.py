@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from shardplan.core.layout import Layout, P, in_one_row, over_features
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ArgumentSlice, ParameterProgram
+from shardplan.model.forward_code import argument_names
 from shardplan.model.rebinding import copied
-from shardplan.model.reduced.recorder import Recorder, argument_names
+from shardplan.model.reduced.recorder import Recorder
 from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary

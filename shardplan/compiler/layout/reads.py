@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardplan.core.tree import ModuleTree, ancestors, homes, parent
-from shardplan.model.reduced.recorder import argument_names
+from shardplan.model.forward_code import argument_names
 from shardplan.model.reduced.trace import Event, Trace
 
 

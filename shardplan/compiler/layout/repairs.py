@@ -229,12 +229,8 @@ def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
     return replace(
         rule,
         heads=old.heads if style.heads_option else (),
-        groups=old.groups if style.features.means else None,
-        divide=old.divide,
-        set=old.set,
+        shares=old.shares if style.features.means else tuple(replace(one, groups=None) for one in old.shares),
         fused=old.fused,
-        split_arguments=old.split_arguments,
-        split_buffers=old.split_buffers,
         divides=old.divides,
         packed=old.packed if style.packed_option else None,
         argument=old.argument if style.argument_option else None,

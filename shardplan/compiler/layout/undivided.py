@@ -1,4 +1,4 @@
-"""Numbers of a module by which its code reshapes what a plan splits, such as that of its heads: those that `divide` should name."""
+"""Numbers of a module by which its code reshapes what a plan splits, such as that of its heads: those that `shares` should name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import combinations
 from torch import nn
 
 from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.shares import Share
 from shardplan.core.tree import ModuleInfo, is_count
 from shardplan.model.forward_code import forward_reads
 from shardplan.styles import STYLES
@@ -31,7 +32,7 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
     module = plan.tree.modules.get(finding.module)
     if finding.kind not in KINDS or module is None or not _splits(plan, module.name):
         return
-    declared = plan.assignments[module.name].rule.divide if module.name in plan.assignments else ()
+    declared = plan.assignments[module.name].rule.divided if module.name in plan.assignments else ()
     own, configured = (
         [name for name in names if name not in declared][:MOST_NUMBERS]
         for names in _read_counts(module, model.get_submodule(module.name), plan.sizes.tp or 1)
@@ -45,7 +46,8 @@ def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repai
     around = plan.assignments.get(module)
     old = around.rule if around is not None else None
     base = old if old is not None else Rule("", "replicate", OURS)
-    new = replace(base, divide=tuple(dict.fromkeys((*base.divide, *divided))), location=OURS)
+    more = (Share(name) for name in divided if name not in base.divided)
+    new = replace(base, shares=(*base.shares, *more), location=OURS)
     return change(plan, module, old, new, around.section if around is not None else "tensor_parallel")
 
 

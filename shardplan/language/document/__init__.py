@@ -7,19 +7,18 @@ follows from the style records (`options`). The fields of a section are not writ
 
 from .document import Document, PlanDocument
 from .field_values import ATTRIBUTE, TAGS, WORD, Strict
-from .rule_models import ArgumentHeads, BufferFeatures, RuleOptions
+from .rule_models import RuleOptions, ShareOptions
 from .section_models import SectionModel, glob_lists
 
 __all__ = [
     "ATTRIBUTE",
     "TAGS",
     "WORD",
-    "ArgumentHeads",
-    "BufferFeatures",
     "Document",
     "PlanDocument",
     "RuleOptions",
     "SectionModel",
+    "ShareOptions",
     "Strict",
     "glob_lists",
 ]

@@ -30,52 +30,71 @@ Expressions = Annotated[
     ExpressionText | Annotated[list[ExpressionText], Field(min_length=1)],
     Either({str: "an expression", list: "a list of them"}),
 ]
-Attributes = Annotated[
-    AttributeName | Annotated[list[AttributeName], Field(min_length=1)],
-    Either({str: "the name of an attribute", list: "a list of them"}),
-]
-
 MovedArguments = Annotated[
     dict[AttributeName, Annotated[str, WithJsonSchema({"type": "string", "enum": list(moving_styles())})]],
     Field(min_length=1),
 ]
 
-Settings = Annotated[dict[AttributeName, ExpressionText], Field(min_length=1)]
-
-DimNumber = Annotated[int, Field(ge=0, le=8, description="The dim that has the heads.")]
-
-
-class ArgumentHeads(Strict):
-    """An argument one of whose dims is [batch * heads]."""
-
-    dim: int = Field(ge=0, le=8, description="The dim.", examples=[0])
-    heads: ExpressionText = Field(description="How many heads follow each other in it.", examples=["n_head"])
+TENSOR_OR_GROUP: JsonDict = {
+    "anyOf": [
+        {"required": ["dim"], "not": {"anyOf": [{"required": ["groups"]}, {"required": ["heads", "like"]}]}},
+        {"required": ["groups"], "maxProperties": 1},
+    ]
+}
 
 
-ArgumentSplits = Annotated[
+class ShareOptions(Strict):
+    """The share of a tensor, with `dim`, or of a norm's number, with `groups`."""
+
+    model_config = ConfigDict(json_schema_extra=TENSOR_OR_GROUP)
+
+    dim: Given[Annotated[int, Field(ge=0, le=8)]] = Field(
+        default=None,
+        description="The name is that of an argument of `forward` or of a buffer, and this the dim that has the heads or features.",
+        examples=[0],
+    )
+    heads: Given[ExpressionText] = Field(
+        default=None,
+        description="Of an argument whose dim is [batch * heads]: how many heads follow each other in it.",
+        examples=["n_head"],
+    )
+    like: Given[AttributeName] = Field(
+        default=None,
+        description="Of a buffer that has the output features of a module below: that module, whose rule says how they are split.",
+        examples=["in_proj"],
+    )
+    groups: Given[ExpressionText] = Field(
+        default=None,
+        description="How many groups, each with a mean of its own, a norm has; the name is that of its number of groups, or of the "
+        "length of one. With fewer groups than ranks, each is on several neighbouring ranks, by whose number the length is divided.",
+        examples=["n_groups"],
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> ShareOptions:
+        of_tensor = self.dim is not None and self.groups is None and None in (self.heads, self.like)
+        if not of_tensor and self.model_fields_set != {"groups"}:
+            raise PydanticCustomError("share_form", "neither the share of a tensor nor that of a norm's number")
+        return self
+
+
+NamedShares = Annotated[
     dict[
         AttributeName,
-        Annotated[DimNumber | ArgumentHeads, Either({int: "a dim", dict: "a mapping with `dim` and `heads`"})],
+        Annotated[
+            ExpressionText | ShareOptions, Either({str: "an expression", dict: "a mapping with `dim` or `groups`"})
+        ],
     ],
     Field(min_length=1),
 ]
-
-
-class BufferFeatures(Strict):
-    """A buffer that has the output features of a module below."""
-
-    dim: int = Field(ge=0, le=8, description="The dim that has them.", examples=[2])
-    like: AttributeName = Field(
-        description="The module below, whose rule says how they are split.", examples=["in_proj"]
-    )
-
-
-BufferSplits = Annotated[
-    dict[
-        AttributeName,
-        Annotated[DimNumber | BufferFeatures, Either({int: "a dim", dict: "a mapping with `dim` and `like`"})],
+Shares = Annotated[
+    AttributeName
+    | NamedShares
+    | Annotated[
+        list[Annotated[AttributeName | NamedShares, Either({str: "the name of a number", dict: "a mapping"})]],
+        Field(min_length=1),
     ],
-    Field(min_length=1),
+    Either({str: "the name of a number", dict: "a mapping", list: "a list of names and mappings"}),
 ]
 
 ALONE = ("sum_outputs", "optional", "when", "having")  # what a rule without a style may say
@@ -141,42 +160,22 @@ class RuleOptions(Strict):
         "of them than ranks, several neighbouring ranks compute with one. Without it, the structure tells.",
         examples=[["num_heads", "num_heads", "n_groups", "n_groups", "num_heads"], "num_key_value_heads"],
     )
-    groups: Given[ExpressionText] = Field(
+    shares: Given[Shares] = Field(
         default=None,
-        description="How many groups, each with a mean of its own, a norm has. With fewer of them than ranks, each is on several "
-        "neighbouring ranks, and an attribute under `divide` that is the length of a group is divided by their number, one that is "
-        "the number of groups by the ranks that have others.",
-        examples=["n_groups"],
-    )
-    divide: Given[Attributes] = Field(
-        default=None,
-        description="Attributes of the module to divide by tp, because its forward uses them. An attribute that "
-        "begins with `config.` is changed in a copy of the configuration.",
-        examples=[["num_heads"], "config.num_attention_heads"],
-    )
-    set: Given[Settings] = Field(
-        default=None,
-        description="Attributes of the module that its forward uses and that are no quotients by tp: what each is on a rank, as an "
-        "expression over the module's own numbers, those under `divide` divided.",
-        examples=[{"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"}],
+        description="What of the module has a share on each rank: a number that its forward uses, by its name alone (it is divided by tp) or "
+        "with an expression over the module's own numbers, those with a share a rank's; a norm's number with `groups`; an argument of its "
+        "forward or a buffer with the `dim` that is split. A name that begins with `config.` is changed in a copy of the configuration.",
+        examples=[
+            "config.num_attention_heads",
+            ["num_heads", {"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"}],
+            {"alibi": {"dim": 0, "heads": "n_head"}},
+        ],
     )
     fused: bool = Field(
         default=default_of(Rule, "fused"),
         description="False: the module does not take a path for training that computes modules below it in one kernel, which "
         "would skip their moves. `training` is False for it, not for the modules below, while its own code runs.",
         examples=[False],
-    )
-    split_arguments: Given[ArgumentSplits] = Field(
-        default=None,
-        description="Arguments of the module's `forward` that every rank has whole, and of which it reads the share of its heads: a "
-        "mask or a bias of all heads. Each with the dim that has the heads; where that is [batch * heads], with their number.",
-        examples=[{"position_bias": 0}, {"alibi": {"dim": 0, "heads": "n_head"}}],
-    )
-    split_buffers: Given[BufferSplits] = Field(
-        default=None,
-        description="Buffers of the module that have a place for each head or feature: its forward reads the share of the rank. Each "
-        "with the dim that is split evenly, or is split as the output features of a module below.",
-        examples=[{"slope_rate": 0}, {"mup_vector": {"dim": 2, "like": "in_proj"}}],
     )
     divides: Given[Expressions] = Field(
         default=None,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardplan.core.tree import ancestors
+from shardplan.model.forward_code import argument_names
 
 from .functions import functions_of
 from .lines import model_line
@@ -159,18 +158,6 @@ class Recorder(OperationRecorder):
                 handle.remove()
             self._alive.clear()
             self._numbers.clear()
-
-
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of a module's forward."""
-    if "forward" in vars(module):  # set on the instance
-        return tuple(inspect.signature(module.forward).parameters)
-    return _argument_names(type(module).forward)
-
-
-@cache
-def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = ()) -> Trace:

@@ -1,0 +1,43 @@
+"""What has a share on each rank: numbers that a module's code reads, arguments of all heads, buffers of all heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One entry of a rule's `shares`. With nothing but a name, it is a number of the module that is divided evenly.
+
+    Args:
+        name: of a number of the module (`num_heads`; `config.num_attention_heads`, of its configuration); with `dim`, of an
+            argument of its forward or of a buffer.
+        value: what the number is on a rank, where it is no quotient: an expression over the module's own numbers, those with an even
+            share a rank's.
+        groups: the number is the length of one of so many groups of a norm's features, or how many there are; each has a mean of
+            its own. An expression over config numbers.
+        dim: of a tensor that every rank has whole and of which it reads its share: the dim that has the heads or features.
+        heads: of an argument whose dim is [batch * heads]: how many heads, an expression over config numbers.
+        like: of a buffer: the module below whose output features the dim has, which says how they are split; None: evenly.
+    """
+
+    name: str
+    value: str | None = None
+    groups: str | None = None
+    dim: int | None = None
+    heads: str | None = None
+    like: str | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether it is a number that is divided."""
+        return self.value is None and self.dim is None
+
+    @property
+    def written(self) -> str | dict[str, str | dict[str, str | int]]:
+        """As a document has it."""
+        if self.value is not None:
+            return {self.name: self.value}
+        options = {"groups": self.groups, "dim": self.dim, "heads": self.heads, "like": self.like}
+        said = {name: value for name, value in options.items() if value is not None}
+        return {self.name: said} if said else self.name

@@ -1,0 +1,117 @@
+"""Words of rules whose place `shares` took: what to write for them, and the text of a YAML plan in which that is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+from .format_plan import comments
+from .nodes import Entry, MapNode, Node, Scalar, line_starts, split_lines, to_data
+from .plan_edits import last_line_of
+from .read_rules import rule_entries, rule_mappings
+from .reader import read_document
+
+OLD = ("divide", "set", "groups", "split_arguments", "split_buffers")
+WIDTH = 120
+_PLAIN = re.compile(
+    r"(?!(?:true|false|null|[0-9.xoeE+-]+)$)[A-Za-z0-9_(][^\[\]{},#:'\"]*"
+)  # as it stands, it is that text
+
+
+def shares_of(options: Mapping[str, Any]) -> Any:
+    """The shares that the old words of a rule say; None where they have another form, or a norm's groups no number."""
+    numbers, groups = _listed(options.get("divide", [])), options.get("groups")
+    if numbers is None or (groups is not None and not numbers):
+        return None
+    found = [*(_listed(options.get("shares", [])) or ()), *({n: {"groups": groups}} if groups else n for n in numbers)]
+    for word in ("set", "split_arguments", "split_buffers"):
+        said = options.get(word, {})
+        if not isinstance(said, Mapping):
+            return None
+        found += [
+            {name: one if word == "set" or isinstance(one, Mapping) else {"dim": one}} for name, one in said.items()
+        ]
+    return found[0] if len(found) == 1 else found or None
+
+
+def _listed(value: Any) -> list[Any] | None:
+    return value if isinstance(value, list) else [value] if isinstance(value, str | Mapping) else None
+
+
+def flow(value: Any) -> str:
+    """A value on one line of YAML."""
+    match value:
+        case Mapping():
+            return f"{{{', '.join(f'{name}: {flow(one)}' for name, one in value.items())}}}"
+        case list():
+            return f"[{', '.join(map(flow, value))}]"
+        case str() if _PLAIN.fullmatch(value):
+            return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def with_shares(text: str, file: str = "<text>") -> str:
+    """The text of a YAML plan with `shares` in the place of the words before it. A rule in which anything else would change, a comment
+    too, stays."""
+    found = read_document(text, file).root
+    if found is None:
+        return text
+    root: Node = found
+    rules = [one for entry, at in rule_entries(root) for one in rule_mappings(entry.value, at)]
+    for path, rule in reversed(rules):  # what stands before a change stays where it is
+        made = _rewritten(text, rule)
+        if made is None:
+            continue
+        expected = to_data(root)
+        again = read_document(made, file).root
+        said: Any = reduce(getitem, path, expected)  # type: ignore[arg-type]
+        said["shares"] = shares_of(said)
+        for word in OLD:
+            said.pop(word, None)
+        if again is not None and to_data(again) == expected and comments(made) == comments(text):
+            text, root = made, again
+    return text
+
+
+def _rewritten(text: str, rule: MapNode) -> str | None:
+    """The text with the old words of one rule replaced: the first by all shares, the others by nothing."""
+    old = [entry for entry in rule.entries if entry.key in (*OLD, "shares")]
+    shares = shares_of({entry.key: to_data(entry.value) for entry in old})
+    if shares is None or {entry.key for entry in old} == {"shares"} or rule.span is None:
+        return None
+    lines, starts = list(split_lines(text)), line_starts(text)
+    in_lines = lines[rule.span.line - 1][rule.span.column - 1] != "{"
+    for entry in reversed(old):
+        assert entry.span is not None
+        begin = starts[entry.span.line - 1] + entry.span.column - 1
+        end = _end(entry, lines, starts)
+        if entry is old[0]:
+            text = text[:begin] + _shares(shares, entry.span.column - 1, in_lines) + text[end:]
+        elif in_lines:
+            text = text[: starts[entry.span.line - 1]] + text[end:].lstrip("\n")
+        else:
+            before = rule.entries[rule.entries.index(entry) - 1]
+            text = text[: _end(before, lines, starts)] + text[end:]
+    return text
+
+
+def _end(entry: Entry, lines: list[str], starts: list[int]) -> int:
+    """Where the value of an entry ends in the text."""
+    assert entry.span is not None
+    span = entry.value.span
+    if span is not None and (isinstance(entry.value, Scalar) or lines[span.line - 1][span.column - 1] in "{["):
+        return starts[span.end_line - 1] + span.end_column - 1
+    line = last_line_of(entry.value, entry.span)
+    return starts[line - 1] + len(lines[line - 1])
+
+
+def _shares(shares: Any, indent: int, in_lines: bool) -> str:
+    said = f"shares: {flow(shares)}"
+    if not in_lines or indent + len(said) <= WIDTH or not isinstance(shares, list):
+        return said
+    items = (flow(one) if isinstance(one, str) else flow(one)[1:-1] for one in shares)
+    return "\n".join(("shares:", *(f"{' ' * indent}  - {one}" for one in items)))
