@@ -14,8 +14,6 @@ from shardplan import applied
 from .accelerator_states import AcceleratorStates
 from .trainer_saves import save_and_resume
 
-_INSTEAD = {"save_model": "shardplan.save_checkpoint(model, folder)"}
-
 
 def adopt(owner: Any, model: nn.Module) -> None:
     """Make an Accelerator or a Trainer take a planned model as it is, and feed the ranks of one tp group the same batches.
@@ -54,8 +52,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
         model.__dict__["_tp_size"] = mesh.tp_size  # tp ranks share a batch: the Trainer counts its tokens once
     states = AcceleratorStates(accelerator, model)
     accelerator.save_state, accelerator.load_state = states.save_state, states.load_state
-    for name, instead in _INSTEAD.items():
-        setattr(accelerator, name, _refused(name, instead))
+    accelerator.save_model = _refuse_save_model
     model.__dict__["_is_accelerate_prepared"] = True
 
 
@@ -157,8 +154,7 @@ def _from_each_share(accelerator: Any, tp: int) -> Callable[..., Any]:
     return gather_for_metrics
 
 
-def _refused(name: str, instead: str) -> Callable[..., Never]:
-    def refuse(*_: Any, **__: Any) -> Never:
-        raise ValueError(f"accelerate's {name} does not know the shards of a planned model: call {instead}")
-
-    return refuse
+def _refuse_save_model(*_: Any, **__: Any) -> Never:
+    raise ValueError(
+        "accelerate's save_model does not know the shards of a planned model: call shardplan.save_checkpoint(model, folder)"
+    )

@@ -18,8 +18,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_text
 
 from . import deepspeed
-from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_FORM
-from .entries import Entry, Meaning, NotConvertible, finding, quoted
+from .entries import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_FORM, Entry, Meaning, NotConvertible, finding, quoted
 from .foreign_names import meaning_of_name
 from .foreign_places import Places, glob_of_key
 from .foreign_rules import Rules, overlay, rules_of

@@ -8,8 +8,18 @@ from typing import Any
 
 from shardplan.core.diagnostics import Diagnostic, Location
 
-from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM, NO_GLOB, NO_LAYOUTS, NO_STYLE
-from .entries import Meaning, NotConvertible, finding, quoted
+from .entries import (
+    LEFT_OUT,
+    NEEDS_MODEL,
+    NO_FORM,
+    NO_GLOB,
+    NO_LAYOUTS,
+    NO_STYLE,
+    Meaning,
+    NotConvertible,
+    finding,
+    quoted,
+)
 from .regexes import NoGlob, globs_of
 
 FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output"}

@@ -7,6 +7,16 @@ from typing import Any, Literal
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 
+NO_FORM = Code("SP540")
+NO_STYLE = Code("SP541")
+NO_LAYOUTS = Code("SP542")
+NO_GLOB = Code("SP543")
+NEEDS_MODEL = Code("SP544")
+LEFT_OUT = Code("SP545")
+IMPLIED = Code("SP546")
+NO_IMPORT = Code("SP547")
+TWO = Code("SP548")
+
 # How a value is spread over the tensor-parallel ranks, as the layouts of other projects say it:
 #   whole     Replicate()               features  Shard(-1), a slice of the last dim
 #   sequence  Shard(0) or Shard(1)      partial   Partial()

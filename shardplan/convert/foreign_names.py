@@ -6,8 +6,7 @@ from difflib import get_close_matches
 
 from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
 
-from .convert_codes import NO_STYLE
-from .entries import Meaning, NotConvertible, Spread, quoted
+from .entries import NO_STYLE, Meaning, NotConvertible, Spread, quoted
 
 # The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, source, destination).
 TORCH: dict[str, tuple[str, Spread, Spread]] = {

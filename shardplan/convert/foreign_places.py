@@ -10,8 +10,7 @@ from functools import cached_property
 from shardplan.core.tree import ModuleTree
 from shardplan.language import GlobError, parse_glob
 
-from .convert_codes import NO_GLOB
-from .entries import Entry, NotConvertible, quoted
+from .entries import NO_GLOB, Entry, NotConvertible, quoted
 
 
 def glob_of_key(key: object) -> str:
@@ -74,12 +73,16 @@ class Places:
         starred = dict.fromkeys(map(self._pattern, names))
         if sum(len(self._alike[pattern]) for pattern in starred) == len(names):
             return tuple(starred)
-        return (glob,) if glob is not None and set(self.of((glob,))) == set(names) else tuple(map(self._name, names))
+        return (
+            (glob,)
+            if glob is not None and set(self.of((glob,))) == set(names)
+            else tuple(map(self.tree.address, names))
+        )
 
     def merged(self, entries: Iterable[Entry]) -> list[Entry]:
         """Entries that say the same of each layer as one with `*`, where the first of them stood."""
         groups: dict[tuple[str, str], list[Entry]] = {}
-        names = {self._name(name): name for alike in self._alike.values() for name in alike}
+        names = {self.tree.address(name): name for alike in self._alike.values() for name in alike}
         for entry in entries:
             name = names.get(entry.pattern)
             key = entry.pattern if name is None else self._pattern(name)
@@ -110,8 +113,4 @@ class Places:
         return found
 
     def _pattern(self, name: str) -> str:
-        prefix = self.tree.base_prefix
-        return f"{prefix}.{self.tree.pattern(name)}" if prefix else self.tree.pattern(name)
-
-    def _name(self, name: str) -> str:
-        return self.tree.address(name)
+        return self.tree.address(self.tree.pattern(name))

@@ -10,8 +10,7 @@ from typing import Any
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.styles import STYLES
 
-from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, NO_STYLE, TWO
-from .entries import Entry, NotConvertible, Spread, finding
+from .entries import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, NO_STYLE, TWO, Entry, NotConvertible, Spread, finding
 
 Options = dict[str, Any]
 Pair = tuple[str | None, str | None]  # the styles with the sequence whole, and with slices of it

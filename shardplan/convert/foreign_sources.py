@@ -15,8 +15,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.sources import SourceMap
 from shardplan.language import read_data
 
-from .convert_codes import NEEDS_MODEL, NO_IMPORT
-from .entries import finding, quoted
+from .entries import NEEDS_MODEL, NO_IMPORT, finding, quoted
 
 Form = Literal["transformers", "automodel", "torch", "deepspeed"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -54,8 +53,8 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         return Source("<dict>", source)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a source is a file or a dictionary, not {type(source).__name__}")
-    read = read_data(os.fspath(source))
-    return Source(os.fspath(source), read.data, sources=read.sources, diagnostics=read.diagnostics)
+    data, sources, findings = read_data(os.fspath(source))
+    return Source(os.fspath(source), data, sources=sources, diagnostics=findings)
 
 
 def import_source(path: str, model: Callable[[], Any] | None) -> Source:

@@ -19,8 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from shardplan.runtime.parallel.single_style import OwnStyle
 
-from .convert_codes import NO_LAYOUTS, NO_STYLE
-from .entries import Meaning, NotConvertible, Spread
+from .entries import NO_LAYOUTS, NO_STYLE, Meaning, NotConvertible, Spread
 from .foreign_names import meaning_of_name
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .any_file import ReadData, read_data
+from .any_file import read_data
 from .foreign import from_hf_tp_plan
 from .globs import GlobError, parse_glob
 from .lint import lint_plan
@@ -20,7 +20,6 @@ def json_schema() -> dict[str, Any]:
 __all__ = [
     "GlobError",
     "Parsed",
-    "ReadData",
     "builtin_plans",
     "from_hf_tp_plan",
     "json_schema",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .build_tree import tree_of
     from .find_anything import find_any
     from .found import FoundModel, find_model, found_from_config, tree_of_config
-    from .hf import hf_ep_plan, hf_tp_plan
+    from .hf import hf_tp_plan
 
 LAZY = {
     "find_any": "find_anything",
@@ -25,7 +25,6 @@ LAZY = {
     "found_from_config": "found",
     "tree_of_config": "found",
     "tree_of": "build_tree",
-    "hf_ep_plan": "hf",
     "hf_tp_plan": "hf",
 }
 
@@ -36,7 +35,6 @@ __all__ = [
     "find_any",
     "find_model",
     "found_from_config",
-    "hf_ep_plan",
     "hf_tp_plan",
     "no_plan",
     "parse_setting",

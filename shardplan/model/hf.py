@@ -33,9 +33,3 @@ def hf_tp_plan(model: nn.Module) -> tuple[dict[str, str], str]:
             help="name a built-in plan (`shardplan list` shows them) or a plan file",
         )
     return dict(plan), base_prefix(model)
-
-
-def hf_ep_plan(model: nn.Module) -> dict[str, str]:
-    """The model's own plan for experts that are distributed, with keys as those of `hf_tp_plan`; empty where it has none."""
-    plan = getattr(model, "ep_plan", None)
-    return dict(plan) if isinstance(plan, dict) else {}
