@@ -9,7 +9,7 @@ from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, sections_of
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, sections_of, stated_options
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 
@@ -63,9 +63,7 @@ def pattern_of(name: str) -> str:
 
 
 def _written(rule: Rule) -> dict[str, Any]:
-    default = Rule("", "", rule.location).options
-    options = {name: value for name, value in rule.options.items() if value != default[name]}
-    return {"style": rule.style, **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
+    return {"style": rule.style, **stated_options(rule)}
 
 
 def _rules(resolved: ResolvedPlan) -> Rules:
