@@ -81,7 +81,7 @@ def drawn(recipe: Recipe, settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "tied in a v", "packed, tp"])
+@pytest.mark.parametrize("name", ["llama", "tied, interleaved", "packed, tp"])
 def test_random_weights_are_those_of_the_whole_model(name: str) -> None:
     recipe, settings = CASES[name]
     runs = on_ranks(4, drawn, recipe, settings)
