@@ -17,7 +17,6 @@ from shardplan.core.layout import I, Layout, P, R, V
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.runtime.apply.build_mesh import build_mesh
-from shardplan.runtime.apply.guards import guard
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.parallel.forward import wrap_forward
@@ -144,8 +143,7 @@ def sharded(case: Case, seed: int = 0, mesh: DeviceMesh | None = None, ep: int |
     model = case.build(seed)
     for layer in model.layers:
         wrap_forward(layer.experts, Exchange(read))
-    apply_program(model, read, program(model, read.tp_size, case.section), src_data_rank=0)
-    guard(model, read, compare=True)
+    apply_program(model, read, program(model, read.tp_size, case.section), src_data_rank=0, kind="model")
     return model, read
 
 

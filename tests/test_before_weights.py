@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from shardplan import apply_plan, load_checkpoint, materialize
+from shardplan.runtime.apply import guards
 from tests.proofs import fake_mesh
 from tests.small_models import meta_model, small_model
 
@@ -16,8 +18,16 @@ IDS = torch.ones(1, 8, dtype=torch.long)
 MESHES = {"tp": (4,), "dp_shard and tp": (2, 2), "dp_shard": (4,)}
 
 
-def has_the_hook(model: nn.Module) -> bool:
-    return any("before_weights" in hook.__module__ for hook in model._forward_pre_hooks.values())
+def asks_for_weights(model: nn.Module) -> bool:
+    """Whether any module does, in front of its forward."""
+    looks = [
+        look
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()
+        if hook.__module__ == guards.__name__
+        for _, look in inspect.getclosurevars(hook).nonlocals["others"]
+    ]
+    return any("weights_are_there" in look.__qualname__ for look in looks)
 
 
 def planned(model: nn.Module, axes: str) -> Iterator[nn.Module]:
@@ -35,10 +45,10 @@ def test_a_forward_names_what_gives_weights_and_the_model_can_then_be_loaded(mod
     for call in (model, model.generate):
         with pytest.raises(RuntimeError, match=r"no weights yet \(model.* is on the meta device\): call materialize"):
             call(IDS)
-    assert has_the_hook(model)
+    assert asks_for_weights(model)
     materialize(model, "cpu")
     model(IDS, use_cache=False).logits.sum().backward()
-    assert not has_the_hook(model)
+    assert not asks_for_weights(model)
 
 
 def test_a_checkpoint_can_be_loaded_after_it(model, tmp_path):
@@ -60,4 +70,4 @@ def test_a_unit_that_is_called_on_its_own(axes):
 
 def test_a_model_with_weights_has_no_such_hook():
     for model in planned(small_model("llama"), "dp_shard"):
-        assert not has_the_hook(model)
+        assert not asks_for_weights(model)

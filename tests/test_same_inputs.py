@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardplan.runtime.apply.same_inputs import SLOTS, compare_inputs, content, is_compared
+from shardplan.runtime.apply.same_inputs import SLOTS, comparing, content, is_compared
 from shardplan.torchlib.private import private
 from tests.proofs import fake_mesh
 
@@ -72,7 +72,7 @@ class Pair(nn.Module):
 def watched() -> nn.Module:
     with fake_mesh(4) as mesh:
         model = Pair()
-        compare_inputs(model, mesh)
+        model.register_forward_pre_hook(comparing(mesh), with_kwargs=True)
         yield model
 
 

@@ -188,7 +188,6 @@ def apply_plan(
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.failed_steps import Ranks
-    from shardplan.runtime.apply.guards import guard
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
     from shardplan.runtime.apply.random_numbers import draws_of, shared_seed
@@ -219,8 +218,7 @@ def apply_plan(
     how |= {"diagnostics": (*decided.warnings, *found), "proof": proof, "derived": decided.derived}
     result: nn.Module | Pipeline
     if stages is None or layout is None:
-        result = apply_program(model, plan_mesh, program, ranks=Ranks(mesh), **how)
-        guard(result, plan_mesh, compare=check_inputs)
+        result = apply_program(model, plan_mesh, program, ranks=Ranks(mesh), kind="model", compare=check_inputs, **how)
     else:
         result = apply_stages(model, layout, program, stages.micro_batches, stages.loss_fn, compare=check_inputs, **how)
     originals.refuse_optimizers(result)

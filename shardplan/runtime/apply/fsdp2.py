@@ -15,7 +15,6 @@ from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
 from shardplan.core.tree import ancestors
 from shardplan.runtime.parallel.failures import at_module
 from shardplan.runtime.parallel.fsdp_units import keep_requires_grad
-from shardplan.runtime.parallel.left_steps import watch_left_steps
 
 from .expert_units import placement_over
 from .later_hooks import refuse_later_hooks
@@ -44,7 +43,6 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
     _keep_class_names(model)
     _prefetch(model, wrapped, section.prefetch)
     keep_requires_grad(model.modules())
-    watch_left_steps(model)
     refuse_later_hooks(model)
     return model
 

@@ -1,34 +1,113 @@
-"""What watches the run of a planned model. Each guard stands in a file of its own (docs/decisions/0045)."""
+"""What watches the forwards of a planned model (docs/decisions/0045): one table, and one hook in front of each watched module."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from shardplan.model.adapters import unwrapped
-from shardplan.torchlib.hook_order import order_hooks
+from shardplan.runtime.parallel.left_steps import put_right
 
-from .before_weights import refuse_before_weights
-from .later_float8 import refuse_later_float8
-from .plan_mesh import PlanMesh
-from .same_inputs import compare_inputs
-from .same_kinds import compare_kinds
-from .same_weights import compare_weights
+from .before_weights import weights_are_there
+from .later_float8 import no_later_float8
+from .refusals import no_attention_maps, no_later_adapters
+from .same_inputs import is_compared, same_inputs
+from .same_kinds import same_kinds
+from .same_weights import same_weights
 from .sampling import sample_alike
+from .watched import Look, Looks, Watched
+
+Kind = Literal["program", "stage", "model"]
+KINDS: tuple[Kind, ...] = ("program", "stage", "model")
 
 
-def guard(model: nn.Module, mesh: PlanMesh, *, compare: bool) -> None:
-    """Attach the guards to a model that a plan was applied to.
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A row of the table.
+
+    Args:
+        looks: a watched model -> in front of which modules it looks, and how; nothing where there is nothing to look for.
+        of: what it is attached to: every program that is applied, those of proofs too; or the stages of a pipeline and whole models
+            that users train; or these models alone.
+        some: it looks at the forwards 1, 2, 4, ..., 512 and every 1,000th, and not at all of them.
+        compares: ranks compare: with `check_inputs` alone.
+        alone: it is a hook of its own, not one of those in front of a module: it may change the arguments, and hundreds of modules have one.
+        in_graphs: it looks while a forward is compiled too, and what it reads becomes a part of the graph's conditions.
+    """
+
+    looks: Callable[[Watched], Looks]
+    of: Kind
+    some: bool = False
+    compares: bool = False
+    alone: bool = False
+    in_graphs: bool = False
+
+
+def _put_right(watched: Watched) -> Looks:
+    root = watched.outer
+    return {root: lambda module, args, kwargs: put_right(root)} if isinstance(root, FSDPModule) else {}
+
+
+# In the order in which they look. Calls that are refused whatever ranks hold come first. Then what makes comparing senseless: weights
+# that are not there. Then what ranks compare; of these the inputs are last, as the others name what is wrong for all inputs. FSDP2's state
+# is put right when nothing else raises, right before its own hooks, which are behind all of these: their collectives would not match, and
+# FSDP2 fixes its state in its first forward, also in one that fails.
+GUARDS: tuple[Guard, ...] = (
+    Guard(no_attention_maps, "program", in_graphs=True),
+    Guard(no_later_adapters, "program", in_graphs=True),
+    Guard(weights_are_there, "stage"),
+    Guard(no_later_float8, "model", some=True),
+    Guard(same_weights, "stage", compares=True),
+    Guard(same_kinds, "model", compares=True),
+    Guard(same_inputs, "model", compares=True),
+    Guard(_put_right, "program"),
+    Guard(lambda watched: watched.parts, "program", alone=True),
+)
+
+
+def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
+    """Attach the guards to a model that a plan was applied to, and let tp ranks sample alike.
 
     Args:
         compare: compare the inputs of tp ranks, the kinds of inputs of data-parallel ranks, and the weights of replicas.
     """
-    if mesh.tp is not None and mesh.tp_size > 1:
-        if compare:
-            compare_inputs(model, mesh.tp)
-        sample_alike(unwrapped(model), mesh.tp)
-    if compare:
-        compare_kinds(model, mesh)
-        compare_weights(model, mesh.mesh)
-    refuse_later_float8(model)
-    refuse_before_weights(model)  # last, as its hook runs first: there is nothing to compare without weights
-    order_hooks(model)
+    found: dict[nn.Module, list[tuple[Guard, Look]]] = defaultdict(list)
+    for one in GUARDS:
+        if KINDS.index(one.of) <= KINDS.index(kind) and (compare or not one.compares):
+            for module, look in one.looks(watched).items():
+                if one.alone:
+                    module.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+                else:
+                    found[module].append((one, look))
+    for module, looking in found.items():  # behind those that are alone, so that it runs in front of them
+        _watch(module, looking)
+    if kind == "model" and watched.mesh.tp is not None and watched.mesh.tp_size > 1:
+        sample_alike(watched.inner, watched.mesh.tp)
+
+
+def _watch(module: nn.Module, looking: Sequence[tuple[Guard, Look]]) -> None:
+    """Call all that look in front of a module's forward; the hook goes with the last of them."""
+    always = [look for one, look in looking if one.in_graphs]
+    others = [(one.some, look) for one, look in looking if not one.in_graphs]
+    count = 0
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal count
+        for look in always:
+            look(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            return
+        count += 1
+        for one in tuple(others):
+            some, look = one
+            if (not some or is_compared(count)) and look(module, args, kwargs):
+                others.remove(one)
+        if not (always or others):
+            handle.remove()
+
+    handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

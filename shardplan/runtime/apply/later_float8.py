@@ -5,28 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.model.float8 import is_float8
 
-from .same_inputs import is_compared
+from .watched import Looks, Watched
 
 
-def refuse_later_float8(model: nn.Module) -> None:
-    """Make the forward of a planned model raise RuntimeError where a layer was converted after the plan was applied. It is looked for at
-    the forwards 1, 2, 4, ..., 512 and every 1,000th."""
-    known = {id(module) for module in model.modules() if is_float8(module)}
-    count = 0
+def no_later_float8(watched: Watched) -> Looks:
+    """RuntimeError where a layer was converted after the plan was applied."""
+    known = {id(module) for module in watched.outer.modules() if is_float8(module)}
 
-    def refuse(module: nn.Module, args: Any) -> None:
-        nonlocal count
-        if torch.compiler.is_compiling():
-            return
-        count += 1
-        if not is_compared(count):
-            return
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
         for name, layer in module.named_modules():
             if is_float8(layer) and id(layer) not in known and isinstance(layer.weight, DTensor):
                 raise RuntimeError(
@@ -34,4 +25,4 @@ def refuse_later_float8(model: nn.Module) -> None:
                     "the plan (convert_to_float8_training(model), then apply_plan(model, ...))"
                 )
 
-    model.register_forward_pre_hook(refuse, prepend=True)
+    return {watched.outer: look}

@@ -18,7 +18,7 @@ from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
-from shardplan.runtime.parallel.direct_calls import OwnForward, watch_calls
+from shardplan.runtime.parallel.direct_calls import OwnForward, hooks_of_parts
 from shardplan.runtime.parallel.failures import module_of
 from shardplan.runtime.parallel.forward import wrap_forward
 from shardplan.runtime.parallel.random_streams import Streams
@@ -36,15 +36,17 @@ from .contract import check_unchanged, names_of
 from .expert_units import check_experts
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
 from .fsdp2 import dtype_of
+from .guards import Kind, guard
 from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
 from .random_numbers import ByVariant, draws_of, streams_of, use_common_streams, use_own_streams
-from .refusals import refuse_adapter_changes, refuse_attention_maps, refuse_changes, refuse_later_adapters
+from .refusals import refuse_adapter_changes, refuse_changes
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
 from .unfit_models import refuse_scattered
+from .watched import Looks, Watched
 from .wrapped import Wrapped
 
 
@@ -65,6 +67,7 @@ class Work:
     autocast: torch.dtype | None = None
     draws: ByVariant = field(default_factory=dict)  # whose random numbers each module draws
     streams: Streams | None = None
+    parts: Looks = field(default_factory=dict)
     steps: list[str] = field(default_factory=list)
     bare: bool = False
 
@@ -175,28 +178,25 @@ def _data_parallel(work: Work) -> bool:
     return True
 
 
-def _watch_calls(work: Work) -> None:
+def _parts(work: Work) -> None:
     if work.shared is None:
         return
     program, regime = work.program, work.shared.regime
     regime.home, regime.unreadable = regime.variant, next(iter(program.unreadable), "")
     plain = variant_name(without_sequence(program.resolved.overlays))
-    watch_calls(work.inner, work.model, program.by_name, plain, regime)
+    work.parts = hooks_of_parts(work.inner, work.model, program.by_name, plain, regime)
     if work.shared.link is not None:
         work.shared.link.watch(work.inner.get_submodule(m.name) for m in program.modules.values() if m.link == "source")
 
 
 def _refusals(work: Work) -> bool:
     if work.split:
-        _watch_calls(work)
-        refuse_attention_maps(work.inner)
+        _parts(work)
         refuse_full_tensor(work.inner, packed_parameters(work.program))
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
         for model in {id(model): model for model in (work.model, work.inner)}.values():
             refuse_changes(model)
         refuse_adapter_changes(work.model, work.inner)
-    if work.split or work.result is not None:
-        refuse_later_adapters(work.inner)
     return False  # nothing that a user asked for
 
 
@@ -253,6 +253,8 @@ def apply_program(
     ranks: Ranks = ALONE,
     place: tuple[int, ...] = (),
     bare: bool = False,
+    kind: Kind = "program",
+    compare: bool = True,
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
@@ -264,6 +266,8 @@ def apply_program(
         derived: the plan, where `auto` derived it.
         ranks: those that do it together, and learn from each other where one of them fails.
         place: of this model among others with the same seed, which draw other numbers.
+        kind: what it is applied to, as the guards are asked.
+        compare: as for `guard`.
         bare: a program without data parallelism is not refused on a mesh with such ranks: the model is looked at, not trained.
 
     Raises:
@@ -315,6 +319,7 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
+    guard(Watched(result, work.inner, mesh, work.split or work.result is not None, work.parts), kind, compare=compare)
     order_hooks(result)
     steps = tuple(work.steps)
     record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardplan.model.adapters import is_wrapper
 
+from .watched import Looks, Watched
+
 # Methods that would change or write parameters as if they were whole -> what to do instead.
 INSTEAD = {
     "resize_token_embeddings": "resize the embeddings before apply_plan",
@@ -36,17 +38,17 @@ _OF_ADAPTERS = {
 _OF_LAYERS = {"merge": _MERGE, "unmerge": _MERGE, "update_layer": _ADD, "delete_adapter": _DELETE}
 
 
-def refuse_attention_maps(model: nn.Module) -> None:
-    """Make the model raise ValueError for `output_attentions=True`: each rank has the maps of its own heads only."""
+def no_attention_maps(watched: Watched) -> Looks:
+    """ValueError for `output_attentions=True` on several tp ranks: each has the maps of its own heads only."""
 
-    def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
             raise ValueError(
                 "output_attentions=True: under tensor parallelism every rank computes its own heads only, and the "
                 "attention maps are not gathered; get them from the unsharded model"
             )
 
-    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    return {watched.inner: look} if watched.mesh.tp_size > 1 else {}
 
 
 def refuse_changes(model: nn.Module) -> None:
@@ -73,17 +75,17 @@ def refuse_adapter_changes(model: nn.Module, inner: nn.Module) -> None:
                 setattr(module, name, partial(_refuse, method, name, instead))
 
 
-def refuse_later_adapters(inner: nn.Module) -> None:
-    """Make the forward raise RuntimeError where adapters came into the model after its plan was applied: what peft adds is no part of
-    the plan, and nothing reduces its gradients."""
-    known = dict(_adapters_of(inner))
+def no_later_adapters(watched: Watched) -> Looks:
+    """RuntimeError where adapters came into the model after its plan was applied: what peft adds is no part of the plan, and nothing
+    reduces its gradients."""
+    known = dict(_adapters_of(watched.inner))
 
-    def refuse(module: nn.Module, args: tuple) -> None:
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for name, adapter in _adapters_of(module).items():
             if known.get(name) is not adapter:
                 raise RuntimeError(f"the adapter {name!r} was added after a plan was applied to this model; {_ADD}")
 
-    inner.register_forward_pre_hook(refuse)
+    return {watched.inner: look} if watched.split else {}
 
 
 def _adapters_of(model: nn.Module) -> Mapping[str, Any]:

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.core.mesh import Axis
 from shardplan.torchlib.private import private
 
+from .watched import Look, Looks, Watched
+
 EVERY = 1_000
 _PARALLEL = {Axis.TP: "tensor", Axis.PP: "pipeline"}
 SLOTS = 32  # of the numbers that are compared: one for all names, shapes and dtypes, the others for contents
@@ -25,14 +27,20 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 
 
-def compare_inputs(model: nn.Module, mesh: DeviceMesh, axis: Axis = Axis.TP) -> None:
-    """Compare the tensor arguments of the model's training forwards over an axis, at some of them: `is_compared`.
+def same_inputs(watched: Watched) -> Looks:
+    """Compare the arguments over tp."""
+    tp = watched.mesh.tp
+    return {watched.outer: comparing(tp)} if tp is not None and tp.size() > 1 else {}
+
+
+def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP) -> Look:
+    """Compares the tensor arguments of a model's training forwards over an axis, at some of them: `is_compared`.
 
     Compared are the names, shapes, dtypes and contents of the tensors among the arguments; of DTensors, other subclasses and
     sparse tensors, the contents are not looked at. The first comparison is waited for. The later ones run beside the model,
     and their result is looked at by the next forward.
 
-    The hook raises RuntimeError, naming the arguments and the ranks that were fed another batch than rank 0.
+    RuntimeError names the arguments and the ranks that were fed another batch than rank 0.
 
     Args:
         mesh: the one-dimensional mesh of the axis.
@@ -40,7 +48,7 @@ def compare_inputs(model: nn.Module, mesh: DeviceMesh, axis: Axis = Axis.TP) -> 
     count = 0
     running: _Comparison | None = None
 
-    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal count, running
         inputs = _tensors(args, kwargs)
         if in_a_graph(inputs):
@@ -58,8 +66,7 @@ def compare_inputs(model: nn.Module, mesh: DeviceMesh, axis: Axis = Axis.TP) -> 
             earlier, running = running, None
             earlier.finish()
 
-    # Before the hooks of FSDP2 and of the plan: their collectives would hang where shapes differ.
-    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+    return look
 
 
 def is_compared(count: int) -> bool:

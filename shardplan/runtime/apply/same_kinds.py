@@ -15,30 +15,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
-from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.fsdp_units import units_of
 
 from .agreement import least
-from .plan_mesh import PlanMesh
 from .same_inputs import in_a_graph, named_arguments
+from .watched import Looks, Watched
 
 
-def compare_kinds(model: nn.Module, mesh: PlanMesh) -> None:
+def same_kinds(watched: Watched) -> Looks:
     """Compare over all ranks, before each forward that FSDP2 gathers parameters for, which arguments are floating-point tensors, or
     lists of them; masks, token ids and positions may differ. One all-reduce of two integers for each axis of the mesh, which the
     process waits for. Models that cannot be given other kinds of inputs, and other backends, are left alone.
 
-    The hook raises RuntimeError on all ranks, naming the arguments and the ranks, before anything of the model runs.
+    RuntimeError on all ranks, naming the arguments and the ranks, before anything of the model runs.
     """
+    model, mesh = watched.outer, watched.mesh
     meshes = {axis: mesh.mesh[mesh.names[axis]] for axis in APPLIED if axis in mesh.names}
     split = any(meshes[axis].size() > 1 for axis in meshes.keys() & set(DATA_PARALLEL))
-    if not isinstance(model, FSDPModule) or not split or not _takes_several_kinds(unwrapped(model)):
-        return
+    if not isinstance(model, FSDPModule) or not split or not _takes_several_kinds(watched.inner):
+        return {}
     # Those of tp too: where they are fed different batches, some data-parallel group would go on without the ranks that raise.
     axes = [one for one in meshes.values() if one.size() > 1]
     groups = [found.group for unit in units_of(model.modules()) for found in unit.groups]
 
-    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = named_arguments(args, kwargs)
         if in_a_graph({name: x for name, x in given.items() if isinstance(x, Tensor)}):
             return
@@ -46,8 +46,7 @@ def compare_kinds(model: nn.Module, mesh: PlanMesh) -> None:
         if torch.is_grad_enabled() or not all(group.is_unsharded for group in groups):
             _compare(tuple(name for name, x in given.items() if _is_features(x)), axes)
 
-    # Before the hooks of FSDP2 and of the plan, whose collectives would not match.
-    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+    return {model: look}
 
 
 def _takes_several_kinds(model: nn.Module) -> bool:

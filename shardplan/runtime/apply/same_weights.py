@@ -13,35 +13,33 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .agreement import least
 from .same_inputs import content
+from .watched import Looks, Watched
 
 SHOWN = 3
 PIECE = 2**24  # elements that are summed up at once, which bounds the memory
 
 
-def compare_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the first training forward compare the weights over the axes on which they are replicated: tp for parameters that
+def same_weights(watched: Watched) -> Looks:
+    """The first training forward compares the weights over the axes on which they are replicated: tp for parameters that
     are whole, dp_replicate under HSDP. Weights that each rank made from a seed of its own train apart without a word.
 
-    The hook raises RuntimeError on all ranks; where weights differ it names the axis and the parameters. It goes with that
-    forward. Parameters that are no DTensors are not looked at: DistributedDataParallel sends its own.
-
-    Args:
-        mesh: of all ranks that run the model.
+    RuntimeError on all ranks; where weights differ it names the axis and the parameters. Parameters that are no DTensors are not looked at:
+    DistributedDataParallel sends its own.
     """
 
-    def compare(module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return
-        handle.remove()
+    def look(module: nn.Module, args: Any, kwargs: Any) -> bool:
+        if not (module.training and torch.is_grad_enabled()):
+            return False
         wrong = [text for (one, dim), found in _replicated(module).items() if (text := _difference(one, dim, found))]
-        if least([-bool(wrong)], mesh) != [0]:  # on any rank
+        if least([-bool(wrong)], watched.mesh.mesh) != [0]:  # on any rank
             where = "; ".join(wrong) or "those of other ranks; their errors name them"
             raise RuntimeError(
                 f"ranks that store the same weights have different ones: {where}. Load a checkpoint, build the model from one "
                 "seed on all ranks, or let apply_plan send the weights of one rank (src_data_rank=0)"
             )
+        return True
 
-    handle = model.register_forward_pre_hook(compare, prepend=True)
+    return {watched.outer: look}
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -29,10 +29,11 @@ _top_hooks = private("top_saved_tensors_hooks")
 _ONE_VARIANT = "the program has no variant without sequence parallelism"
 
 
-def watch_calls(
+def hooks_of_parts(
     model: nn.Module, outer: nn.Module, variants: Mapping[str, Mapping[str, ModuleProgram]], plain: str, regime: Regime
-) -> None:
-    """Know of the parts of a model whether they are called in the model's own forward, which `OwnForward` is around.
+) -> dict[nn.Module, _Part]:
+    """The forward pre-hooks of the parts of a model, which know whether these are called in the model's own forward (`OwnForward` is around
+    that).
 
     Args:
         model: the one that the program is for.
@@ -42,6 +43,7 @@ def watch_calls(
     """
     planned = {name for modules in variants.values() for name in modules if name}
     around = {a for name in planned for a in ancestors(name) if a}
+    hooks = {}
     for name in sorted(planned | around):
         module, why = model.get_submodule(name), _unfit(name, variants[plain]) if plain in variants else _ONE_VARIANT
         if why:
@@ -49,8 +51,8 @@ def watch_calls(
         if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):
             module.__dict__[NOT_ALONE] = why  # seen where it reads its parameters, which costs the others nothing
         else:
-            part = _Part(name, why, plain, regime, outer)
-            module.register_forward_pre_hook(part, prepend=True, with_kwargs=True)
+            hooks[module] = _Part(name, why, plain, regime, outer)
+    return hooks
 
 
 class OwnForward:

@@ -4,7 +4,6 @@ at the next forward. Left as it is, no gradient is reduced any more, and no para
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardplan.torchlib.private import private
@@ -20,12 +19,6 @@ LOST = (
 )
 
 
-def watch_left_steps(model: nn.Module) -> None:
-    """Put FSDP2's state right before each forward of the model that needs it. To be attached after FSDP2, to run before its hooks."""
-    if isinstance(model, FSDPModule):
-        model.register_forward_pre_hook(lambda module, args: put_right(module), prepend=True)
-
-
 def put_right(root: FSDPModule) -> None:
     """Make the state of FSDP2 what it is between two steps, if an exception left a forward or a backward half-way. Gradients of that
     backward which are not reduced are dropped.
@@ -37,8 +30,6 @@ def put_right(root: FSDPModule) -> None:
         RuntimeError: there are other gradients, which cannot be told from those of that backward: they are dropped too. Or this torch
             cannot put its state right.
     """
-    if torch.compiler.is_compiling():
-        return
     left = left_half_way(root)
     if not left or _current_graph_task_id() != -1:
         return

@@ -11,9 +11,7 @@ from shardplan.compiler.lower.program import Program
 from shardplan.core.mesh import APPLIED, Axis
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import AppliedParts, applied, mark_unusable
-from shardplan.runtime.apply.before_weights import refuse_before_weights
 from shardplan.runtime.apply.phases import apply_program
-from shardplan.runtime.apply.same_weights import compare_weights
 
 from .cut_model import absent_of, cut_model, empty, state_of
 from .pipelined_model import Layout, Pipeline, Whole
@@ -61,12 +59,10 @@ def apply_stages(
         # Inside of all that later phases put around the model's forward.
         set_stage_forward(part, stage, call, without_cache=_has_cache(unwrapped(part)))
         own = program_of_stage(program, layout.cut, index)
-        result = apply_program(part, stage_mesh, own, ranks=ranks, place=(index,), **options)
+        parts[index] = apply_program(
+            part, stage_mesh, own, ranks=ranks, place=(index,), kind="stage", compare=compare, **options
+        )
         stage.watch()
-        if compare:
-            compare_weights(result, stage_mesh.mesh)
-        refuse_before_weights(result)
-        parts[index] = result
     count, blocks = layout.cut.stages, ", ".join(map(str, layout.cut.sizes))
     title = (
         f"pipeline on {layout.mesh.sizes.text((Axis.PP, *APPLIED))}: {count} stages of {blocks} blocks, schedule "

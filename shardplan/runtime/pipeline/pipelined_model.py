@@ -18,7 +18,7 @@ from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import AppliedParts
 from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
-from shardplan.runtime.apply.same_inputs import compare_inputs
+from shardplan.runtime.apply.same_inputs import comparing
 
 from .cut_model import Absent
 from .engine import Engine
@@ -119,12 +119,9 @@ class Pipeline(Parted):
         ):
             count_by_step(last, lambda: self._call.loss)
 
-        self._entrance = _Entrance()
         self._uncompared = compare
-        if compare:
-            for axis, one in ((Axis.PP, mesh.pp), (Axis.TP, mesh.tp)):
-                if one is not None and one.size() > 1:
-                    compare_inputs(self._entrance, one, axis)
+        axes = ((Axis.PP, mesh.pp), (Axis.TP, mesh.tp)) if compare else ()
+        self._compare_inputs = [comparing(one, axis) for axis, one in axes if one is not None and one.size() > 1]
 
     @staticmethod
     def module_of(part: nn.Module) -> nn.Module:
@@ -173,7 +170,6 @@ class Pipeline(Parted):
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put all parts in training mode, or in evaluation mode."""
-        self._entrance.train(mode)
         for part in self.parts:
             part.train(mode)
         return self
@@ -229,7 +225,8 @@ class Pipeline(Parted):
         replicas = self.layout.mesh.data_parallel_ranks
         if tokens is None:
             tokens = self._tokens(given.tensors.get("labels"))
-        self._entrance(**inputs)
+        for look in self._compare_inputs:  # once for all stages
+            look(self.parts[0], (), inputs)
         if train and self._uncompared:
             compare_copies(self.copies, self.group, self.device)
             self._uncompared = False
@@ -345,10 +342,3 @@ class Pipeline(Parted):
         for group in (self.group, *self._data_parallel):
             dist.all_reduce(total, group=group)
         return total / replicas
-
-
-class _Entrance(nn.Module):
-    """Sees the arguments of each step, once for all stages."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        return None

@@ -1,0 +1,35 @@
+"""What the guards of a planned model are made from, and what each of them is (`guards.GUARDS`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .plan_mesh import PlanMesh
+
+# Called in front of a module's forward, with its arguments. It raises where something is wrong, and returns True where it need not be
+# called again; one that is a hook of its own (`Guard.alone`) returns what torch's hooks return, the arguments.
+Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+Looks = Mapping[nn.Module, Look]  # of the modules in front of whose forwards it is called
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A model that a plan was applied to.
+
+    Args:
+        outer: what its caller calls: with the wrapper of a data-parallel backend, and of peft.
+        inner: the model that the program is for.
+        mesh: of all ranks that run the model.
+        parts: the hooks of modules that may be called by themselves.
+        split: whether it runs on several tp ranks, or a data-parallel backend has it.
+    """
+
+    outer: nn.Module
+    inner: nn.Module
+    mesh: PlanMesh
+    split: bool
+    parts: Looks
