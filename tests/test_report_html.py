@@ -1,6 +1,5 @@
 """The page of `shardplan report`: well formed, complete, and no name of a model or a plan is markup in it."""
 
-import itertools
 from html.parser import HTMLParser
 
 import pytest
@@ -97,8 +96,8 @@ def test_everything_is_in_it(made):
     assert any("model.layers.0-2.mlp.up_proj\nweight: Shard(0) [48, 64]" in one for one in titles)
 
 
-def test_a_pipeline_is_drawn_with_every_axis():
-    """Each module's place on each axis of the mesh; the stages; a box for each forward and backward of each micro-batch."""
+def test_a_pipeline_with_every_axis():
+    """Each module's place on each axis of the mesh, and the stages."""
     staged = {
         "version": "1",
         "extends": "llama",
@@ -110,11 +109,7 @@ def test_a_pipeline_is_drawn_with_every_axis():
     }
     mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
     made = plan_report(CONFIG, staged, mesh, proof=False, sequence_parallel=True)
-    assert made.pipeline is not None and [len(row) for row in made.pipeline.ranks] == [8, 8]
-    for row in made.pipeline.ranks:
-        assert all(0 <= slot.start < slot.end <= 1 for slot in row)
-        assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(row))
-    assert max(slot.end for row in made.pipeline.ranks for slot in row) == 1
+    assert made.pipeline is not None and made.pipeline.sizes == (2, 1)
     page = Page(shown(made))
     for said in (
         "tp: Shard(0)",
@@ -124,8 +119,8 @@ def test_a_pipeline_is_drawn_with_every_axis():
         "dp_replicate: Replicate",
         "pp: stage 0",
         "pp: stage 1",
-        "1f1b, 4 micro-batches",
-        "backward of micro-batch 3, stage 1",
+        "model.layers.0-1",
+        "model.norm, lm_head",
         "stages of the model, one after the other",
     ):
         assert said in page.text, said
