@@ -24,6 +24,12 @@ OLDER: dict[str, Any] = {
     "tp_mesh_name": None,
     "dp_cp_mesh_name": None,
 }
+# What the places behind the mesh hold in the older form, and today.
+PLACES = (
+    ("third", torch.dtype, MixedPrecisionPolicy),
+    ("fourth", MixedPrecisionPolicy, OffloadPolicy),
+    ("fifth", OffloadPolicy, bool),
+)
 ITS_OWN = ("param_dtype", "dp_mesh_name", "dp_cp_mesh_name")
 ITS_AXES = {"data_parallel", "tensor_parallel", "context_parallel", "dp_cp"}
 
@@ -44,21 +50,9 @@ def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]
         older = [f"{name}=" for name in ITS_OWN if name in named]
         newer = [f"{name}=" for name in named if name in new and name not in ("moe_mesh", "logits")]
         axes = set(device_mesh.mesh_dim_names or ()) & ITS_AXES
-        third = places[0] if places else None
-        if isinstance(third, torch.dtype):
-            older.append(f"{third} in the third place")
-        elif isinstance(third, MixedPrecisionPolicy):
-            newer.append("a policy in the third place")
-        fourth = places[1] if len(places) > 1 else None
-        if isinstance(fourth, MixedPrecisionPolicy):
-            older.append("mp_policy in the fourth place")
-        elif isinstance(fourth, OffloadPolicy):
-            newer.append("offload_policy in the fourth place")
-        fifth = places[2] if len(places) > 2 else None
-        if isinstance(fifth, bool):
-            newer.append("sequence_parallel in the fifth place")
-        elif isinstance(fifth, OffloadPolicy):
-            older.append("offload_policy in the fifth place")
+        for place, (number, of_older, of_newer) in zip(places, PLACES, strict=False):
+            older += [f"a {of_older.__name__} in the {number} place"] if isinstance(place, of_older) else []
+            newer += [f"a {of_newer.__name__} in the {number} place"] if isinstance(place, of_newer) else []
         if older and newer:
             raise ValueError(
                 f"{' and '.join(older)} belong to the older form, (model, device_mesh, param_dtype, mp_policy, offload_policy, ...), "
