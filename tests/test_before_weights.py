@@ -71,3 +71,16 @@ def test_a_unit_that_is_called_on_its_own(axes):
 def test_a_model_with_weights_has_no_such_hook():
     for model in planned(small_model("llama"), "dp_shard"):
         assert not asks_for_weights(model)
+
+
+def test_one_hook_looks_in_front_of_each_watched_module():
+    for model in planned(meta_model("llama"), "dp_shard and tp"):
+        counts = [
+            sum(hook.__module__ == guards.__name__ for hook in module._forward_pre_hooks.values())
+            for module in model.modules()
+        ]
+        assert set(counts) == {0, 1} and counts[0] == 1
+        first = next(iter(model._forward_pre_hooks.values()))
+        assert first.__module__ == guards.__name__  # in front of FSDP2's
+        looks = [look.__qualname__.partition(".")[0] for _, look in inspect.getclosurevars(first).nonlocals["others"]]
+        assert looks == ["weights_are_there", "no_later_float8", "same_weights", "comparing", "_put_right"]

@@ -262,17 +262,21 @@ def test_later_batches_are_compared_by_count_and_reported_by_the_next_forward(wr
 # Ranks that were given different weights
 
 
-def with_other_weights(name: str | None) -> str:
-    """What the first forward says where a parameter of rank 2 of dp_replicate 2 x tp 2 is another one; "" for nothing."""
+def with_other_weights(name: str | None) -> list[str]:
+    """What two forwards say where a parameter of rank 2 of dp_replicate 2 x tp 2 is another one, and a third after it is right; "" for
+    nothing."""
     model = shardplan.apply_plan(small_model("llama"), shardplan.build_mesh(dp_replicate=2, tp=2), "auto", prove=False)
-    if name is not None and dist.get_rank() == 2:
+    own = model.get_parameter(name).to_local() if name is not None and dist.get_rank() == 2 else torch.zeros(1)
+    right, said = own.detach().clone(), []
+    for value in (right * 1.5, right * 1.5, right):
         with torch.no_grad():
-            model.get_parameter(name).to_local().mul_(1.5)
-    try:
-        model(input_ids=batch(1), use_cache=False)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+            own.copy_(value)
+        try:
+            model(input_ids=batch(1), use_cache=False)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.parametrize(
@@ -283,12 +287,13 @@ def with_other_weights(name: str | None) -> str:
     ],
 )
 def test_weights_that_should_be_the_same_are_compared(name, said):
-    for text, expected in zip(on_ranks(4, with_other_weights, name), said, strict=True):
-        assert expected in text and (name in text) == expected.startswith("over")
+    for (first, second, third), expected in zip(on_ranks(4, with_other_weights, name), said, strict=True):
+        assert expected in first and (name in first) == expected.startswith("over")
+        assert second == first and not third
 
 
 def test_equal_weights_pass():
-    assert on_ranks(4, with_other_weights, None) == [""] * 4
+    assert on_ranks(4, with_other_weights, None) == [[""] * 3] * 4
 
 
 # Ranks that are about to do different things
