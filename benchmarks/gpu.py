@@ -93,8 +93,8 @@ OURS: dict[str, Way] = {
     "TP": partial(planned, sequence_parallel=False),
     "SP": partial(planned, sequence_parallel=True),
     "SP, regather": partial(planned, sequence_parallel=True, regather=True),
-    "TP, compiled": partial(planned, sequence_parallel=False, compile=True),
-    "SP, compiled": partial(planned, sequence_parallel=True, compile=True),
+    "TP, compiled": partial(planned, sequence_parallel=False, compile={}),
+    "SP, compiled": partial(planned, sequence_parallel=True, compile={}),
 }
 STOCK_COMPILED: dict[str, Way] = {f"{name}, compiled": partial(stock_compiled, way=way) for name, way in STOCK.items()}
 

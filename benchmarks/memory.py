@@ -90,7 +90,10 @@ CASES = {
     "llama, SP": Case("llama", {"dp_shard": 1, "tp": 2}, LLAMA, {"data_parallel": False, "sequence_parallel": True}),
     "llama, SP and FSDP2": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"sequence_parallel": True}),
     "llama, SP, FSDP2, activation checkpointing": Case(
-        "llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"sequence_parallel": True, "activation_checkpointing": True}
+        "llama",
+        {"dp_shard": 2, "tp": 2},
+        LLAMA,
+        {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"}},
     ),
     "llama, TP, FSDP2, split logits": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"logits": "sharded"}),
     "mixtral, SP and FSDP2": Case("mixtral", {"dp_shard": 2, "tp": 2}, MOE, {"sequence_parallel": True}),
@@ -186,14 +189,10 @@ def _peaks(events: Any, alive: Sequence[int]) -> list[int]:
 
 def estimated_peak(case: Case) -> int:
     estimate = shardplan.estimate(
-        case.model,
+        shardplan.Model(case.model, settings=case.settings),
         "auto",
         case.mesh,
-        seq_len=case.seq_len,
-        micro_batch=case.micro_batch,
-        precision="fp32",
-        optimizer=case.optimizer,
-        settings=case.settings,
+        shardplan.TrainingStep(case.seq_len, micro_batch=case.micro_batch, precision="fp32", optimizer=case.optimizer),
         **case.options,
     )
     return estimate.memory.total

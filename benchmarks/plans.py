@@ -104,7 +104,7 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
     for word in variants:
         resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), overlays_of(VARIANTS[word]))
         for tp in TPS:
-            program = compile_plan(short.build("meta"), MeshSizes(tp=tp), plan.name, sequence_parallel=VARIANTS[word])
+            program = compile_plan(short.build("meta"), {"tp": tp}, plan.name, sequence_parallel=VARIANTS[word])
             made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, bench, found.tree, tp)}
     return made
 

@@ -95,16 +95,17 @@ def measured_peak(case: Case) -> int:
 def estimated_peaks(case: Case) -> tuple[int, ...]:
     """Of each pp rank."""
     estimate = shardplan.estimate(
-        "llama",
+        shardplan.Model("llama", settings=SETTINGS),
         "auto",
         case.mesh,
-        seq_len=SEQ,
-        micro_batch=case.micro_batch,
-        micro_batches=case.micro_batches,
-        schedule=case.schedule,
-        precision="fp32",
-        optimizer="adamw-for-loop",  # torch's default on the CPU
-        settings=SETTINGS,
+        shardplan.TrainingStep(
+            SEQ,
+            micro_batch=case.micro_batch,
+            precision="fp32",
+            optimizer="adamw-for-loop",
+            micro_batches=case.micro_batches,
+            schedule=case.schedule,
+        ),
         pipeline_parallel=SECTION,
         **case.options,
     )

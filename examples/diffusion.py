@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from diffusers import SD3Transformer2DModel
 
-from shardplan import applied, apply_plan, build_mesh, clip_grad_norm_
+from shardplan import Model, applied, apply_plan, build_mesh, clip_grad_norm_
 
 SIZE, CHANNELS, TEXT, TEXT_WIDTH, POOLED = 16, 4, 7, 32, 24
 
@@ -77,7 +77,7 @@ def train(args: argparse.Namespace) -> None:
     mesh = build_mesh(dp_shard=None, tp=args.tp)
     torch.manual_seed(0)  # every rank draws the same weights, and keeps its part of them
     model = make_model().to(device).train()
-    apply_plan(model, mesh, "auto", sequence_parallel=args.tp > 1, inputs=inputs)
+    apply_plan(Model(model, inputs=inputs), mesh, "auto", sequence_parallel=args.tp > 1)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     say(applied(model), flush=True)
 

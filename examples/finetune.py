@@ -63,7 +63,7 @@ def make_model(args: argparse.Namespace) -> torch.nn.Module:
         build_mesh(dp_shard=None, tp=args.tp, dp_replicate=args.dp_replicate),
         args.plan,
         sequence_parallel=True,
-        activation_checkpointing=True,
+        activation_checkpointing={"mode": "full"},
         data_parallel=halved if args.precision == "bf16" else None,
         seq_len=args.seq_len,
     )

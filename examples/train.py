@@ -70,7 +70,7 @@ def make_model(config: PreTrainedConfig, mesh: DeviceMesh, args: argparse.Namesp
         mesh,
         args.plan,
         sequence_parallel=args.sequence_parallel,
-        activation_checkpointing=True,
+        activation_checkpointing={"mode": "full"},
         seq_len=args.seq_len,
     )
     # Every rank reads its part of real weights, or draws the same random ones and keeps its part of them.

@@ -20,7 +20,7 @@ def meets(rule: Any, wanted: Any) -> bool:
 def against_overlay(model: nn.Module, inputs: Any) -> str:
     """The reason for which `init` finds no overlay: the first note of SP531, its only finding."""
     with pytest.raises(shardplan.PlanError) as refused:
-        shardplan.init_plan(model, inputs=inputs, sequence_parallel=True)
+        shardplan.init_plan(shardplan.Model(model, inputs=inputs), sequence_parallel=True)
     (found,) = refused.value.diagnostics
     assert found.code == "SP531"
     return found.notes[0]

@@ -134,7 +134,7 @@ def planned(
 
 def optimised(model: nn.Module, mesh: DeviceMesh, plan: Any, **options: Any) -> nn.Module:
     """What `apply_plan` does with ranks that all live here: with the layout check and the optimiser."""
-    program = compile_plan(model, MeshSizes(tp=mesh.size()), plan, **options)
+    program = compile_plan(model, {"tp": mesh.size()}, plan, **options)
     apply_program(model, read_mesh(mesh), program, src_data_rank=None)
     return model
 

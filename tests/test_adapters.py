@@ -25,7 +25,6 @@ from shardplan import applied
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.user_inputs import read_plan
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ParameterInfo
 from shardplan.model import find_any, tree_of
@@ -145,7 +144,7 @@ EACH = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for
 @pytest.mark.parametrize("name", EACH)
 def test_the_model_itself_validates_with_the_plan_of_its_type(name):
     model = CASES[name].meta()
-    report = shardplan.validate(model, "auto", tp=2, strict=False)
+    report = shardplan.validate(model, "auto", {"tp": 2}, strict=False)
     assert report.ok and not any(d.code.startswith(("SP2", "SP4", "SP5")) for d in report.diagnostics), str(report)
     assert report.variants == ("tensor_parallel", "sequence_parallel")
 
@@ -227,7 +226,7 @@ def test_other_ways_to_adapters(how):
             model = get_peft_model(model, config)
             model.add_adapter("second", LoraConfig(r=8, lora_alpha=3, target_modules=["q_proj", "down_proj"]))
             model.base_model.set_adapter(["default", "second"] if how == "two adapters" else ["second"])
-    report = shardplan.verify(model, "auto", tp=2)
+    report = shardplan.verify(model, "auto", {"tp": 2})
     assert report.proven and report.proof is not None
     count = {"two adapters": 16, "one of two": 8, "classifier": 9}.get(how, 8)
     compared = [[row for row in proof.rows if row.kind != "buffer"] for proof in report.proof.variants]
@@ -296,7 +295,7 @@ def test_a_wrong_way_to_hold_an_adapter_is_caught_by_the_layout_check(monkeypatc
 def test_a_wrong_way_to_hold_an_adapter_is_not_applied(monkeypatch):
     mutated(monkeypatch, "A", "out", WHOLE)
     with pytest.raises(PlanError, match="SP401"):
-        shardplan.compile_plan(shown(), MeshSizes(tp=2), "auto")
+        shardplan.compile_plan(shown(), {"tp": 2}, "auto")
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
@@ -323,15 +322,15 @@ def test_a_reduction_that_is_missing_at_run_time_is_refuted(monkeypatch):
     ],
 )
 def test_what_cannot_be_split_is_refused(options, code, words):
-    report = shardplan.validate(Adapted("llama", options).meta(), "auto", tp=2)
+    report = shardplan.validate(Adapted("llama", options).meta(), "auto", {"tp": 2})
     (finding,) = report.diagnostics
     assert finding.code == code and finding.help and words in str(report)
-    assert shardplan.validate(Adapted("llama", options).meta(), "auto", tp=1).ok
+    assert shardplan.validate(Adapted("llama", options).meta(), "auto", {"tp": 1}).ok
 
 
 def test_adapters_of_single_parameters_are_refused():
     options = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    report = shardplan.validate(Adapted("mixtral", options).meta(), "auto", tp=2)
+    report = shardplan.validate(Adapted("mixtral", options).meta(), "auto", {"tp": 2})
     (finding,) = report.diagnostics
     assert finding.code == "SP390" and "target_modules" in finding.help
 
@@ -347,13 +346,13 @@ def test_adapters_of_single_parameters_are_refused():
 def test_other_adapters_are_refused(config, code):
     with torch.device("meta"):
         model = get_peft_model(causal("llama"), config)
-    report = shardplan.validate(model, "auto", tp=2)
+    report = shardplan.validate(model, "auto", {"tp": 2})
     assert {d.code for d in report.diagnostics} == {code} and all(d.help for d in report.diagnostics)
 
 
 def test_a_rule_for_a_single_parameter_of_an_adapted_layer_is_refused():
     plan = {"version": "1", "tensor_parallel": {"model.layers.*.self_attn.q_proj.weight": "colwise"}}
-    report = shardplan.validate(CASES["llama"].meta(), plan, tp=2)
+    report = shardplan.validate(CASES["llama"].meta(), plan, {"tp": 2})
     assert "SP390" in {d.code for d in report.diagnostics if d.is_error}
 
 
@@ -376,22 +375,22 @@ def test_every_style_holds_every_part_of_an_adapter_or_refuses_it():
 
 
 def test_a_plan_is_bound_as_to_the_model_without_adapters():
-    plain = shardplan.compile_plan(small_model("llama"), MeshSizes(tp=2), "auto", sequence_parallel=True).resolved
+    plain = shardplan.compile_plan(small_model("llama"), {"tp": 2}, "auto", sequence_parallel=True).resolved
     model = get_peft_model(small_model("llama"), LoraConfig(target_modules=ALL))
-    adapted = shardplan.compile_plan(model, MeshSizes(tp=2), "auto", sequence_parallel=True).resolved
+    adapted = shardplan.compile_plan(model, {"tp": 2}, "auto", sequence_parallel=True).resolved
     assert {n: a.rule for n, a in adapted.assignments.items()} == {n: a.rule for n, a in plain.assignments.items()}
     assert adapted.dp_units == plain.dp_units and adapted.tree.class_names == plain.tree.class_names
 
 
 def test_no_rule_reaches_into_an_adapter():
     plan = {"version": "1", "tensor_parallel": {"model.layers.*.self_attn.q_proj.lora_A.default": "replicate"}}
-    report = shardplan.validate(CASES["llama"].meta(), plan, tp=2)
+    report = shardplan.validate(CASES["llama"].meta(), plan, {"tp": 2})
     assert "SP201" in {d.code for d in report.diagnostics if d.is_error}
 
 
 def test_a_copy_of_a_module_has_the_module_s_rule():
     model = CASES["llama, saved"].meta()
-    program = shardplan.compile_plan(model, MeshSizes(tp=2), "auto")
+    program = shardplan.compile_plan(model, {"tp": 2}, "auto")
     for copied in ("lm_head.original_module", "lm_head.modules_to_save.default"):
         assert program.modules[copied].style == "colwise_gather_output"
 
@@ -495,7 +494,7 @@ TRAINED = {
 @pytest.mark.proves("tp sp fsdp2 checkpointing lora", "tp fsdp2 lora", "tp sp fsdp2 lora")
 def test_training_with_fsdp2(model, sp):
     targets, save = TRAINED[model]
-    options = {"activation_checkpointing": True} if sp else {}
+    options = {"activation_checkpointing": {"mode": "full"}} if sp else {}
     compare(AdaptedRecipe(model, TWO_BY_TWO, sequence_parallel=sp, targets=targets, save=save, options=options))
 
 

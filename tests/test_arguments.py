@@ -10,10 +10,10 @@ import torch
 
 import shardplan
 from shardplan import Model, TrainingStep, compat
-from shardplan.api.keywords import MeshOptions, ModelOptions, sizes_of, split_options
+from shardplan.api.apply import ApplyOptions
+from shardplan.api.keywords import sizes_of
 from shardplan.core.dtypes import dtype_name
 from shardplan.core.mesh import MeshSizes
-from shardplan.cost.step_options import StepOptions
 from shardplan.runtime import training
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 96}
@@ -24,51 +24,53 @@ def quick(model: object, mesh: object = None, **options: object) -> shardplan.Re
     return shardplan.validate(model, "llama", mesh, layouts=False, **options)
 
 
-def test_a_model_is_named_in_one_record_or_by_keywords() -> None:
+def test_a_model_is_what_is_named_or_the_record_of_it() -> None:
     named = Model("llama", settings=SMALL)
-    assert quick(named, tp=2) == quick("llama", tp=2, settings=SMALL)
+    assert quick(Model("llama"), {"tp": 2}) == quick("llama", {"tp": 2})
     assert quick(named).allowed_tp == (1, 2, 4) and quick("llama").allowed_tp != (1, 2, 4)
-    assert shardplan.coverage(named) == shardplan.coverage("llama", settings=SMALL)
     program = shardplan.compile_plan(named, {"tp": 2}, "llama")
-    assert program.modules == shardplan.compile_plan("llama", MeshSizes(tp=2), "llama", settings=SMALL).modules
+    assert program.modules == shardplan.compile_plan(named.find().config, {"tp": 2}, "llama").modules
 
 
-def test_a_model_and_its_options_beside_it_are_a_wrong_call() -> None:
-    with pytest.raises(TypeError, match="settings: set it in the Model"):
-        quick(Model("llama"), settings=SMALL)
+def test_options_of_a_model_beside_it_are_a_wrong_call() -> None:
+    for wrong in ("settings", "inputs", "reduced", "trust_remote_code"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
+            quick("llama", **{wrong: None})
 
 
-def test_a_mesh_is_sizes_by_axis_in_any_spelling_or_keywords() -> None:
-    expected = MeshSizes(tp=2, dp_shard=4)
-    assert sizes_of({"tp": 2, "fsdp": 4}, {}) == sizes_of(None, {"tp": 2, "dp_shard": 4}) == expected
-    assert sizes_of(expected, {}) is expected
+def test_a_mesh_is_sizes_by_axis_in_any_spelling() -> None:
+    assert sizes_of({"tp": 2, "fsdp": 4}) == MeshSizes(tp=2, dp_shard=4) and sizes_of(None) == MeshSizes()
     small = Model("llama", settings=SMALL)
-    assert quick(small, {"tp": 2}) == quick(small, tp=2) == quick(small, MeshSizes(tp=2))
-    with pytest.raises(TypeError, match="tp: give the sizes in the mesh or as keyword arguments"):
-        quick(small, {"dp_shard": 2}, tp=2)
+    assert quick(small, {"tp": 2}).sizes == quick(small, {"tensor_parallel": 2}).sizes == MeshSizes(tp=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
+        quick(small, tp=2)
+    with pytest.raises(TypeError, match="mesh must be sizes by axis"):
+        quick(small, MeshSizes(tp=2))
     with pytest.raises(TypeError, match="verify needs a tp size"):
         shardplan.verify(small, "llama")
     for wrong, text in (
-        ({"pp": 2, "schedule": "gpipe"}, "a schedule and micro-batches are for pipeline stages in real processes"),
-        ({"pp": 2, "processes": True, "schedule": "2f2b"}, "there is no pipeline schedule '2f2b'"),
-        ({"pp": 2, "processes": True, "micro_batches": 0}, "micro_batches must be at least 1, not 0"),
-        ({"pp": 2, "processes": True, "micro_batches": 1}, "1f1b needs a micro-batch for each of its 2 stages"),
+        ({"schedule": "gpipe"}, "a schedule and micro-batches are for pipeline stages in real processes"),
+        ({"processes": True, "schedule": "2f2b"}, "there is no pipeline schedule '2f2b'"),
+        ({"processes": True, "micro_batches": 0}, "micro_batches must be at least 1, not 0"),
+        ({"processes": True, "micro_batches": 1}, "1f1b needs a micro-batch for each of its 2 stages"),
     ):
         with pytest.raises(ValueError, match=text):
-            shardplan.verify(small, "llama", **wrong)
+            shardplan.verify(small, "llama", {"pp": 2}, **wrong)
 
 
-def test_a_step_is_a_record_or_keywords() -> None:
+@pytest.mark.parametrize("name", ["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel"])
+def test_a_section_is_a_mapping_or_left_out(name: str) -> None:
+    for wrong in (True, 1, "full"):
+        with pytest.raises(TypeError, match=f"{name} must be a mapping"):
+            shardplan.compile_plan(Model("llama", settings=SMALL), {"tp": 2}, "llama", **{name: wrong})
+
+
+def test_a_step_is_a_record() -> None:
     small = Model("llama", settings=SMALL)
-    step = TrainingStep(32, precision="float32", optimizer="sgd")
-    said_so = {"seq_len": 32, "precision": torch.float32, "optimizer": "sgd"}
-    expected = shardplan.estimate(small, "llama", {"tp": 2}, step)
-    assert expected == shardplan.estimate(small, "llama", tp=2, **said_so)
-    assert expected.asked.step == TrainingStep(32, 1, "fp32", "sgd")
-    with pytest.raises(TypeError, match="an estimate needs seq_len"):
+    found = shardplan.estimate(small, "llama", {"tp": 2}, TrainingStep(32, precision="float32", optimizer="sgd"))
+    assert found.asked.step == TrainingStep(32, 1, "fp32", "sgd")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'step'"):
         shardplan.estimate(small, "llama", {"tp": 2})
-    with pytest.raises(TypeError, match="seq_len: put it into the TrainingStep"):
-        shardplan.estimate(small, "llama", {"tp": 2}, step, seq_len=32)
 
 
 def test_a_keyword_that_is_none_is_a_wrong_call() -> None:
@@ -113,7 +115,7 @@ def _signature(function: Callable[..., object]) -> inspect.Signature | None:
 
 def test_no_public_function_ignores_a_name() -> None:
     functions = list(open_functions())
-    assert len(functions) > 12
+    assert len(functions) > 3
     for function in functions:
         needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
         named = [one.name for one in needed if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
@@ -132,12 +134,11 @@ def test_the_loss_takes_no_name_that_it_does_not_know() -> None:
         shardplan.causal_lm_loss(logits, None)
 
 
-def test_options_are_the_fields_of_the_records() -> None:
-    for options, record, first in ((ModelOptions, Model, "name"), (StepOptions, TrainingStep, "")):
-        names = [name for name in inspect.signature(record).parameters if name != first]
-        assert sorted(options.__annotations__) == sorted(names)
-    assert set(MeshOptions.__annotations__) <= set(inspect.signature(MeshSizes).parameters)
-    assert split_options("f", {"tp": 2, "settings": {}}, ModelOptions, MeshOptions) == [{"settings": {}}, {"tp": 2}]
+def test_what_type_checkers_know_of_apply_plan_is_what_it_takes() -> None:
+    taken = [
+        one.name for one in inspect.signature(shardplan.apply_plan).parameters.values() if one.kind is one.KEYWORD_ONLY
+    ]
+    assert sorted((*ApplyOptions.__annotations__, "pipeline")) == sorted(taken)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])

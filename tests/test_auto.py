@@ -78,11 +78,11 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def compiled(**options: Any) -> Any:
-    return shardplan.compile_plan(Own(), {"tp": 2}, "auto", inputs=tokens, **options)
+    return shardplan.compile_plan(shardplan.Model(Own(), inputs=tokens), {"tp": 2}, "auto", **options)
 
 
 def test_a_type_without_a_plan(folder: Path, derived: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    report = shardplan.validate("vit", "auto", tp=2, settings={"num_hidden_layers": 2})
+    report = shardplan.validate(shardplan.Model("vit", settings={"num_hidden_layers": 2}), "auto", {"tp": 2})
     assert report.proven and not report.diagnostics and derived == ["vit"]
     assert report.derived is not None and report.derived.save == (
         "shardplan init vit -o plan.yaml --tp 2 --set num_hidden_layers=2"
@@ -100,7 +100,7 @@ def test_a_type_without_a_plan(folder: Path, derived: list[str], capsys: pytest.
 
 @pytest.mark.slow
 def test_an_overlay_where_it_is_asked_for(folder: Path) -> None:
-    report = shardplan.validate("siglip_vision_model", "auto", tp=2, sequence_parallel=True, layouts=False)
+    report = shardplan.validate("siglip_vision_model", "auto", {"tp": 2}, sequence_parallel=True, layouts=False)
     assert "gather_seq_input" in report.derived.text and "--sequence-parallel" in report.derived.save
     with pytest.raises(PlanError, match="SP531") as raised:  # the patches and a token of its own
         shardplan.init_plan("vit", tp=2, sequence_parallel=True)
@@ -108,7 +108,7 @@ def test_an_overlay_where_it_is_asked_for(folder: Path) -> None:
 
 
 def test_deriving_may_be_refused(folder: Path, derived: list[str]) -> None:
-    (finding,) = shardplan.validate("vit", "auto", tp=2, derive=False).diagnostics
+    (finding,) = shardplan.validate("vit", "auto", {"tp": 2}, derive=False).diagnostics
     assert finding.code == "SP511"
     with pytest.raises(PlanError, match="SP511"):
         compiled(derive=False)
@@ -117,14 +117,14 @@ def test_deriving_may_be_refused(folder: Path, derived: list[str]) -> None:
 
 
 def test_a_built_in_plan_that_fails_is_an_error(derived: list[str]) -> None:
-    report = shardplan.validate("llama", "auto", tp=5, settings={"num_hidden_layers": 2})
+    report = shardplan.validate(shardplan.Model("llama", settings={"num_hidden_layers": 2}), "auto", {"tp": 5})
     assert not report.ok and "SP301" in {d.code for d in report.diagnostics}
     assert report.derived is None and not derived
 
 
 def test_a_model_that_cannot_be_split() -> None:
     with pytest.raises(PlanError, match="SP530"):
-        shardplan.compile_plan(Narrow(), {"tp": 2}, "auto", inputs=rows)
+        shardplan.compile_plan(shardplan.Model(Narrow(), inputs=rows), {"tp": 2}, "auto")
 
 
 def test_a_plan_is_kept(folder: Path, derived: list[str]) -> None:
@@ -133,7 +133,7 @@ def test_a_plan_is_kept(folder: Path, derived: list[str]) -> None:
     (file,) = folder.iterdir()  # and nothing else
     assert file.suffix == ".yaml"
     compiled(sequence_parallel=False)
-    shardplan.compile_plan(Own(), {"tp": 4}, "auto", inputs=tokens)
+    shardplan.compile_plan(shardplan.Model(Own(), inputs=tokens), {"tp": 4}, "auto")
     assert derived == ["Own"] * 2 and len(list(folder.iterdir())) == 2  # another size, another plan
 
 
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert "not an absolute path" in str(kept_plans.keep("digest", "text")) and kept_plans.kept("digest") is None
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    report = shardplan.validate(Own(), "auto", tp=2, inputs=tokens, layouts=False)
+    report = shardplan.validate(shardplan.Model(Own(), inputs=tokens), "auto", {"tp": 2}, layouts=False)
     assert report.ok and "cannot be kept in" in str(report.derived.kept)
 
 
@@ -271,7 +271,7 @@ def largest_error() -> tuple[float, str]:
     """A step of the model that `auto` split, against the unsharded one: the largest error of loss, logits and gradients."""
     whole, model = both_models()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    shardplan.apply_plan(model, mesh, "auto", inputs=tokens)
+    shardplan.apply_plan(shardplan.Model(model, inputs=tokens), mesh, "auto")
     assert any(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in model.parameters())
     expected, found = whole(**tokens(3)), model(**tokens(3))
     expected["loss"].backward()
@@ -295,7 +295,7 @@ def refusals() -> list[str]:
         ("auto", None if first else rows),
     ):
         try:
-            shardplan.apply_plan(Narrow(), mesh, plan, inputs=inputs)
+            shardplan.apply_plan(shardplan.Model(Narrow(), inputs=inputs), mesh, plan)
         except (PlanError, RuntimeError) as error:
             told.append(str(error))
     return told

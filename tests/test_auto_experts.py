@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_of_ones_own(folder: Path) -> None:
-    report = shardplan.validate(Own(), "auto", tp=2, ep=2, inputs=tokens)
+    report = shardplan.validate(shardplan.Model(Own(), inputs=tokens), "auto", {"tp": 2, "ep": 2})
     assert report.ok and report.proven and report.derived is not None, report
     assert report.variants == ("tensor_parallel", "expert_parallel")
     assert "distributes the experts over ep ranks" in report.derived.description
@@ -82,10 +82,10 @@ def test_a_model_of_ones_own(folder: Path) -> None:
         "layers.*.sparse.experts": "ep_dispatch",
         "layers.*.sparse.router": "token_wise",
     }
-    found = shardplan.verify(Own(), "auto", tp=2, ep=2, inputs=tokens)
+    found = shardplan.verify(shardplan.Model(Own(), inputs=tokens), "auto", {"tp": 2, "ep": 2})
     assert found.proven and "expert_parallel" in found.variants
     assert len(list(folder.iterdir())) == 1
-    shardplan.validate(Own(), "auto", tp=2, inputs=tokens, layouts=False)
+    shardplan.validate(shardplan.Model(Own(), inputs=tokens), "auto", {"tp": 2}, layouts=False)
     assert len(list(folder.iterdir())) == 2  # without the axis, a plan without the section
 
 
@@ -97,7 +97,7 @@ def test_a_model_without_experts(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_estimates_of_one() -> None:
     step = shardplan.TrainingStep(seq_len=8)
-    found = shardplan.sweep(Own(), "auto", 4, step, ep=(1, 2), device="h100", inputs=tokens)
+    found = shardplan.sweep(shardplan.Model(Own(), inputs=tokens), "auto", 4, step, ep=(1, 2), device="h100")
     assert {one.sizes.ep for one in found.estimates} == {1, 2}
 
 
@@ -105,7 +105,7 @@ def largest_error(sizes: dict[str, int], ep: int) -> float:
     """Of the gradients of a step of the model that `auto` sharded, against the unsharded one on all batches."""
     unsharded, model = Own(), Own()
     mesh = shardplan.build_mesh(**sizes, ep=ep)
-    shardplan.apply_plan(model, mesh, "auto", inputs=tokens, prove=False)
+    shardplan.apply_plan(shardplan.Model(model, inputs=tokens), mesh, "auto", prove=False)
     for seed in range(sizes["dp_shard"]):
         (unsharded(**tokens(seed))["loss"] / sizes["dp_shard"]).backward()
     model(**tokens(mesh["dp_shard"].get_local_rank()))["loss"].backward()

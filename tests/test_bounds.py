@@ -115,9 +115,9 @@ def test_nor_does_python(size: Any) -> None:
 
 def test_a_mesh_has_a_bound_and_messages_stay_short() -> None:
     with pytest.raises(ValueError, match="2,097,152 ranks"):
-        api.validate("llama", "llama", tp=2, dp_shard=MOST_RANKS)
+        api.validate("llama", "llama", {"tp": 2, "dp_shard": MOST_RANKS})
     with pytest.raises(ValueError, match="2,097,152 ranks"):
-        api.validate("llama", "llama", MeshSizes(tp=2, dp_shard=MOST_RANKS))
+        api.validate("llama", "llama", {"tp": 2, "dp_shard": MOST_RANKS})
     with pytest.raises(ValueError) as raised:
         MeshSizes(tp=10**4000)
     assert len(str(raised.value)) < 120
@@ -129,7 +129,7 @@ def test_no_machine_is_filled_with_processes(capsys: pytest.CaptureFixture[str])
     assert main(["verify", *TWO, "--mesh", "tp=2,dp_shard=1024", "--processes"]) == 2
     assert "(--processes) starts at most 1024, not 2048" in capsys.readouterr().err
     with pytest.raises(ValueError, match="at most 1024"):
-        api.verify("llama", "llama", tp=2, dp_shard=1024, processes=True)
+        api.verify("llama", "llama", {"tp": 2, "dp_shard": 1024}, processes=True)
 
 
 def test_the_largest_size_is_answered_in_little_memory() -> None:

@@ -259,7 +259,7 @@ def test_classification_heads_stay_whole(name, classes, sp):
 @BOTH
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_activation_checkpointing_changes_nothing(name, sp):
-    assert_equal(case(name, sp=sp, activation_checkpointing=True).rows())
+    assert_equal(case(name, sp=sp, activation_checkpointing={"mode": "full"}).rows())
 
 
 @BOTH

@@ -10,7 +10,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from shardplan import compile_plan, validate
 from shardplan.core.layout import I
-from shardplan.core.mesh import MeshSizes
 from tests.model_settings import find, without_dropout
 
 FAST = ("bert", "gpt2", "llama", "qwen3")
@@ -40,13 +39,13 @@ def classifier(name: str):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in (*FAST, *OTHERS)])
 def test_the_plan_of_the_type_is_right(name: str) -> None:
     config = classifier(name)
-    checked = validate(config, "auto", tp=2)
+    checked = validate(config, "auto", {"tp": 2})
     assert checked.ok, checked
     assert checked.proof is not None and checked.proof.ok
     assert [one.variant for one in checked.proof.variants] == list(checked.variants)
 
 
 def test_the_head_is_whole() -> None:
-    program = compile_plan(classifier("llama"), MeshSizes(tp=2), "auto", sequence_parallel=True)
+    program = compile_plan(classifier("llama"), {"tp": 2}, "auto", sequence_parallel=True)
     (weight,) = program.modules["score"].parameters
     assert (weight.name, weight.stored, weight.computed) == ("weight", I, I)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from transformers import AutoConfig
 
-from shardplan import PlanError, init_plan, validate
+from shardplan import Model, PlanError, init_plan, validate
 from shardplan.authoring.init.write import braced, folded
 from shardplan.cli.main import main
 from shardplan.language import parse_plan, parse_text
@@ -54,7 +54,7 @@ def test_a_file_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
         "summary_first_dropout": 0.0,
         "vocab_size": 50304,
     }
-    assert validate("gpt2", str(file), tp=4, settings=still).diagnostics == ()
+    assert validate(Model("gpt2", settings=still), str(file), {"tp": 4}).diagnostics == ()
     before = file.read_text("utf-8")
     code, _, err = run(capsys, "gpt2", "-o", str(file))
     assert code == 2 and "exists; --force overwrites it" in err

@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from shardplan import PlanError, coverage
+from shardplan import Model, PlanError, coverage
 from shardplan.cli.main import main
 from shardplan.language import builtin_plans, parse_plan
 from shardplan.report.report_schema import report_schema
@@ -61,7 +61,7 @@ def test_a_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_share_is_of_the_parameters_inside_the_layers() -> None:
     """Of a Mixtral layer all but the router and two norms: 32 hidden features, 8 experts."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-    found = coverage("mixtral", settings=sizes | {"head_dim": 8})
+    found = coverage(Model("mixtral", settings=sizes | {"head_dim": 8}))
     attention, experts, whole = 2 * 32 * 32 + 2 * 16 * 32, 8 * 3 * 32 * 16, 8 * 32 + 2 * 32
     assert found.split == (attention + experts) / (attention + experts + whole)
     assert found.whole == {"model.layers.*.mlp.gate": 8 * 32 / (attention + experts + whole)}

@@ -96,9 +96,9 @@ def test_a_finding_of_both_variants_comes_once(plan):
 
 
 def test_a_finding_of_one_variant_says_so():
-    report = shardplan.validate(QWEN, "qwen3", tp=2, seq_len=4097)
+    report = shardplan.validate(QWEN, "qwen3", {"tp": 2}, seq_len=4097)
     assert [(d.code, d.notes) for d in report.errors] == [("SP360", ("only with sequence parallelism",))]
-    report = shardplan.validate(QWEN, "qwen3", tp=2, seq_len=4097, sequence_parallel=True)
+    report = shardplan.validate(QWEN, "qwen3", {"tp": 2}, seq_len=4097, sequence_parallel=True)
     assert [(d.code, d.notes) for d in report.errors] == [("SP360", ())]
 
 
@@ -177,26 +177,26 @@ def test_what_a_model_s_own_code_prints_does_not_spoil_the_report(tmp_path):
 
 class TestPython:
     def test_a_module_a_configuration_and_its_words_give_the_same(self):
-        module = shardplan.validate(LlamaForCausalLM(SMALL), MLP, tp=5)
-        config = shardplan.validate(SMALL, MLP, tp=5)
+        module = shardplan.validate(LlamaForCausalLM(SMALL), MLP, {"tp": 5})
+        config = shardplan.validate(SMALL, MLP, {"tp": 5})
         assert codes(module) == codes(config) and "SP303" in codes(module)
         assert not module.ok and module.allowed_tp == config.allowed_tp
 
     def test_a_base_model_is_addressed_by_the_same_plan(self):
-        report = shardplan.validate(LlamaModel(SMALL), "llama", tp=2)
+        report = shardplan.validate(LlamaModel(SMALL), "llama", {"tp": 2})
         assert report.ok, str(report)
 
     def test_validating_touches_nothing(self):
         model = LlamaForCausalLM(SMALL)
         before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
-        shardplan.validate(model, "llama", tp=2, sequence_parallel=True)
+        shardplan.validate(model, "llama", {"tp": 2}, sequence_parallel=True)
         for name, parameter in model.named_parameters():
             assert id(parameter) == before[name][0] and parameter.equal(before[name][1])
 
     def test_a_loaded_plan(self):
         plan = shardplan.load_plan(MLP)
         assert plan.name == "mine"
-        assert shardplan.validate(SMALL, plan, tp=2).plans == ("mine",)
+        assert shardplan.validate(SMALL, plan, {"tp": 2}).plans == ("mine",)
         assert shardplan.load_plan(plan) is plan
 
     def test_a_plan_with_errors_is_not_loaded(self):
@@ -212,7 +212,7 @@ class TestPython:
 
     def test_wrong_calls(self):
         with pytest.raises(ValueError, match="tp must be a positive integer"):
-            shardplan.validate(SMALL, MLP, tp=0)
+            shardplan.validate(SMALL, MLP, {"tp": 0})
         with pytest.raises(TypeError):
             shardplan.validate(5, MLP)
         with pytest.raises(TypeError):
@@ -224,7 +224,7 @@ class TestPython:
         assert codes(report) == ["SP307"] and report.allowed_tp == (1,) and report.checked_tp is None
 
     def test_the_report_as_text_stands_alone(self):
-        report = shardplan.validate(SMALL, MLP, tp=5)
+        report = shardplan.validate(SMALL, MLP, {"tp": 5})
         first, *_ = str(report).split("\n")
         assert first == "error[SP303]: intermediate_size is 96, which tp=5 does not divide"
         assert str(report).endswith("tp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96 (by size alone; refused at 5)")

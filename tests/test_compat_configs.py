@@ -23,7 +23,6 @@ from shardplan.compat import (
     MultimodalDistributedConfig,
     to_dict,
 )
-from shardplan.core.mesh import MeshSizes
 from shardplan.core.sections import DDP, MegatronFSDP, MixedPrecision, Prefetch
 
 CONFIGS = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
@@ -250,7 +249,7 @@ def program(config: DistributedConfig, **sizes: int):
     model = meta_llama()
     arguments = config.arguments(model)
     arguments.pop("autocast_dtype", None), arguments.pop("patch_is_packed_sequence", None)
-    return compile_plan(model, MeshSizes(**sizes), "auto", **arguments).resolved
+    return compile_plan(model, sizes, "auto", **arguments).resolved
 
 
 def test_fsdp2_comes_to_sections_of_the_plan() -> None:

@@ -51,10 +51,13 @@ def features(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("block", [Block, Compiled])
 def test_a_plan_is_proven_and_derived(block: Callable[[], nn.Module]) -> None:
     plan = {"version": "1", "name": "own", "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
-    report = shardplan.validate(Own(block), plan, tp=2, inputs=features)
+    report = shardplan.validate(shardplan.Model(Own(block), inputs=features), plan, {"tp": 2})
     assert report.proven, str(report)
     assert (
-        shardplan.init_plan(Own(block), tp=2, inputs=features).document["tensor_parallel"]["layers.*.up"] == "colwise"
+        shardplan.init_plan(shardplan.Model(Own(block), inputs=features), tp=2).document["tensor_parallel"][
+            "layers.*.up"
+        ]
+        == "colwise"
     )
 
 

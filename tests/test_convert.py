@@ -433,7 +433,7 @@ def test_plans_of_transformers_for_experts(model: str) -> None:
         assert styles(made.text, "expert_parallel") == {"model.layers.*.mlp.experts": "ep_dispatch"}
         assert made.document["data_parallel"]["units"] == ["model.layers.*"]
     assert not styles(alone.text) and styles(both.text)["lm_head"] == "colwise_gather_output"
-    report = validate(config, both.document, dp_shard=2, tp=2, ep=4)
+    report = validate(config, both.document, {"tp": 2, "dp_shard": 2, "ep": 4})
     assert report.ok and not report.diagnostics, report
 
 

@@ -11,7 +11,6 @@ from shardplan import PlanError, TrainingStep, compile_plan, diff_plans
 from shardplan.cli.main import main
 from shardplan.compiler.compare_programs import checkpoints
 from shardplan.core.diagnostics import Location
-from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan_changes import ModuleChange, PlanDiff, RuleChange, Said
 from shardplan.report.diff_text import diff_markdown, diff_text
 from shardplan.report.report_schema import report_schema
@@ -99,7 +98,7 @@ OTHER = {
 
 def described(plan) -> list[str]:
     """What ranks compare before they train, without the plan's name; and the fields of its sections."""
-    program = compile_plan(CONFIG, MeshSizes(tp=2), plan, allow_unproven=True)
+    program = compile_plan(CONFIG, {"tp": 2}, plan, allow_unproven=True)
     resolved = program.resolved
     sections = (resolved.data_parallel, resolved.activation_checkpointing, resolved.compile)
     return [
@@ -111,7 +110,7 @@ def described(plan) -> list[str]:
 @pytest.mark.parametrize("name", SAME)
 def test_what_means_the_same_does_not_differ(name):
     assert described(OLD) == described(SAME[name])
-    diff = diff_plans(OLD, SAME[name], CONFIG, tp=2)
+    diff = diff_plans(OLD, SAME[name], CONFIG, {"tp": 2})
     assert not diff.differs and not diff.modules and not diff.fields and not diff.rules
     assert "training is the same" in diff_text(diff, color=False)
 
@@ -120,17 +119,17 @@ def test_what_means_the_same_does_not_differ(name):
 def test_what_means_something_else_does(name):
     new, said = OTHER[name]
     assert described(OLD) != described(new)
-    diff = diff_plans(OLD, new, CONFIG, tp=2)
+    diff = diff_plans(OLD, new, CONFIG, {"tp": 2})
     assert diff.differs
     text = diff_text(diff, color=False)
     assert said in " ".join(text.split()) and "training differs" in text
-    back = diff_plans(new, OLD, CONFIG, tp=2)
+    back = diff_plans(new, OLD, CONFIG, {"tp": 2})
     assert [(c.names, c.gone, c.added) for c in back.modules] == [(c.names, c.added, c.gone) for c in diff.modules]
 
 
 def test_the_numbers_are_those_of_both_plans():
     new, _ = OTHER["attention split"]
-    (cost,) = diff_plans(OLD, new, CONFIG, tp=2).costs
+    (cost,) = diff_plans(OLD, new, CONFIG, {"tp": 2}).costs
     attention = 3 * (2 * 64 * 64 + 2 * 64 * 32)
     assert cost.old.parameters - cost.new.parameters == attention // 2
     assert cost.old.size - cost.new.size == 4 * attention // 2
@@ -148,7 +147,7 @@ def test_a_step_is_estimated_with_both_plans():
 
 
 def test_an_overlay_that_only_one_plan_has():
-    diff = diff_plans(OLD, "llama", CONFIG, tp=2)
+    diff = diff_plans(OLD, "llama", CONFIG, {"tp": 2})
     assert [(c.section, c.old is None) for c in diff.costs] == [("tensor_parallel", False), ("sequence_parallel", True)]
     assert "sequence parallel only with llama" in diff_text(diff, color=False)
 
@@ -181,7 +180,7 @@ def test_conditions_are_part_of_the_text():
 def test_a_wrong_plan_is_all_its_findings(capsys):
     wrong = edited(**{"model.layers.*.mlp.down_proj": "colwise"})
     with pytest.raises(PlanError) as caught:
-        diff_plans(OLD, wrong, CONFIG, tp=2)
+        diff_plans(OLD, wrong, CONFIG, {"tp": 2})
     assert any(d.code.startswith("SP4") for d in caught.value.diagnostics)
     assert main(["diff", "llama", "no-such-file.yaml"]) == 1
     assert "SP101" in capsys.readouterr().out
@@ -230,7 +229,7 @@ def test_markdown_escapes_what_names_hold():
 
 @pytest.mark.parametrize(("backend", "known"), [("fsdp2", True), ("ddp", True), ("megatron_fsdp", False)])
 def test_states_of_backends_that_were_not_tried_are_not_promised(backend, known):
-    old = compile_plan(CONFIG, MeshSizes(tp=1), OLD).resolved
+    old = compile_plan(CONFIG, {"tp": 1}, OLD).resolved
     new = replace(old, data_parallel=replace(old.data_parallel, backend=backend))
     made = checkpoints(old, new)
     assert made.weights and made.states is known and (backend in made.reason) is not known

@@ -12,7 +12,7 @@ from scripts import run_script
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardplan import apply_plan, validate, verify
+from shardplan import Model, apply_plan, validate, verify
 from shardplan.proof.compare import relative_error
 from tests.diffusion_models import DIFFUSION
 from tests.zoo.diffusion import page, read, row
@@ -51,7 +51,7 @@ def test_a_class_is_as_the_table_says(name: str) -> None:
 def test_a_class_is_proven_on_real_processes(name: str) -> None:
     """Two ranks of tp: every output and every gradient, without and with sequence parallelism."""
     one = f"tests.diffusion_models:NAMED.{name}"
-    report = verify(f"{one}.build", "auto", {"tp": 2}, inputs=f"{one}.make", processes=True)
+    report = verify(Model(f"{one}.build", inputs=f"{one}.make"), "auto", {"tp": 2}, processes=True)
     assert report.ok and len(report.variants) == 2
 
 
@@ -76,11 +76,10 @@ def dropped(sequence_parallel: bool) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of two steps, and what was looked up."""
     one, calls = DIFFUSION["DiTTransformer2DModel"], []
     model = apply_plan(
-        classifier(0.5),
+        Model(classifier(0.5), inputs=one.make),
         init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
         "auto",
         sequence_parallel=sequence_parallel,
-        inputs=one.make,
         prove=False,
     )
     labels_of(model, calls)
@@ -140,7 +139,7 @@ def test_code_that_draws_beside_whole_values_draws_common_numbers(split: bool) -
         {"noisy.up": "colwise", "noisy.down": "rowwise"} if split else {}
     )
     plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
-    report = validate(Layers(split), plan, tp=2)
+    report = validate(Layers(split), plan, {"tp": 2})
     assert [d.code for d in report.errors] == (["SP370"] if split else []), report
 
 

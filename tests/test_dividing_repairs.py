@@ -15,5 +15,5 @@ def test_a_divide_of_two_numbers_and_none_of_what_is_in_a_head() -> None:
         "extends": "blt",
         "tensor_parallel": {"model.patcher.layers.*.self_attn": "input_with_grad_allreduce"},
     }
-    (found,) = shardplan.validate("blt", plan, tp=2, proof=False).diagnostics
+    (found,) = shardplan.validate("blt", plan, {"tp": 2}, proof=False).diagnostics
     assert found.code == "SP408" and "shares: [num_heads, num_key_value_heads]}`" in (found.help or "")

@@ -373,7 +373,7 @@ def compiled(before: bool, backend: str, checkpoint: bool) -> tuple[Tensor, Tens
         plan["activation_checkpointing"] = {"modules": ["layers.*"]}
     # As with `from_pretrained`: in evaluation mode.
     model = TellingNet(before).double().eval()
-    shardplan.apply_plan(model, mesh, plan, inputs=double_inputs, prove=False).train()
+    shardplan.apply_plan(shardplan.Model(model, inputs=double_inputs), mesh, plan, prove=False).train()
     x = torch.ones(2, 64, 16, dtype=torch.float64)
     first, second = model(x).detach(), model(x).detach()
     streams = shardplan.applied(model).streams
@@ -547,7 +547,9 @@ def inputs(seed: int) -> dict[str, Tensor]:
 
 
 def codes(layer: type[Layer], p: float = 0.1, train: bool = True, **sections: Any) -> list[tuple[str, str]]:
-    report = shardplan.validate(Net(layer, p).train(train), net_plan(**sections), tp=2, inputs=inputs)
+    report = shardplan.validate(
+        shardplan.Model(Net(layer, p).train(train), inputs=inputs), net_plan(**sections), {"tp": 2}
+    )
     return [(one.code, one.message) for one in report.diagnostics if one.is_error]
 
 
@@ -569,7 +571,7 @@ def test_what_cannot_be_right_is_refused(layer: type[Layer], words: str, train: 
 
 def test_split_values_alone_are_right():
     assert codes(Split) == []
-    found = shardplan.compile_plan(Net(Split), {"tp": 2}, net_plan(), inputs=inputs)
+    found = shardplan.compile_plan(shardplan.Model(Net(Split), inputs=inputs), {"tp": 2}, net_plan())
     assert {name: one.draws for name, one in found.modules.items() if one.draws} == {
         "layers.0": "own",
         "layers.1": "own",
@@ -596,13 +598,13 @@ def nested_plan(compiled: str) -> dict[str, Any]:
 def test_a_compiled_module_drops_elements_of_one_kind_of_values(train: bool):
     """`from_pretrained` gives models in evaluation mode, and they train later."""
     model = Net(Outer).train(train)
-    report = shardplan.validate(model, nested_plan("layers.*"), tp=2, inputs=inputs)
+    report = shardplan.validate(shardplan.Model(model, inputs=inputs), nested_plan("layers.*"), {"tp": 2})
     (finding,) = (one for one in report.diagnostics if one.is_error)
     assert finding.code == "SP370" and finding.message == (
         "layers.*, which the plan compiles as one, drops elements of whole values and of split ones: layers.*.{inner,after}"
     )
-    assert shardplan.validate(Net(Outer), nested_plan("layers.*"), tp=1, inputs=inputs).ok
-    found = shardplan.compile_plan(Net(Outer), {"tp": 2}, nested_plan("layers.*.inner"), inputs=inputs)
+    assert shardplan.validate(shardplan.Model(Net(Outer), inputs=inputs), nested_plan("layers.*"), {"tp": 1}).ok
+    found = shardplan.compile_plan(shardplan.Model(Net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*.inner"))
     assert {name: one.draws for name, one in found.modules.items() if one.draws and name.startswith("layers.0")} == {
         "layers.0.inner": "own",
         "layers.0.after": "common",
@@ -611,24 +613,30 @@ def test_a_compiled_module_drops_elements_of_one_kind_of_values(train: bool):
 
 def test_the_compiled_module_is_where_the_numbers_change():
     model = Case("llama", {"attention_dropout": 0.4}).build(meta_model)
-    found = shardplan.compile_plan(model, {"tp": 2}, "auto", compile=True).modules
+    found = shardplan.compile_plan(model, {"tp": 2}, "auto", compile={}).modules
     assert found["model.layers.0"].draws == "own" and found["model.layers.0.self_attn"].draws == "inside"
 
 
 def test_sections_that_arguments_switch_are_checked():
     """The plan's own are not."""
     with pytest.raises(PlanError) as raised:
-        shardplan.compile_plan(PLAIN.build(meta_model), {"tp": 2}, "auto", compile=True)
+        shardplan.compile_plan(PLAIN.build(meta_model), {"tp": 2}, "auto", compile={})
     assert [one.code for one in raised.value.diagnostics if one.is_error] == ["SP370"]
-    assert shardplan.compile_plan(Net(Outer), {"tp": 2}, nested_plan("layers.*"), inputs=inputs, compile=False)
+    assert shardplan.compile_plan(
+        shardplan.Model(Net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*"), compile=False
+    )
 
 
 def test_findings_come_before_a_section_that_has_no_modules():
     rules = {"version": "1", "name": "net", "tensor_parallel": {"layers.*.upp": "colwise"}}
     with pytest.raises(PlanError, match="SP201"):
-        shardplan.compile_plan(Net(Split), {"tp": 2}, rules, inputs=inputs, activation_checkpointing=True)
+        shardplan.compile_plan(
+            shardplan.Model(Net(Split), inputs=inputs), {"tp": 2}, rules, activation_checkpointing={"mode": "full"}
+        )
     with pytest.raises(ValueError, match="names no modules"):
-        shardplan.compile_plan(Net(Split), {"tp": 2}, net_plan(), inputs=inputs, activation_checkpointing=True)
+        shardplan.compile_plan(
+            shardplan.Model(Net(Split), inputs=inputs), {"tp": 2}, net_plan(), activation_checkpointing={"mode": "full"}
+        )
 
 
 def test_a_plan_that_is_not_proven_has_no_dropout():

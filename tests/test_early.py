@@ -108,10 +108,10 @@ def test_what_is_told_early_is_what_the_whole_check_tells(name, tmp_path):
         cases.append((str(file), 2))
     early = 0
     for file, tp in cases:
-        report = shardplan.validate(folder, file, tp=tp, layouts=False)
+        report = shardplan.validate(folder, file, {"tp": tp}, layouts=False)
         if report.stages == ("plan", "names"):
             early += 1
-            assert said(report) and said(report) <= said(shardplan.validate(config, file, tp=tp, layouts=False))
+            assert said(report) and said(report) <= said(shardplan.validate(config, file, {"tp": tp}, layouts=False))
     assert (early > 0) is (name in (*SAME_NAMES, *MORE)), early
 
 
@@ -143,7 +143,7 @@ def test_what_the_names_do_not_decide_waits_for_the_model(key, llama, tmp_path):
 
 def test_single_elements_stand_for_themselves(llama, tmp_path):
     rules = {"model.layers.[1-9].mlp.{gate,up}_proj": "colwise", "model.layers.[1-9].mlp.down_proj": "rowwise"}
-    report = shardplan.validate(str(llama), plan_of(tmp_path, rules), tp=5, layouts=False)
+    report = shardplan.validate(str(llama), plan_of(tmp_path, rules), {"tp": 5}, layouts=False)
     (error,) = report.errors
     assert report.stages == ("plan", "names") and error.code == "SP303"
     assert sorted(error.modules) == sorted(
@@ -254,17 +254,17 @@ def test_quick_looks_no_further(llama, capsys):
 
 def test_quick_says_what_is_not_certain(tmp_path):
     folder = written(tmp_path / "checkpoint", configuration("mixtral"))
-    report = shardplan.validate(str(folder), "mixtral", tp=12, quick=True)
+    report = shardplan.validate(str(folder), "mixtral", {"tp": 12}, quick=True)
     assert report.ok and {d.code for d in report.warnings} >= {"SP302"}
     assert all(d.notes[-1].startswith("this follows from the names and shapes") for d in report.warnings)
 
 
 @pytest.mark.parametrize(
-    ("model", "plan", "options", "message"),
+    ("model", "plan", "settings", "message"),
     [
         ("llama", "llama", {}, "is not a folder"),
         ("{folder}", "hf", {}, "the plan `hf`"),
-        ("{folder}", "llama", {"settings": {"num_hidden_layers": 2}}, "cannot be changed"),
+        ("{folder}", "llama", {"num_hidden_layers": 2}, "cannot be changed"),
         (
             str(ROOT / "tests" / "cases" / "models" / "qwen3-8b.json"),
             "llama",
@@ -273,9 +273,9 @@ def test_quick_says_what_is_not_certain(tmp_path):
         ),
     ],
 )
-def test_nothing_to_look_at_quickly(model, plan, options, message, llama):
+def test_nothing_to_look_at_quickly(model, plan, settings, message, llama):
     with pytest.raises(NoCheckpoint, match=message):
-        shardplan.validate(model.format(folder=llama), plan, quick=True, **options)
+        shardplan.validate(shardplan.Model(model.format(folder=llama), settings), plan, quick=True)
 
 
 def test_the_command_line_says_so_too(capsys):

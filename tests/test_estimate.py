@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import comb
 
 import jsonschema
@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import shardplan
-from shardplan import PlanError
+from shardplan import PlanError, TrainingStep
 from shardplan.cli.main import main
 from shardplan.core.estimates import CATEGORIES, Device, Estimate, Traffic
 from shardplan.core.mesh import APPLIED, MeshSizes
@@ -36,8 +36,13 @@ LLAMA = {**TINY, "head_dim": 8}
 
 def estimated(model="llama", mesh=None, **options):
     settings = options.pop("settings", LLAMA)
+    step = {one.name: options.pop(one.name) for one in fields(TrainingStep) if one.name in options}
     return shardplan.estimate(
-        model, "auto", mesh or {"dp_shard": 2, "tp": 2}, seq_len=SEQ, settings=settings, **options
+        shardplan.Model(model, settings=settings),
+        "auto",
+        mesh or {"dp_shard": 2, "tp": 2},
+        TrainingStep(**{"seq_len": SEQ, **step}),
+        **options,
     )
 
 
@@ -202,9 +207,9 @@ def test_a_token_that_is_sent_once_costs_no_more_than_gathering_all_of_them(n: i
         "sequence_parallel": {"model.layers.*.mlp": {"style": "gather_seq_input", "output": "reduce_scatter"}},
     }
     plan, mesh = {"version": "1", "extends": "mixtral", "expert_parallel": inside}, {"tp": n, "ep": n}
-    options = {"seq_len": SEQ, "settings": settings, "sequence_parallel": True}
+    model, step = shardplan.Model("mixtral", settings), TrainingStep(SEQ)
     once, gathered = (
-        sum(t.bytes for t in shardplan.estimate("mixtral", which, mesh, **options).traffic)
+        sum(t.bytes for t in shardplan.estimate(model, which, mesh, step, sequence_parallel=True).traffic)
         for which in ("mixtral", plan)
     )
     rows = round(SEQ / n * _reaches(experts, n, chosen))  # to each rank
@@ -221,7 +226,9 @@ def test_the_busiest_rank_gets_its_share_of_the_rows(exchange):
     rule = {"model.layers.*.mlp.experts": {"style": "ep_dispatch", "exchange": exchange}}
     plan, mesh = {"version": "1", "extends": "mixtral", "expert_parallel": rule}, {"dp_shard": 2, "tp": 2, "ep": n}
     even, uneven, all_rows = (
-        shardplan.estimate("mixtral", plan, mesh, seq_len=SEQ, settings=settings, expert_load=one)
+        shardplan.estimate(
+            shardplan.Model("mixtral", settings=settings), plan, mesh, shardplan.TrainingStep(SEQ, expert_load=one)
+        )
         for one in (1.0, load, n)
     )
     tokens = SEQ // 2
@@ -255,7 +262,7 @@ def _gathers(one: Estimate) -> int:
 def test_each_option_changes_what_it_is_about():
     plain = estimated()
     split = estimated(logits="sharded")
-    again = estimated(activation_checkpointing=True)
+    again = estimated(activation_checkpointing={"mode": "full"})
     kept = estimated(data_parallel={"reshard_after_forward": False})
     gathered, shards = (estimated(sequence_parallel=True, regather=on) for on in (False, True))
     hosted = estimated(data_parallel={"cpu_offload": True}, optimizer="sgd")
@@ -392,7 +399,10 @@ def test_wrong_calls(options, message):
 def test_a_model_that_looks_at_values_is_refused():
     with pytest.raises(PlanError) as error:
         shardplan.estimate(
-            "tests.estimated_models:looks", {"version": "1", "name": "none"}, {"tp": 1}, seq_len=SEQ, optimizer="none"
+            "tests.estimated_models:looks",
+            {"version": "1", "name": "none"},
+            {"tp": 1},
+            shardplan.TrainingStep(SEQ, optimizer="none"),
         )
     (finding,) = error.value.diagnostics
     assert finding.code == "SP560" and "cannot be traced without values" in finding.message
@@ -400,7 +410,10 @@ def test_a_model_that_looks_at_values_is_refused():
 
 def test_a_module_of_ones_own():
     one = shardplan.estimate(
-        "tests.estimated_models:plain", {"version": "1", "name": "none"}, {"tp": 1}, seq_len=SEQ, precision="fp32"
+        "tests.estimated_models:plain",
+        {"version": "1", "name": "none"},
+        {"tp": 1},
+        shardplan.TrainingStep(SEQ, precision="fp32"),
     )
     assert one.traced == (1,) and not one.traffic
     assert one.memory.most["gradients"] == 4 * one.parameters == 4 * (ROWS * HIDDEN + HIDDEN * HIDDEN)

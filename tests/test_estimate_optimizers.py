@@ -17,14 +17,11 @@ DEEP = LLAMA | {"num_hidden_layers": 24}
 
 def estimated(optimizer, **options):
     return shardplan.estimate(
-        "llama",
+        shardplan.Model("llama", settings=DEEP),
         "auto",
         options.pop("mesh", {"dp_shard": 4, "tp": 2}),
-        seq_len=8,
-        precision="fp32",
-        optimizer=optimizer,
-        settings=DEEP,
-        activation_checkpointing=True,
+        shardplan.TrainingStep(8, precision="fp32", optimizer=optimizer, micro_batches=options.pop("micro_batches", 1)),
+        activation_checkpointing={"mode": "full"},
         **options,
     )
 

@@ -26,14 +26,23 @@ LAYERS = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": [
 
 
 def estimated(mesh, section=LAYERS, settings=SETTINGS, model="llama", **options):
-    options = {"seq_len": SEQ, "micro_batches": 8, "data_parallel": False} | options
-    return shardplan.estimate(model, "auto", mesh, settings=settings, pipeline_parallel=section, **options)
+    step = shardplan.TrainingStep(
+        SEQ, micro_batches=options.pop("micro_batches", 8), schedule=options.pop("schedule", "1f1b")
+    )
+    options = {"data_parallel": False} | options
+    return shardplan.estimate(
+        shardplan.Model(model, settings=settings), "auto", mesh, step, pipeline_parallel=section, **options
+    )
 
 
 def test_the_parts_are_the_whole():
     """With one rank a stage and one micro-batch, what all stages do is what the whole model does."""
     whole = shardplan.estimate(
-        "llama", "auto", {"tp": 1}, seq_len=SEQ, settings=SETTINGS, data_parallel=False, micro_batches=8
+        shardplan.Model("llama", settings=SETTINGS),
+        "auto",
+        {"tp": 1},
+        shardplan.TrainingStep(SEQ, micro_batches=8),
+        data_parallel=False,
     )
     one = estimated({"pp": 2})
     assert one.parameters == whole.parameters and one.tokens == whole.tokens
@@ -119,7 +128,11 @@ def test_accumulated_gradients():
 
     def of(count, **mesh):
         return shardplan.estimate(
-            "llama", "auto", mesh, seq_len=SEQ, settings=SETTINGS, micro_batches=count, sequence_parallel=True
+            shardplan.Model("llama", settings=SETTINGS),
+            "auto",
+            mesh,
+            shardplan.TrainingStep(SEQ, micro_batches=count),
+            sequence_parallel=True,
         )
 
     one, three = of(1, tp=2, dp_shard=2), of(3, tp=2, dp_shard=2)

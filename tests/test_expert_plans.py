@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan import validate
+from shardplan import Model, validate
 from shardplan.core.mesh import MeshSizes
 from tests.zoo import expert_types
 from tests.zoo.experts import checked
@@ -56,7 +56,7 @@ def test_the_page_of_configurations_is_made_from_its_table() -> None:
 def test_a_class_without_a_causal_one(name: str) -> None:
     """All variants, with every gradient."""
     case = expert_types.CASES[name]
-    report = validate(expert_types.model_of(name), "auto", expert_types.SIZES, inputs=case.inputs)
+    report = validate(Model(expert_types.model_of(name), inputs=case.inputs), "auto", expert_types.SIZES)
     assert report.ok and report.proven, report
     assert "expert_parallel" in report.variants
 

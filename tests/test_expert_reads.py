@@ -51,7 +51,7 @@ class ByShape(Routed):
 def codes(kind: Callable[[], nn.Module], tp: int) -> list[tuple[str, str, tuple[str, ...]]]:
     torch.manual_seed(0)
     mesh = {"tp": tp, "dp_shard": 2, "ep": 2}
-    report = shardplan.validate(Stack([kind(), kind()]), PLAN, mesh, inputs=sequences)
+    report = shardplan.validate(shardplan.Model(Stack([kind(), kind()]), inputs=sequences), PLAN, mesh)
     return [(d.code, d.message, d.notes) for d in report.diagnostics]
 
 

@@ -70,13 +70,12 @@ STAGED = {
 def fitted():
     seen = []
     made = shardplan.fit(
-        "llama",
+        shardplan.Model("llama", settings=SETTINGS),
         STAGED,
         gpus=2,
         device=SLOW,
         global_batch=4,
         seq_len=SEQ,
-        settings=SETTINGS,
         tokens=1e9,
         best=3,
         found_row=seen.append,
@@ -92,15 +91,16 @@ def test_the_rows_are_estimates_in_order(fitted):
         choice = row.choice
         assert choice.micro_batch * choice.micro_batches * choice.sizes.dp_shard * choice.sizes.dp_replicate == 4
         again = shardplan.estimate(
-            "llama",
+            shardplan.Model("llama", settings=SETTINGS),
             STAGED,
             choice.sizes,
-            seq_len=SEQ,
-            settings=SETTINGS,
-            micro_batch=choice.micro_batch,
-            micro_batches=choice.micro_batches,
-            schedule=choice.schedule or "1f1b",
-            precision="fp32",
+            shardplan.TrainingStep(
+                SEQ,
+                micro_batch=choice.micro_batch,
+                precision="fp32",
+                micro_batches=choice.micro_batches,
+                schedule=choice.schedule or "1f1b",
+            ),
             device=SLOW,
             logits="sharded" if choice.sharded_logits else "plan",
             sequence_parallel=choice.sequence_parallel,
@@ -261,42 +261,37 @@ def test_sizes_that_were_not_traced_follow_from_those_that_were():
 def test_experts_are_distributed_and_sequences_shared_where_that_is_needed():
     """Many experts and a slow network: the least time is with ep. Fewer sequences than devices, and no room for whole ones: cp."""
     spread = shardplan.fit(
-        "mixtral",
+        shardplan.Model("mixtral", settings=EXPERTS | ONE_HEAD),
         gpus=4,
         device=replace(SLOW, node_gpus=4, network_bandwidth=1e8),
         global_batch=8,
         seq_len=SEQ,
-        settings=EXPERTS | ONE_HEAD,
         best=2,
     )
     assert spread.rows[0].mfu > 0
     (row, *_) = (row for row in spread.rows if row.choice.sizes.ep > 1)
     assert row.waiting > 0
     again = shardplan.estimate(
-        "mixtral",
+        shardplan.Model("mixtral", settings=EXPERTS | ONE_HEAD),
         "auto",
         row.choice.sizes,
-        seq_len=SEQ,
-        settings=EXPERTS | ONE_HEAD,
-        micro_batch=row.choice.micro_batch,
-        micro_batches=row.choice.micro_batches,
-        precision="fp32",
+        shardplan.TrainingStep(
+            SEQ, micro_batch=row.choice.micro_batch, precision="fp32", micro_batches=row.choice.micro_batches
+        ),
         device=row.estimate.device,
         activation_checkpointing=CHECKPOINTING[row.choice.checkpointing],
         data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}},
     )
     assert again.memory == row.estimate.memory and again.bound == row.estimate.bound
     long = SETTINGS | ONE_HEAD
-    shared = shardplan.fit("llama", gpus=2, device=SLOW, global_batch=1, seq_len=SEQ, settings=long)
+    shared = shardplan.fit(shardplan.Model("llama", settings=long), gpus=2, device=SLOW, global_batch=1, seq_len=SEQ)
     (row,) = (row for row in shared.rows if row.choice.sizes.cp == 2)
     assert dict(shared.refused).keys() == {"tp 2", "cpu_offload"}
     again = shardplan.estimate(
-        "llama",
+        shardplan.Model("llama", settings=long),
         "auto",
         {"cp": 2},
-        seq_len=SEQ,
-        settings=long,
-        precision="fp32",
+        shardplan.TrainingStep(SEQ, precision="fp32"),
         device=SLOW,
         activation_checkpointing=CHECKPOINTING[row.choice.checkpointing],
         data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}},
@@ -346,8 +341,8 @@ def test_json(capsys, tmp_path):
 
 def test_wrong_arguments():
     def of(**options):
-        given = {"gpus": 2, "device": SLOW, "global_batch": 4, "seq_len": SEQ, "settings": SETTINGS} | options
-        return shardplan.fit("llama", **given)
+        given = {"gpus": 2, "device": SLOW, "global_batch": 4, "seq_len": SEQ} | options
+        return shardplan.fit(shardplan.Model("llama", SETTINGS), **given)
 
     with pytest.raises(ValueError, match="gpus must be a positive integer, not 0"):
         of(gpus=0)
@@ -399,8 +394,14 @@ def test_what_fits_nowhere():
     with pytest.raises(
         ValueError, match=r"nothing fits 1 slow .*: the least .*; take more devices, shorter sequences or"
     ):
-        shardplan.fit("llama", gpus=1, device=replace(SLOW, memory=1000), global_batch=1, seq_len=SEQ, settings=small)
+        shardplan.fit(
+            shardplan.Model("llama", settings=small),
+            gpus=1,
+            device=replace(SLOW, memory=1000),
+            global_batch=1,
+            seq_len=SEQ,
+        )
     with pytest.raises(
         ValueError, match="no mesh of 4 slow divides 3 sequences .*: take a global batch that 4 divides"
     ):
-        shardplan.fit("llama", gpus=4, device=SLOW, global_batch=3, seq_len=33, settings=small)
+        shardplan.fit(shardplan.Model("llama", settings=small), gpus=4, device=SLOW, global_batch=3, seq_len=33)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan import validate
+from shardplan import Model, validate
 from shardplan.api import fix_plan
 from shardplan.cli.main import main
 from shardplan.core.diagnostics import Edit, Location
@@ -70,7 +70,7 @@ def test_a_plan_is_repaired_in_place(tmp_path, capsys, end):
 def test_a_rule_of_the_parent_is_overridden_here(tmp_path):
     plan = tmp_path / "mine.yaml"
     plan.write_text('version: "1"\nextends: llama\nmodels: [qwen3]\n')
-    made = fix_plan("qwen3", str(plan), tp=2, settings=SIZES)
+    made = fix_plan(Model("qwen3", settings=SIZES), str(plan), mesh={"tp": 2})
     assert made.report.ok and made.changes >= 1
     assert made.after.startswith(made.before.rstrip())
     assert "tensor_parallel:\n  model.layers.*.self_attn.{q,k}_norm: replicated_with_grad_allreduce" in made.after
@@ -143,7 +143,7 @@ def test_words_of_help_lines_are_tried(tmp_path, capsys):
 def test_one_word(before, after, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text(before)
-    made = fix_plan("qwen3", str(plan), tp=1, settings=SIZES, proof=False)
+    made = fix_plan(Model("qwen3", settings=SIZES), str(plan), mesh={"tp": 1}, proof=False)
     assert made.after + "\n" == after or made.after == after
     assert made.changes == 1
 
@@ -155,7 +155,7 @@ def test_one_misspelling_in_several_lines(tmp_path):
     )
     plan = tmp_path / "plan.yaml"
     plan.write_text('version: "1"\nextends: qwen3\ntensor_parallel:\n' + rules.replace("{style}", "rowise"))
-    made = fix_plan("qwen3", str(plan), tp=1, settings=SIZES, proof=False)
+    made = fix_plan(Model("qwen3", settings=SIZES), str(plan), mesh={"tp": 1}, proof=False)
     assert made.changes == 2 and made.after.count(": rowwise") == 2 and "rowise" not in made.after
 
 
@@ -169,7 +169,7 @@ def test_what_helps_nothing_is_not_written(tmp_path):
     ):
         plan.write_text(text)
         (tmp_path / "base.yaml").write_text('verzion: "1"\n')
-        made = fix_plan("qwen3", str(plan), tp=1, settings=SIZES, proof=False)
+        made = fix_plan(Model("qwen3", settings=SIZES), str(plan), mesh={"tp": 1}, proof=False)
         assert not made.report.ok and made.changes == 0 and made.after == made.before
 
 
@@ -261,6 +261,8 @@ class TestEdits:
 
 
 def test_findings_carry_their_edits():
-    report = validate("qwen3", {"version": "1", "extends": "llama", "models": ["qwen3"]}, tp=2, settings=SIZES)
+    report = validate(
+        Model("qwen3", settings=SIZES), {"version": "1", "extends": "llama", "models": ["qwen3"]}, {"tp": 2}
+    )
     (finding,) = [d for d in report.errors if d.code == "SP401"]
     assert finding.edits[0].value == "replicated_with_grad_allreduce" and finding.edits[0].location is None

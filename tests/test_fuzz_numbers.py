@@ -24,7 +24,7 @@ def answer(seed: int) -> None:
     draw = random.Random(seed)
     name = draw.choice(TYPES)
     settings = {draw.choice(number_fields(name)): draw.choice(VALUES)}
-    report = shardplan.validate(shardplan.Model(name, settings=settings), "auto", tp=2)
+    report = shardplan.validate(shardplan.Model(name, settings=settings), "auto", {"tp": 2})
     assert report.ok or all(finding.message for finding in report.diagnostics), settings
 
 
@@ -39,7 +39,7 @@ def test_an_absurd_number_is_answered(seed: int) -> None:
     ids=["no width", "no vocabulary"],
 )
 def test_sizes_of_zero(name: str, settings: dict[str, int]) -> None:
-    assert not shardplan.validate(shardplan.Model(name, settings=settings), "auto", tp=2).ok
+    assert not shardplan.validate(shardplan.Model(name, settings=settings), "auto", {"tp": 2}).ok
 
 
 @pytest.mark.slow

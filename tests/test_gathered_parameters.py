@@ -21,7 +21,6 @@ import shardplan
 from shardplan import Model, applied
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, R, V
-from shardplan.core.mesh import MeshSizes
 from tests.collective_counter import CollectiveCounter
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 132, "head_dim": 8}
@@ -32,7 +31,7 @@ NORM, Q_NORM = "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_nor
 
 def test_it_is_checked_and_proven() -> None:
     with gathered_styles():
-        report = shardplan.validate(QWEN3, PLAN, tp=2)
+        report = shardplan.validate(QWEN3, PLAN, {"tp": 2})
         assert report.ok and not report.diagnostics and report.proof.ok, report.diagnostics
         assert report.stages[-1] == "proof" and report.proof.variants[1].variant == "sequence_parallel"
 
@@ -43,15 +42,17 @@ def test_it_is_checked_and_proven() -> None:
 def test_a_read_of_the_wrong_type_is_refused(name: str, wrong: str, code: str) -> None:
     plan = {"version": "1", "name": "wrong", "extends": "qwen3", "tensor_parallel": {name.replace(".0.", ".*."): wrong}}
     with gathered_styles():
-        report = shardplan.validate(QWEN3, plan, tp=2, sequence_parallel=False)
+        report = shardplan.validate(QWEN3, plan, {"tp": 2}, sequence_parallel=False)
     assert [d.code for d in report.diagnostics] == [code]
 
 
 def test_a_length_that_tp_does_not_divide_is_refused_and_heads_do_not_count() -> None:
     with gathered_styles():
-        report = shardplan.validate(Model("qwen3", settings=SMALL | {"hidden_size": 66}), PLAN, tp=4, layouts=False)
+        report = shardplan.validate(
+            Model("qwen3", settings=SMALL | {"hidden_size": 66}), PLAN, {"tp": 4}, layouts=False
+        )
         assert "SP303" in {d.code for d in report.diagnostics}
-        assert shardplan.validate(QWEN3, PLAN, tp=4, layouts=False).ok  # a norm's 8 features are no heads
+        assert shardplan.validate(QWEN3, PLAN, {"tp": 4}, layouts=False).ok  # a norm's 8 features are no heads
 
 
 def test_the_program_says_both_layouts() -> None:
@@ -100,10 +101,10 @@ def count() -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_an_estimate_counts_what_is_gathered() -> None:
-    step = {"seq_len": 32, "optimizer": "sgd", "precision": "fp32"}
+    step = shardplan.TrainingStep(32, optimizer="sgd", precision="fp32")
     with gathered_styles():
-        gathered = shardplan.estimate(QWEN3, PLAN, tp=2, **step)
-    plain = shardplan.estimate(QWEN3, "qwen3", tp=2, **step, logits="replicated")
+        gathered = shardplan.estimate(QWEN3, PLAN, {"tp": 2}, step)
+    plain = shardplan.estimate(QWEN3, "qwen3", {"tp": 2}, step, logits="replicated")
     assert gathered.memory.most["parameters"] < plain.memory.most["parameters"] + 132 * 64 * 4
     calls = {(one.axis, one.collective): one.calls for one in gathered.traffic}
     assert calls["tp", "all_gather"] == 2 * 3 + 1  # three norms of each layer and the head
@@ -131,14 +132,14 @@ def load_and_save(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_adapters_of_a_gathered_layer_are_whole_and_proven() -> None:
     with gathered_styles():
-        program = shardplan.compile_plan(adapted(), MeshSizes(tp=2), PLAN)
+        program = shardplan.compile_plan(adapted(), {"tp": 2}, PLAN)
         (head,) = (m for m in program.modules.values() if m.name.endswith("lm_head"))
         assert {p.name: (p.stored, p.computed) for p in head.parameters} == {
             "base_layer.weight": (V(0), I),
             "lora_A.default.weight": (I, I),
             "lora_B.default.weight": (I, I),
         }
-        report = shardplan.validate(adapted(), PLAN, tp=2)
+        report = shardplan.validate(adapted(), PLAN, {"tp": 2})
         assert report.ok and report.proof.ok, report.diagnostics
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shardplan import apply_plan, estimate, load_checkpoint, materialize, save_checkpoint
+from shardplan import Model, TrainingStep, apply_plan, estimate, load_checkpoint, materialize, save_checkpoint
 from shardplan.model import find_any, find_model
 from shardplan.model.reduced import make_reduced_model
 from shardplan.proof.compare import relative_error
@@ -33,7 +33,7 @@ def test_a_step_on_one_device(mesh, name):
     unsharded = reduced_model.build().cuda()
     with torch.device("meta"):
         model = type(unsharded)(copy.deepcopy(unsharded.config)).train()
-    apply_plan(model, mesh, name, activation_checkpointing=True)
+    apply_plan(model, mesh, name, activation_checkpointing={"mode": "full"})
     materialize(model, "cuda", state_dict=unsharded.state_dict())
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in reduced_model.inputs().items()}
     expected, got = unsharded(**inputs), model(**inputs)
@@ -97,8 +97,8 @@ SHAPES = {
 def test_the_estimated_peak_is_that_of_the_allocator(name, checkpointing):
     """One of 8 ranks, dp_shard 2 x tp 4, at the layer sizes of Llama-3.1-8B and Qwen3-30B-A3B, in bfloat16."""
     sizes = SHAPES[name] | {"num_hidden_layers": 4, "num_key_value_heads": 4}
-    options = {"sequence_parallel": True, "activation_checkpointing": checkpointing}
-    expected = estimate(name, "auto", {"dp_shard": 2, "tp": 4}, seq_len=4096, settings=sizes, **options)
+    options = {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"} if checkpointing else False}
+    expected = estimate(Model(name, settings=sizes), "auto", {"dp_shard": 2, "tp": 4}, TrainingStep(4096), **options)
     found = find_any(name, settings=sizes, trust_remote_code=False, inputs=None)
     private("fake_pg")
     dist.init_process_group("fake", rank=0, world_size=8)

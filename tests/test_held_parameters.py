@@ -160,7 +160,7 @@ BOUND = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 @pytest.mark.parametrize("name", RIGHT)
 def test_these_modules_are_whole_on_each_rank(name: str) -> None:
-    report = shardplan.validate(Model(RIGHT[name]), PLAN, tp=2, inputs=short)
+    report = shardplan.validate(shardplan.Model(Model(RIGHT[name]), inputs=short), PLAN, {"tp": 2})
     assert report.ok and not report.diagnostics, report.diagnostics
     assert_equal(real_rows(partial(Model, RIGHT[name]), PLAN, lambda model: short(0), squared))
 
@@ -170,13 +170,13 @@ def test_these_modules_are_whole_on_each_rank(name: str) -> None:
 def test_a_model_that_was_called_before(name: str) -> None:
     model = Model(RIGHT[name])
     model(**short(0))
-    assert shardplan.validate(model, PLAN, tp=2, inputs=short).ok
+    assert shardplan.validate(shardplan.Model(model, inputs=short), PLAN, {"tp": 2}).ok
 
 
 @pytest.mark.parametrize("holder", HELD)
 def test_a_parameter_in_a_container_is_a_finding(holder: str) -> None:
     model = Model(partial(Scaled, HELD[holder]))
-    (finding,) = shardplan.validate(model, PLAN, tp=2).diagnostics
+    (finding,) = shardplan.validate(model, PLAN, {"tp": 2}).diagnostics
     assert finding.code == "SP524"
     assert "layers.0.mixer: held has the parameter layers.0.mixer.scale in a" in finding.message
     assert "nn.ParameterList" in finding.help and "self.scale" in finding.help
@@ -187,7 +187,7 @@ def test_a_parameter_in_a_container_is_a_finding(holder: str) -> None:
 @pytest.mark.parametrize("holder", BOUND)
 def test_a_parameter_that_a_function_or_an_object_has_is_a_finding(holder: str) -> None:
     model = Model(partial(Scaled, BOUND[holder]))
-    (finding,) = shardplan.validate(model, PLAN, tp=2).diagnostics
+    (finding,) = shardplan.validate(model, PLAN, {"tp": 2}).diagnostics
     assert finding.code == "SP524" and "layers.0.mixer" in finding.message
     with pytest.raises(NotBound):
         copied(model)
@@ -265,5 +265,5 @@ def test_a_model_with_norms_of_weights_has_no_plan_that_init_knows() -> None:
         *(nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.ReLU()) for _ in range(2))
     )
     with pytest.raises(shardplan.PlanError) as error:
-        shardplan.init_plan(model, tp=2, inputs=lambda seed: {"input": torch.randn(2, 8, 16)})
+        shardplan.init_plan(shardplan.Model(model, inputs=lambda seed: {"input": torch.randn(2, 8, 16)}), tp=2)
     assert [one.code for one in error.value.diagnostics] == ["SP530"]

@@ -107,7 +107,7 @@ def test_padding_leaves_the_image_alone(cls, side):
 @SOME
 def test_auto_holds_for_a_checkpoint_of_the_class(cls, tmp_path):
     plan, _, overlay = CLASSES[cls]
-    report = shardplan.validate(folder(cls, tmp_path), "auto", tp=2)
+    report = shardplan.validate(folder(cls, tmp_path), "auto", {"tp": 2})
     assert report.diagnostics == ()
     assert parse_plan(plan).plan.has_overlay == overlay
     assert type(find(cls).build()).__name__ == cls
@@ -118,7 +118,7 @@ def test_auto_holds_for_a_checkpoint_of_the_class(cls, tmp_path):
     ("cls", "tp"), [pytest.param(cls, tp, marks=marks(cls, tp)) for cls in CLASSES for tp in (2, 4)]
 )
 def test_the_plan_is_proven(cls, tp, tmp_path):
-    proven(shardplan.verify(folder(cls, tmp_path), "auto", tp=tp))
+    proven(shardplan.verify(folder(cls, tmp_path), "auto", {"tp": tp}))
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_the_plan_is_proven(cls, tp, tmp_path):
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=exhaustive)])
 def test_the_tower_may_be_split(cls, plan, tp, tmp_path):
     model = folder(cls, tmp_path)
-    assert shardplan.validate(model, plan, tp=tp).diagnostics == ()
-    proven(shardplan.verify(model, plan, tp=tp))
+    assert shardplan.validate(model, plan, {"tp": tp}).diagnostics == ()
+    proven(shardplan.verify(model, plan, {"tp": tp}))
     resolved, _ = bind(parse_plan(plan).plan, find(cls).tree, MeshSizes(tp=tp))
     assert any(p.dim is not None for name, m in lower(resolved).modules.items() if "vis" in name for p in m.parameters)
 
@@ -148,10 +148,10 @@ def test_a_wrong_tower_is_refused(tmp_path):
     model = folder("LlavaForConditionalGeneration", tmp_path)
     rules = {"model.vision_tower.encoder.layers.*.layer_norm1": "replicated_with_grad_allreduce"}
     plan = {"version": "1", "name": "wrong", "extends": "llava_vision", "tensor_parallel": rules}
-    report = shardplan.validate(model, plan, tp=2, sequence_parallel=False)
+    report = shardplan.validate(model, plan, {"tp": 2}, sequence_parallel=False)
     assert {d.code for d in report.diagnostics} == {"SP406"}
     assert all("vision_tower" in d.message for d in report.diagnostics)
-    assert not shardplan.verify(model, plan, tp=2, sequence_parallel=False).ok
+    assert not shardplan.verify(model, plan, {"tp": 2}, sequence_parallel=False).ok
 
 
 def test_sound_reaches_the_audio_tower():
@@ -167,14 +167,14 @@ def test_sound_reaches_the_audio_tower():
 def test_a_wrong_audio_tower_is_refused():
     rules = {"model.audio_tower.layers.*.final_layer_norm": "replicated_with_grad_allreduce"}
     plan = {"version": "1", "name": "wrong", "extends": "moss_transcribe_diarize", "tensor_parallel": rules}
-    report = shardplan.validate("moss_transcribe_diarize", plan, tp=2, sequence_parallel=False)
+    report = shardplan.validate("moss_transcribe_diarize", plan, {"tp": 2}, sequence_parallel=False)
     assert {d.code for d in report.diagnostics if d.is_error} == {"SP406"}
     assert all("audio_tower" in d.message for d in report.diagnostics if d.is_error)
 
 
 def test_images_of_an_unknown_form_are_a_warning(monkeypatch):
     monkeypatch.setattr(images, "RECIPES", tuple(r for r in images.RECIPES if r.names != ("pixel_values",)))
-    report = shardplan.validate("fuyu", "auto", tp=2, sequence_parallel=False)
+    report = shardplan.validate("fuyu", "auto", {"tp": 2}, sequence_parallel=False)
     assert [(d.code, d.is_error) for d in report.diagnostics] == [("SP407", False)]
     assert "accepts images" in report.diagnostics[0].message and report.diagnostics[0].notes
 
@@ -183,6 +183,6 @@ def test_images_of_an_unknown_form_are_a_warning(monkeypatch):
 @pytest.mark.parametrize("cls", ["LlavaForConditionalGeneration"])
 def test_in_real_processes(cls, tmp_path):
     """dp 2 x tp 2 with FSDP2, which wraps the tower's layers too."""
-    report = shardplan.verify(folder(cls, tmp_path), "auto", tp=2, dp_shard=2, processes=True)
+    report = shardplan.verify(folder(cls, tmp_path), "auto", {"tp": 2, "dp_shard": 2}, processes=True)
     proven(report)
     assert set(report.variants) == {"tensor_parallel", "sequence_parallel"}

@@ -75,5 +75,7 @@ def test_keys_that_are_not_repeated_on_a_rank(keys: str) -> None:
             "layers.*.o_proj": "rowwise",
         },
     }
-    report = shardplan.validate(Attending(), plan, tp=4, inputs=lambda seed: {"x": torch.randn(2, 4, 32)})
+    report = shardplan.validate(
+        shardplan.Model(Attending(), inputs=lambda seed: {"x": torch.randn(2, 4, 32)}), plan, {"tp": 4}
+    )
     assert report.ok is (keys == "colwise"), report.diagnostics

@@ -82,6 +82,6 @@ def test_experts_with_the_sequence_split(name: str, expected: dict[str, str]) ->
     made = init_plan(name, sequence_parallel=True, expert_parallel=True)
     plan = parse_text(made.text).plan
     assert plan is not None and rules(plan.expert_sequence_parallel) == expected
-    report = validate(name, dict(made.document), tp=2, dp_shard=2, ep=4)
+    report = validate(name, dict(made.document), {"tp": 2, "dp_shard": 2, "ep": 4})
     assert report.ok, report
     assert report.variants[-1] == "expert_parallel.sequence_parallel"

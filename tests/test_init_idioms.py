@@ -98,11 +98,13 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_unlike_siblings_have_rules_of_their_own(first: type[nn.Module], style: str, sequence_parallel: bool) -> None:
     build = partial(Blocks, partial(Block, first))
-    made = shardplan.init_plan(build(), inputs=hidden, sequence_parallel=sequence_parallel)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=hidden), sequence_parallel=sequence_parallel)
     rules = made.document["tensor_parallel"]
     assert (rules["blocks.*.attn.to_out.0"], rules["blocks.*.ff.net.2"]) == ("rowwise", "rowwise")
     assert rules["blocks.*.ff.net.0.proj"] == style and not made.diagnostics
-    assert shardplan.verify(build(), made.document, tp=2, inputs=hidden, sequence_parallel=sequence_parallel).ok
+    assert shardplan.verify(
+        shardplan.Model(build(), inputs=hidden), made.document, {"tp": 2}, sequence_parallel=sequence_parallel
+    ).ok
 
 
 def listed(*modules: nn.Module) -> nn.Module:

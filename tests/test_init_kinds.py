@@ -109,8 +109,8 @@ def hybrid(gates: type[Gates]) -> nn.Module:
 def test_a_recurrence_among_attention(gates: type[Gates]) -> None:
     """Each kind has its rules, those that both have are one, and the recurrence is split by channels, its gates by heads."""
     model = hybrid(gates)
-    plan = shardplan.init_plan(model, inputs=tokens, sequence_parallel=True)
-    report = shardplan.validate(model, plan.document, tp=2, inputs=tokens)
+    plan = shardplan.init_plan(shardplan.Model(model, inputs=tokens), sequence_parallel=True)
+    report = shardplan.validate(shardplan.Model(model, inputs=tokens), plan.document, {"tp": 2})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
     assert "layers.0" in plan.document["sequence_parallel"]
     rules = dict(plan.document["tensor_parallel"])

@@ -158,7 +158,7 @@ def values(*shape: int) -> Callable[[int], dict[str, Tensor]]:
 
 
 def test_a_diffusion_transformer() -> None:
-    made = shardplan.init_plan(Diffusion(), inputs=images)
+    made = shardplan.init_plan(shardplan.Model(Diffusion(), inputs=images))
     rules = made.document["tensor_parallel"]
     assert {rules[f"blocks.*.attn.{name}"] for name in "qkv"} == {"colwise"} and rules["blocks.*.attn.o"] == "rowwise"
     assert (rules["blocks.*.up"], rules["blocks.*.down"]) == ("colwise", "rowwise")
@@ -185,7 +185,7 @@ def test_several_outputs(form: Callable[[Tensor, Tensor], Any]) -> None:
 )
 def test_a_model_of_which_nothing_can_be_split(model: type[nn.Module], inputs: Any, sequence_parallel: bool) -> None:
     with pytest.raises(PlanError) as raised:
-        shardplan.init_plan(model(), inputs=inputs, sequence_parallel=sequence_parallel)
+        shardplan.init_plan(shardplan.Model(model(), inputs=inputs), sequence_parallel=sequence_parallel)
     assert [d.code for d in raised.value.diagnostics] == ["SP530"]
 
 
@@ -236,16 +236,20 @@ def test_both_sequences_of_an_encoder_decoder_are_split() -> None:
         return {name: torch.randint(64, (2, 8), generator=generator) for name in ("ids", "decoder_ids")}
 
     torch.manual_seed(0)
-    made = shardplan.init_plan(Translator(), inputs=inputs, sequence_parallel=True)
+    made = shardplan.init_plan(shardplan.Model(Translator(), inputs=inputs), sequence_parallel=True)
     rules = made.document["sequence_parallel"]
     for side in ("encoder", "decoder"):
         assert rules[f"{side}.layers.0"] == "split_seq_input"
         assert rules[side] == "gather_seq_output"
     for tp in (2, 4):
-        report = shardplan.validate(Translator(), made.document, inputs=inputs, tp=tp, sequence_parallel=True)
+        report = shardplan.validate(
+            shardplan.Model(Translator(), inputs=inputs), made.document, {"tp": tp}, sequence_parallel=True
+        )
         assert report.ok and report.proven, report
     del made.document["sequence_parallel"]["decoder"]
-    report = shardplan.validate(Translator(), made.document, inputs=inputs, tp=2, sequence_parallel=True)
+    report = shardplan.validate(
+        shardplan.Model(Translator(), inputs=inputs), made.document, {"tp": 2}, sequence_parallel=True
+    )
     assert [one.code for one in report.errors] == ["SP405"]
 
 
@@ -279,14 +283,16 @@ def hidden(seed: int) -> dict[str, Tensor]:
 
 def test_a_model_that_ends_in_its_blocks_has_no_place_to_gather() -> None:
     with pytest.raises(PlanError) as refused:
-        shardplan.init_plan(Ending(Residual), inputs=hidden, sequence_parallel=True)
+        shardplan.init_plan(shardplan.Model(Ending(Residual), inputs=hidden), sequence_parallel=True)
     assert [one.code for one in refused.value.diagnostics] == ["SP531"]
 
 
 def test_blocks_that_end_in_a_norm_gather_there() -> None:
-    made = shardplan.init_plan(Ending(Layer, False), inputs=hidden, sequence_parallel=True)
+    made = shardplan.init_plan(shardplan.Model(Ending(Layer, False), inputs=hidden), sequence_parallel=True)
     rules = made.document["sequence_parallel"]
     assert rules["layers.*"] == "split_seq_input"
     assert rules["layers.*.last_norm"] == {"style": "sequence_parallel", "output": "gather"}
-    report = shardplan.validate(Ending(Layer, False), made.document, inputs=hidden, tp=4, sequence_parallel=True)
+    report = shardplan.validate(
+        shardplan.Model(Ending(Layer, False), inputs=hidden), made.document, {"tp": 4}, sequence_parallel=True
+    )
     assert report.ok and report.proven, report

@@ -165,8 +165,8 @@ class Channels(nn.Module):
 def made(block: type[nn.Module], tp: int = 2) -> dict[str, Any]:
     """What `init` writes for a model of such blocks, proven in both variants."""
     model = Stack(block)
-    plan = shardplan.init_plan(model, inputs=tokens, tp=tp, sequence_parallel=True)
-    report = shardplan.validate(model, plan.document, tp=tp, inputs=tokens)
+    plan = shardplan.init_plan(shardplan.Model(model, inputs=tokens), tp=tp, sequence_parallel=True)
+    report = shardplan.validate(shardplan.Model(model, inputs=tokens), plan.document, {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
     return dict(plan.document["tensor_parallel"])
 
@@ -251,4 +251,4 @@ def test_a_bias_that_the_modules_code_reads() -> None:
     rules = plan["tensor_parallel"]
     assert rules["backbone.layers.*.mixer"]["output"] == "all_reduce"
     assert rules["backbone.layers.*.mixer.out_proj.bias"] == "replicated_divided"
-    assert shardplan.validate(model, plan, tp=2).ok
+    assert shardplan.validate(model, plan, {"tp": 2}).ok

@@ -77,12 +77,14 @@ SAMPLE = ("biases of all heads", "parts in lists")  # what `make test` runs
 )
 def test_it_is_found(name: str) -> None:
     build, split, sliced = MODELS[name]
-    document = shardplan.init_plan(build(), inputs=ids, sequence_parallel=True).document
+    document = shardplan.init_plan(shardplan.Model(build(), inputs=ids), sequence_parallel=True).document
     for section, wanted in (("tensor_parallel", split), ("sequence_parallel", sliced)):
         found = {pattern: document[section].get(_address(pattern)) for pattern in wanted}
         assert all(meets(found[pattern], rule) for pattern, rule in wanted.items()), (section, found)
     for sequence_parallel in (False, True):
-        assert shardplan.verify(build(), document, tp=2, inputs=ids, sequence_parallel=sequence_parallel).ok
+        assert shardplan.verify(
+            shardplan.Model(build(), inputs=ids), document, {"tp": 2}, sequence_parallel=sequence_parallel
+        ).ok
 
 
 def _address(pattern: str) -> str:
@@ -93,6 +95,6 @@ def _address(pattern: str) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_on_processes(name: str) -> None:
     build, _, _ = MODELS[name]
-    document = shardplan.init_plan(build(), inputs=ids, sequence_parallel=True).document
-    report = shardplan.verify(build(), document, tp=4, inputs=ids, processes=True)
+    document = shardplan.init_plan(shardplan.Model(build(), inputs=ids), sequence_parallel=True).document
+    report = shardplan.verify(shardplan.Model(build(), inputs=ids), document, {"tp": 4}, processes=True)
     assert report.ok and len(report.variants) == 2

@@ -87,12 +87,14 @@ EACH = [
 @pytest.mark.parametrize(("name", "sequence_parallel"), EACH)
 def test_it_is_split_through(name: str, sequence_parallel: bool) -> None:
     build, inputs, wanted = STRUCTURES[name]
-    made = shardplan.init_plan(build(), inputs=inputs, sequence_parallel=sequence_parallel)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=inputs), sequence_parallel=sequence_parallel)
     rules = made.document["tensor_parallel"]
     found = {pattern: rules.get(f"blocks.*.{pattern}") for pattern in wanted}
     assert all(meets(found[pattern], rule) for pattern, rule in wanted.items()), found
     assert not made.diagnostics
-    assert shardplan.verify(build(), made.document, tp=2, inputs=inputs, sequence_parallel=sequence_parallel).ok
+    assert shardplan.verify(
+        shardplan.Model(build(), inputs=inputs), made.document, {"tp": 2}, sequence_parallel=sequence_parallel
+    ).ok
 
 
 @pytest.mark.slow
@@ -141,33 +143,33 @@ NAMED: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
 )
 def test_models_of_other_names_are_split_through(name: str) -> None:
     build, inputs, wanted = NAMED[name]
-    made = shardplan.init_plan(build(), inputs=inputs)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=inputs))
     rules = made.document["tensor_parallel"]
     assert all(meets(rules.get(pattern), rule) for pattern, rule in wanted.items()), rules
     assert not made.diagnostics
-    assert shardplan.verify(build(), made.document, tp=2, inputs=inputs).ok
+    assert shardplan.verify(shardplan.Model(build(), inputs=inputs), made.document, {"tp": 2}).ok
 
 
 def test_parts_of_a_matrix_are_told_apart_where_they_share_numbers() -> None:
     """Two of several thousand random numbers are often equal too: the plan must not depend on which."""
     build = tokens(own.Clamped)
-    made = shardplan.init_plan(build(), inputs=own.ids)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=own.ids))
     assert meets(made.document["tensor_parallel"]["blocks.*.attention.c_attn"], PACKED)
     assert not made.diagnostics
-    assert shardplan.verify(build(), made.document, tp=2, inputs=own.ids).ok
+    assert shardplan.verify(shardplan.Model(build(), inputs=own.ids), made.document, {"tp": 2}).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["titan", "nano_gpt"])
 def test_on_processes_with_a_slice_of_the_sequence(name: str) -> None:
     build, inputs, _ = NAMED[name]
-    made = shardplan.init_plan(build(), inputs=inputs, sequence_parallel=True)
-    report = shardplan.verify(build(), made.document, tp=2, inputs=inputs, processes=True)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=inputs), sequence_parallel=True)
+    report = shardplan.verify(shardplan.Model(build(), inputs=inputs), made.document, {"tp": 2}, processes=True)
     assert report.ok
 
 
 def test_the_line_that_forbids_is_named() -> None:
-    made = shardplan.init_plan(tokens(own.NormGPT)(), inputs=own.ids)
+    made = shardplan.init_plan(shardplan.Model(tokens(own.NormGPT)(), inputs=own.ids))
     (found,) = made.diagnostics
     assert found.code == "SP534" and "blocks.*.attention.c_{attn,proj} are split, but what is between" in found.message
     assert "k = k.view(B, T, self.n_head, C // self.n_head)" in found.notes[0]
@@ -185,16 +187,16 @@ def test_the_line_that_forbids_is_named() -> None:
 )
 def test_what_to_change_is_said(attention: type[nn.Module], code: str, line: str) -> None:
     build = tokens(attention)
-    made = shardplan.init_plan(build(), inputs=own.ids)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=own.ids))
     assert {d.code for d in made.diagnostics} == {code}
     assert all(line in (d.help or "") and ".py:" in d.notes[0] for d in made.diagnostics)
     assert made.document["tensor_parallel"]["blocks.*.mlp.up"] == "colwise"
-    assert shardplan.verify(build(), made.document, tp=2, inputs=own.ids).ok
+    assert shardplan.verify(shardplan.Model(build(), inputs=own.ids), made.document, {"tp": 2}).ok
 
 
 @pytest.mark.slow
 def test_an_embedding_of_biases_that_other_blocks_read_is_named() -> None:
-    made = shardplan.init_plan(own.Buckets(), inputs=own.ids)
+    made = shardplan.init_plan(shardplan.Model(own.Buckets(), inputs=own.ids))
     assert {d.code for d in made.diagnostics} == {"SP532"}
     assert "q @ k.mT + bias" in made.diagnostics[0].notes[0] and made.diagnostics[0].help is not None
     assert made.document["tensor_parallel"]["blocks.*.mlp.up"] == "colwise"
@@ -246,6 +248,8 @@ class InLists(nn.Module):
 
 def test_sublayers_in_a_list_read_slices_of_the_sequence() -> None:
     build = partial(own.Tokens, InLists)
-    made = shardplan.init_plan(build(), inputs=own.ids, sequence_parallel=True)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=own.ids), sequence_parallel=True)
     assert made.document["sequence_parallel"]["blocks.*.layer.*.norm"] == "sequence_parallel"
-    assert shardplan.verify(build(), made.document, tp=2, inputs=own.ids, sequence_parallel=True).ok
+    assert shardplan.verify(
+        shardplan.Model(build(), inputs=own.ids), made.document, {"tp": 2}, sequence_parallel=True
+    ).ok

@@ -23,7 +23,6 @@ import shardplan
 from shardplan import Model, applied
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, R, V
-from shardplan.core.mesh import MeshSizes
 from shardplan.proof.compare import relative_error
 from shardplan.proof.threads import on_threads
 from shardplan.runtime.parallel import reading, regather, shared_rows, style
@@ -73,7 +72,7 @@ def named(row: tuple[str, dict[str, int], int]) -> str:
 def test_it_is_proven_in_all_variants(row: tuple[str, dict[str, int], int]) -> None:
     name, settings, tp = row
     own = settings if "num_key_value_heads" not in settings else HEADS | settings
-    report = shardplan.validate(Model(name, settings=own), "auto", tp=tp)
+    report = shardplan.validate(Model(name, settings=own), "auto", {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
@@ -134,7 +133,7 @@ def test_rules_for_single_parameters_share_heads_too() -> None:
     }
     plan["tensor_parallel"]["model.layers.*.self_attn.{q,k,v}_proj.weight"] = "colwise"
     model = Model("llama", settings={"num_attention_heads": 16, **TWO})
-    report = shardplan.validate(model, plan, tp=4, sequence_parallel=False)
+    report = shardplan.validate(model, plan, {"tp": 4}, sequence_parallel=False)
     assert report.ok, report.diagnostics
     program = shardplan.compile_plan(model, {"tp": 4}, plan, sequence_parallel=False)
     assert dict(program.modules[ATTENTION].divide) == {"num_key_value_groups": 2}
@@ -156,16 +155,16 @@ def test_rules_for_single_parameters_share_heads_too() -> None:
 )
 def test_sizes_that_share_no_head_are_refused(settings: dict[str, int], tp: int, why: str) -> None:
     settings = {"hidden_size": 576, "intermediate_size": 1152, **settings}
-    report = shardplan.validate(Model("llama", settings=settings), "llama", tp=tp, layouts=False)
+    report = shardplan.validate(Model("llama", settings=settings), "llama", {"tp": tp}, layouts=False)
     (finding,) = (d for d in report.errors if d.code == "SP302")
     assert why in finding.message and "fits everything" in finding.help
 
 
 def test_every_size_that_is_allowed_is_right() -> None:
     model = Model("llama", settings={"num_attention_heads": 8, "num_key_value_heads": 2})
-    report = shardplan.validate(model, "llama", tp=1)
+    report = shardplan.validate(model, "llama", {"tp": 1})
     assert report.allowed_tp[:4] == (1, 2, 4, 8)
-    assert shardplan.validate(model, "llama", tp=8).ok
+    assert shardplan.validate(model, "llama", {"tp": 8}).ok
 
 
 # Mistakes
@@ -203,7 +202,7 @@ def by_all_ranks(plan: Any, module: Any, shared: Any) -> tuple[tuple[str, int], 
 def test_a_mistake_is_caught(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, wrong: Any, code: str) -> None:
     monkeypatch.setattr(where, name, wrong)
     model = AutoConfig.for_model("llama", num_attention_heads=16, **TWO, attn_implementation="eager")
-    report = shardplan.validate(model, "llama", tp=4, sequence_parallel=False)
+    report = shardplan.validate(model, "llama", {"tp": 4}, sequence_parallel=False)
     assert code in {d.code for d in report.errors}, report.diagnostics
 
 
@@ -213,7 +212,7 @@ def test_the_layout_check_knows_that_shared_gradients_are_partial(monkeypatch: p
     plan["tensor_parallel"]["model.layers.*.self_attn.k_norm"] = "replicate"
     for settings, tp in ((TWO, 4), (ONE, 2)):
         model = Model("qwen3", settings=HEADS | settings)
-        report = shardplan.validate(model, plan, tp=tp, sequence_parallel=False, proof=False)
+        report = shardplan.validate(model, plan, {"tp": tp}, sequence_parallel=False, proof=False)
         assert [d.code for d in report.errors] == ["SP401"], report.diagnostics
 
 
@@ -255,7 +254,7 @@ def test_keys_that_several_ranks_have_are_not_read_as_slices(style: str | None, 
     rules = {"": "input_with_grad_allreduce", ".{q,k}_proj": "colwise", ".o_proj": "rowwise"}
     rules |= {} if style is None else {".summary": style}
     plan = {"version": "1", "name": "keys", "tensor_parallel": {f"layers.*{at}": one for at, one in rules.items()}}
-    report = shardplan.validate(TwoLayers(style is not None), plan, tp=4, inputs=features)
+    report = shardplan.validate(shardplan.Model(TwoLayers(style is not None), inputs=features), plan, {"tp": 4})
     assert [d.code for d in report.errors] == codes, report.diagnostics
 
 
@@ -350,28 +349,31 @@ def generated() -> tuple[Tensor, int]:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_other_kernels_and_sliding_windows(attention: str) -> None:
     model = AutoConfig.for_model("gemma3_text", **HEADS, **TWO, sliding_window=8, attn_implementation=attention)
-    report = shardplan.validate(model, "auto", tp=4)
+    report = shardplan.validate(model, "auto", {"tp": 4})
     assert report.ok, report.diagnostics
 
 
 def test_adapters_follow() -> None:
     """LoRA's B is split and shared as its layer's weight is."""
     model = get_peft_model(small_model("qwen3", **TWO), LoraConfig(target_modules=["k_proj", "v_proj", "q_proj"]))
-    program = shardplan.compile_plan(model, MeshSizes(tp=4), "qwen3")
+    program = shardplan.compile_plan(model, {"tp": 4}, "qwen3")
     (k_proj,) = (m for m in program.modules.values() if m.name.endswith("layers.0.self_attn.k_proj"))
     assert {p.name: (p.stored, str(p.computed)) for p in k_proj.parameters} == {
         "base_layer.weight": (V(0), "V(0)/2"),
         "lora_A.default.weight": (I, "R"),
         "lora_B.default.weight": (V(0), "V(0)/2"),
     }
-    report = shardplan.validate(model, "qwen3", tp=4)
+    report = shardplan.validate(model, "qwen3", {"tp": 4})
     assert report.ok, report.diagnostics
 
 
 @pytest.mark.slow
 def test_an_estimate_counts_the_gathers() -> None:
-    step = {"seq_len": 32, "optimizer": "sgd", "precision": "fp32", "logits": "replicated"}
-    few, many = (shardplan.estimate(Model("llama", settings=vars_of(heads)), "llama", tp=4, **step) for heads in (2, 4))
+    step = shardplan.TrainingStep(32, optimizer="sgd", precision="fp32")
+    few, many = (
+        shardplan.estimate(Model("llama", settings=vars_of(heads)), "llama", {"tp": 4}, step, logits="replicated")
+        for heads in (2, 4)
+    )
     calls = [{(one.axis, one.collective): one.calls for one in found.traffic} for found in (few, many)]
     assert (
         calls[0]["tp", "all_gather"] - calls[1].get(("tp", "all_gather"), 0) == 2 * 2
@@ -418,7 +420,7 @@ def mixed() -> dict[str, Tensor]:
         pytest.param(
             {"compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}}, marks=pytest.mark.exhaustive
         ),
-        pytest.param({"activation_checkpointing": True}, marks=pytest.mark.exhaustive),
+        pytest.param({"activation_checkpointing": {"mode": "full"}}, marks=pytest.mark.exhaustive),
         pytest.param({"activation_checkpointing": {"modules": ["model.layers.*.self_attn"]}}, marks=pytest.mark.slow),
     ],
     ids=["compiled", "checkpoints", "checkpoints inside blocks"],

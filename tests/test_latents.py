@@ -21,7 +21,7 @@ def child(extends: str, rules: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["minicpm3", pytest.param("youtu", marks=pytest.mark.exhaustive)])
 def test_it_is_proven_in_all_variants(name: str) -> None:
-    report = shardplan.validate(Model(name), "auto", tp=2)
+    report = shardplan.validate(Model(name), "auto", {"tp": 2})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
@@ -42,10 +42,10 @@ def test_it_trains_as_the_unsharded_model() -> None:
     ],
 )
 def test_a_wrong_gradient_of_what_is_gathered_is_refused(extends: str, rules: dict[str, Any], codes: set[str]) -> None:
-    report = shardplan.validate(extends, child(extends, rules), tp=2, sequence_parallel=False)
+    report = shardplan.validate(extends, child(extends, rules), {"tp": 2}, sequence_parallel=False)
     assert {d.code for d in report.diagnostics} == codes
 
 
 def test_the_gradient_is_complete_by_default() -> None:
     rules = {"lm_head": {"style": "colwise_gather_output", "grad": "complete"}}
-    assert shardplan.validate("llama", child("llama", rules), tp=2, sequence_parallel=False).diagnostics == ()
+    assert shardplan.validate("llama", child("llama", rules), {"tp": 2}, sequence_parallel=False).diagnostics == ()

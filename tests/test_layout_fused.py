@@ -120,7 +120,7 @@ class Model(nn.Module):
 def checked(attention: type[nn.Module], rules: dict) -> Report:
     plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
     torch.manual_seed(0)
-    return shardplan.validate(Model(attention), plan, tp=2)
+    return shardplan.validate(Model(attention), plan, {"tp": 2})
 
 
 PACKED = {**PLAIN, "h.*.attn.c_attn": {"style": "packed_colwise", "packed": 3}}
@@ -139,7 +139,7 @@ def test_what_keeps_the_split_is_proposed_and_right(attention: type[nn.Module], 
     assert (found.code, found.help) == ("SP408", f"add {line}")
     assert checked(attention, {**PACKED, **added}).ok
     plan = {"version": "1", "name": "mine", "tensor_parallel": {**PACKED, **added}}
-    assert shardplan.verify(Model(attention), plan, tp=2).ok
+    assert shardplan.verify(Model(attention), plan, {"tp": 2}).ok
 
 
 SEPARATE = """\
@@ -162,9 +162,9 @@ def test_a_missing_divide_is_proposed_and_written(attention: type[nn.Module], di
     plan = tmp_path / "plan.yaml"
     plan.write_text(SEPARATE)
     torch.manual_seed(0)
-    (found,) = shardplan.validate(Model(attention), str(plan), tp=2).diagnostics
+    (found,) = shardplan.validate(Model(attention), str(plan), {"tp": 2}).diagnostics
     assert found.help == f"write `{written}` instead of `input_with_grad_allreduce`"
-    made = shardplan.fix_plan(Model(attention), str(plan), tp=2)
+    made = shardplan.fix_plan(Model(attention), str(plan), mesh={"tp": 2})
     assert made.report.ok and made.changes == 1
     assert made.after.rstrip() == SEPARATE.rstrip().replace("h.*.attn: input_with_grad_allreduce", written)
 

@@ -444,10 +444,12 @@ def test_a_bias_behind_a_reduction_is_added_to_all_features(shape: tuple[int, ..
 def test_one_block_input_takes_the_sums_of_all_tables() -> None:
     """A table that another value is multiplied by later cannot stay a partial sum too: the first block's input takes what waits."""
     model = own_streams.Sides()
-    found = shardplan.init_plan(model, inputs=own_structures.ids, sequence_parallel=True).document
+    found = shardplan.init_plan(shardplan.Model(model, inputs=own_structures.ids), sequence_parallel=True).document
     assert "vectors" not in found["sequence_parallel"]
     found["sequence_parallel"]["vectors"] = "embedding_rowwise_seq"
-    report = shardplan.validate(model, found, inputs=own_structures.ids, tp=2, sequence_parallel=True)
+    report = shardplan.validate(
+        shardplan.Model(model, inputs=own_structures.ids), found, {"tp": 2}, sequence_parallel=True
+    )
     assert [error.code for error in report.errors] == ["SP402"]
     assert "blocks.*.back is a partial sum" in report.errors[0].message
     assert report.errors[0].help == (
@@ -480,6 +482,8 @@ def test_a_whole_value_is_not_split_as_a_sum_that_waits() -> None:
         "norm": {"style": "sequence_parallel", "output": "gather"},
     }
     plan = {"version": "1", "name": "own", "tensor_parallel": rules, "sequence_parallel": sliced}
-    report = shardplan.validate(model, plan, inputs=own_structures.ids, tp=2, sequence_parallel=True)
+    report = shardplan.validate(
+        shardplan.Model(model, inputs=own_structures.ids), plan, {"tp": 2}, sequence_parallel=True
+    )
     assert [error.code for error in report.errors] == ["SP402"]
     assert "the input of second.* is whole" in report.errors[0].message

@@ -55,7 +55,7 @@ def test_only_sizes_that_divide_the_heads_are_listed(pairs: int, sizes: tuple[in
 @pytest.mark.parametrize("tp", [16, 64])
 def test_more_ranks_than_heads_are_refused_with_the_length(tp: int) -> None:
     """At tp=64 the reduced model would be called with more tokens than it has positions."""
-    report = shardplan.validate(Model(), PLAN, tp=tp)
+    report = shardplan.validate(Model(), PLAN, {"tp": tp})
     (found,) = report.diagnostics
     assert (found.code, found.message) == (
         "SP303",
@@ -67,5 +67,5 @@ def test_more_ranks_than_heads_are_refused_with_the_length(tp: int) -> None:
 
 def test_a_split_vocabulary_does_not_limit_the_size() -> None:
     plan = {**PLAN, "tensor_parallel": {**RULES, "tokens": "embedding_rowwise", "head": "colwise_gather_output"}}
-    report = shardplan.validate(Model(), plan, tp=4)
+    report = shardplan.validate(Model(), plan, {"tp": 4})
     assert report.ok and 4 in report.allowed_tp

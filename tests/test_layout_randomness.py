@@ -73,7 +73,7 @@ IDLE: dict[str, Noise] = {
 
 @pytest.mark.parametrize(("name", "training"), [*((name, True) for name in ACTS), ("dropout", False), ("sdpa", False)])
 def test_what_acts_is_refused_with_its_line(name: str, training: bool) -> None:
-    report = shardplan.validate(Model(ACTS[name]).train(training), PLAN, tp=2)
+    report = shardplan.validate(Model(ACTS[name]).train(training), PLAN, {"tp": 2})
     assert [d.code for d in report.diagnostics] == ["SP371"]
     found = report.diagnostics[0]
     assert found.modules == ("layers.0", "layers.1")
@@ -83,7 +83,7 @@ def test_what_acts_is_refused_with_its_line(name: str, training: bool) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_generators_are_seen_at_their_module(name: str) -> None:
     before = random.getstate()
-    report = shardplan.validate(Model(OTHERS[name]), PLAN, tp=2)
+    report = shardplan.validate(Model(OTHERS[name]), PLAN, {"tp": 2})
     assert [d.code for d in report.diagnostics] == ["SP371"]
     assert report.diagnostics[0].modules == ("layers.0", "layers.1")
     assert (random.getstate() == before) == (name == "numpy")  # the recorded run is the model's own
@@ -91,7 +91,7 @@ def test_other_generators_are_seen_at_their_module(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDLE)
 def test_what_changes_nothing_is_not(name: str) -> None:
-    assert shardplan.validate(Model(IDLE[name]), PLAN, tp=2).diagnostics == ()
+    assert shardplan.validate(Model(IDLE[name]), PLAN, {"tp": 2}).diagnostics == ()
 
 
 def test_the_one_that_acts_is_named_among_those_that_do_not() -> None:
@@ -99,12 +99,12 @@ def test_the_one_that_acts_is_named_among_those_that_do_not() -> None:
         idle = torch.rand([]) < 0.0
         return 0 * y if idle else F.dropout(y, 0.5, module.training)
 
-    found = shardplan.validate(Model(noise), PLAN, tp=2).diagnostics[0]
+    found = shardplan.validate(Model(noise), PLAN, {"tp": 2}).diagnostics[0]
     assert len(found.notes) == 1 and "F.dropout" in found.notes[0]
 
 
 def test_without_tp_nothing_is_said() -> None:
-    assert shardplan.validate(Model(ACTS["dropout"]), PLAN, tp=1).diagnostics == ()
+    assert shardplan.validate(Model(ACTS["dropout"]), PLAN, {"tp": 1}).diagnostics == ()
 
 
 def test_init_says_so_too() -> None:
@@ -115,5 +115,7 @@ def test_init_says_so_too() -> None:
 
 def test_transformers_layer_drop_of_0_is_not_refused() -> None:
     """OPT draws a number for each layer, whatever the probability."""
-    report = shardplan.validate("opt", "auto", tp=2, settings={"dropout": 0.0, "num_hidden_layers": 2})
+    report = shardplan.validate(
+        shardplan.Model("opt", settings={"dropout": 0.0, "num_hidden_layers": 2}), "auto", {"tp": 2}
+    )
     assert "SP371" not in {d.code for d in report.diagnostics} and report.ok

@@ -19,7 +19,6 @@ import shardplan
 from shardplan import compile_plan, load_plan
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import MeshSizes
 from shardplan.model import find_any
 from shardplan.model.rebinding import NotBound, copied
 from shardplan.model.reduced import make_reduced_model
@@ -43,7 +42,7 @@ def reduced_of(model: nn.Module, **arguments) -> nn.Module:
 
 
 def codes(model: nn.Module, plan="llama", **arguments) -> set[str]:
-    return {d.code for d in shardplan.validate(model, plan, tp=2, **arguments).diagnostics}
+    return {d.code for d in shardplan.validate(model, plan, {"tp": 2}, **arguments).diagnostics}
 
 
 def broken(model: nn.Module, plan="llama") -> bool:
@@ -63,7 +62,7 @@ def real_rows(build, plan="llama", inputs=batch, call=step, **options):
     feed = inputs(whole)
     reference = unsharded(whole, copy.deepcopy(feed), call)
     model = build()
-    program = compile_plan(model, MeshSizes(tp=2), plan, **options)
+    program = compile_plan(model, {"tp": 2}, plan, **options)
     with simulated_mesh(2) as mesh:
         apply_program(model, read_mesh(mesh), program, src_data_rank=0)
         values = call(model, ranked(feed, 2))
@@ -464,16 +463,16 @@ def test_hooks_on_replaced_parameters_are_refused():
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         model = llama()
         getattr(model.model.layers[1].mlp.up_proj.weight, register)(lambda grad: None)
-        report = shardplan.validate(model, "llama", tp=2)
+        report = shardplan.validate(model, "llama", {"tp": 2})
         (finding,) = [d for d in report.diagnostics if d.code == "SP525"]
         assert finding.is_error and "model.layers.1.mlp.up_proj.weight" in finding.message
         assert "after apply_plan" in finding.help
         with pytest.raises(PlanError):
-            compile_plan(model, MeshSizes(tp=2), "llama")
+            compile_plan(model, {"tp": 2}, "llama")
         fsdp = {"backend": "fsdp2", "units": ["model.layers.*"]}
         with pytest.raises(PlanError):
-            compile_plan(model, MeshSizes(tp=1, dp_shard=2), "llama", data_parallel=fsdp)
-        program = compile_plan(model, MeshSizes(tp=1), "llama", data_parallel=fsdp)
+            compile_plan(model, {"tp": 1, "dp_shard": 2}, "llama", data_parallel=fsdp)
+        program = compile_plan(model, {"tp": 1}, "llama", data_parallel=fsdp)
         with fake_mesh(1, 1, names=("dp_shard", "tp")) as mesh, pytest.raises(PlanError):  # FSDP2 of one rank
             apply_program(model, read_mesh(mesh), program, src_data_rank=None)
 
@@ -565,9 +564,9 @@ def test_a_model_with_dtypes_of_its_own_is_proven():
     model = reduced_model.build()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model(**reduced_model.inputs()).dtype == torch.float32
-    report = shardplan.validate(Half(), OWN, tp=2)
+    report = shardplan.validate(Half(), OWN, {"tp": 2})
     assert report.ok and {d.code for d in report.diagnostics} <= {"SP332"}
-    assert shardplan.verify(Half(), OWN, tp=2).ok
+    assert shardplan.verify(Half(), OWN, {"tp": 2}).ok
     wrong = {**OWN, "tensor_parallel": {"layers.*.up": "colwise"}}
     assert broken(Half(), wrong)
 

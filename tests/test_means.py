@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Olmo2Config
 
+import shardplan
 from shardplan import compile_plan, validate, verify
 from shardplan.compiler.lower.expected_collectives import expected_collectives
-from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import FeatureMeans
 from shardplan.torchlib.rms_norms import rms_norm
 
@@ -75,26 +75,27 @@ def inputs(model: nn.Module) -> dict[str, Tensor]:
 def subject(norm, width: int = 48) -> dict:
     torch.manual_seed(0)
     plan = {"version": "1", "name": "case", "tensor_parallel": RULES}
-    return {"model": Model(norm(width), width), "plan": plan, "inputs": inputs, "sequence_parallel": False}
+    model = shardplan.Model(Model(norm(width), width), inputs=inputs)
+    return {"model": model, "plan": plan, "sequence_parallel": False}
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_the_mean_is_over_all_ranks(named: bool) -> None:
     for tp in (2, 4):
-        report = verify(**subject(lambda width: Own(width, named)), tp=tp)
+        report = verify(mesh={"tp": tp}, **subject(lambda width: Own(width, named)))
         assert report.ok, report
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_means_over_groups_of_features_are_a_ranks_own(tp: int) -> None:
     """Also where a rank has one group, whose mean is as long as its features (tp 4)."""
-    assert validate(**subject(Grouped), tp=tp).ok
-    report = verify(**subject(Grouped), tp=tp)
+    assert validate(mesh={"tp": tp}, **subject(Grouped)).ok
+    report = verify(mesh={"tp": tp}, **subject(Grouped))
     assert report.ok, report
 
 
 def test_torchs_rms_norm_is_taken_apart() -> None:
-    report = verify(**subject(nn.RMSNorm), tp=2)
+    report = verify(mesh={"tp": 2}, **subject(nn.RMSNorm))
     assert report.ok, report
 
 
@@ -110,7 +111,7 @@ def test_its_steps_are_torchs(dtype: torch.dtype, eps: float | None, weighted: b
 
 def test_a_norm_whose_means_are_not_seen_is_refused() -> None:
     """torch's layer norm, which takes its means inside one operator and knows the width."""
-    report = validate(**subject(nn.LayerNorm), tp=2)
+    report = validate(mesh={"tp": 2}, **subject(nn.LayerNorm))
     assert next(d.code for d in report.diagnostics) == "SP408", report
 
 
@@ -119,7 +120,7 @@ def test_without_it_the_norm_is_refused_with_the_rule_that_is_missing() -> None:
     config = Olmo2Config(num_hidden_layers=2)
     rules = {"model.layers.*.self_attn.{q,k}_norm": "none"}
     plan = {"version": "1", "name": "mine", "extends": "olmo2", "tensor_parallel": rules}
-    report = validate(config, plan, tp=2, sequence_parallel=False)
+    report = validate(config, plan, {"tp": 2}, sequence_parallel=False)
     assert not report.ok
     assert [d.help for d in report.diagnostics] == ["add `model.layers.*.self_attn.{q,k}_norm: colwise_norm`"], report
 
@@ -129,12 +130,12 @@ def test_whole_features_are_refused() -> None:
     config = Olmo2Config(num_hidden_layers=2)
     rules = {"model.layers.*.post_attention_layernorm": "colwise_norm"}
     plan = {"version": "1", "name": "mine", "extends": "olmo2", "tensor_parallel": rules}
-    report = validate(config, plan, tp=2, sequence_parallel=False)
+    report = validate(config, plan, {"tp": 2}, sequence_parallel=False)
     assert "SP402" in {d.code for d in report.diagnostics}, report
 
 
 def test_its_collectives_are_expected_and_shown() -> None:
-    program = compile_plan(Olmo2Config(num_hidden_layers=1), MeshSizes(tp=2), "olmo2", sequence_parallel=False)
+    program = compile_plan(Olmo2Config(num_hidden_layers=1), {"tp": 2}, "olmo2", sequence_parallel=False)
     name = "model.layers.0.self_attn.q_norm"
     assert program.modules[name].means == FeatureMeans(Olmo2Config().hidden_size, 2)
     assert expected_collectives({name: program.modules[name]}) == {

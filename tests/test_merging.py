@@ -14,7 +14,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
-from shardplan import compile_plan
+from shardplan import Model, compile_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import Workbench, check_layout
@@ -545,7 +545,7 @@ def test_blocks_of_one_class_are_each_moved_as_they_were_proven() -> None:
         return Separated(False, True, False)
 
     def compiled(model: nn.Module, plan: Any, tp: int) -> Program:
-        return compile_plan(model, {"tp": tp}, plan, inputs=inputs)
+        return compile_plan(Model(model, inputs=inputs), {"tp": tp}, plan)
 
     program = compiled(build(), SEPARATED, 2)
     moved = [[bool(program.modules[f"blocks.{i}.attn.{name}"].enter) for name in "qk"] for i in range(3)]

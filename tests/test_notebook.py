@@ -59,11 +59,11 @@ def test_what_is_registered_exists():
 
 
 def test_results_are_text(shell):
-    wrong = shell.show(shardplan.validate(MODEL, WHOLE_DOWN, tp=2))
+    wrong = shell.show(shardplan.validate(MODEL, WHOLE_DOWN, {"tp": 2}))
     assert "error[SP408]" in wrong and PLACE in wrong and "= help: add `layers.*.down: rowwise`" in wrong
-    right = shell.show(shardplan.validate(MODEL, RIGHT, tp=2))
+    right = shell.show(shardplan.validate(MODEL, RIGHT, {"tp": 2}))
     assert right.startswith("no findings") and "proven at tp=2" in right
-    proof = shell.show(shardplan.verify(MODEL, RIGHT, tp=2).proof)
+    proof = shell.show(shardplan.verify(MODEL, RIGHT, {"tp": 2}).proof)
     assert "layers.0-1.up.weight" in proof and "equal" in proof
     diff = shell.show(shardplan.diff_plans(WHOLE_DOWN, RIGHT))
     assert "no rule -> rowwise" in diff
@@ -71,7 +71,7 @@ def test_results_are_text(shell):
 
 
 def test_print_has_the_help():
-    text = str(shardplan.validate(MODEL, MISSPELT, tp=2))
+    text = str(shardplan.validate(MODEL, MISSPELT, {"tp": 2}))
     assert "error[SP106]: there is no style `colwyse`\n     = help: did you mean `colwise`?" in text
 
 

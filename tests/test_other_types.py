@@ -68,6 +68,6 @@ def test_a_class_in_real_processes(name: str) -> None:
     """Loss, outputs and every gradient on both ranks."""
     sequence_parallel, variants = IN_PROCESSES[name]
     config = without_dropout(find(name).config)
-    report = verify(config, "auto", tp=2, processes=True, sequence_parallel=sequence_parallel)
+    report = verify(config, "auto", {"tp": 2}, processes=True, sequence_parallel=sequence_parallel)
     assert report.ok, report
     assert set(report.variants) == variants

@@ -195,7 +195,7 @@ class Scales(Stack):
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_stages_compute_what_the_whole_model_computes(model: nn.Module, section: dict[str, Any]):
-    report = shardplan.verify(model, {**PLAN, "pipeline_parallel": {"layers": "blocks.*", **section}}, pp=3)
+    report = shardplan.verify(model, {**PLAN, "pipeline_parallel": {"layers": "blocks.*", **section}}, {"pp": 3})
     assert report.proven and report.proof is not None, report
     stages = report.proof.pipeline
     assert stages is not None
@@ -281,11 +281,11 @@ class Shares(Stack):
 def test_what_cannot_be_cut_is_refused(model: nn.Module, expected: str):
     found = staged(model)
     assert not found.ok and expected in [d.code for d in found.findings]
-    assert expected in [d.code for d in shardplan.verify(model, PLAN, pp=2).errors]
+    assert expected in [d.code for d in shardplan.verify(model, PLAN, {"pp": 2}).errors]
 
 
 def test_a_module_in_two_blocks_is_refused():
-    report = shardplan.validate(Shares(), PLAN, pp=2)
+    report = shardplan.validate(Shares(), PLAN, {"pp": 2})
     assert "SP437" in [d.code for d in report.errors]
 
 
@@ -401,7 +401,7 @@ def test_what_is_changed_in_place_has_memory_in_other_stages():
     found = staged(Writes())
     assert found.ok and reduced_cut(found, 2).written == ("embed",)
     assert reduced_cut(staged(Stack()), 2).written == ()
-    assert shardplan.verify(Writes(), PLAN, pp=2).ok
+    assert shardplan.verify(Writes(), PLAN, {"pp": 2}).ok
 
 
 def test_a_model_that_raises_in_a_stage_is_a_finding():
@@ -411,7 +411,7 @@ def test_a_model_that_raises_in_a_stage_is_a_finding():
         def between(self, block: Any, hidden: Tensor, ids: Tensor) -> Tensor:
             return block(hidden) * len(block.linear.weight)
 
-    report = shardplan.validate(Looks(), PLAN, pp=2)
+    report = shardplan.validate(Looks(), PLAN, {"pp": 2})
     assert [d.code for d in report.errors] == ["SP436"] and not report.proven
 
 
@@ -420,10 +420,10 @@ def test_without_a_run_what_the_plan_does_not_name_has_no_stage():
         def forward(self, input_ids: Any, other: Any) -> Tensor:
             return super().forward(input_ids) + other.unknown
 
-    refused = shardplan.validate(NoInputs(), PLAN, pp=2, allow_unproven=True)
+    refused = shardplan.validate(NoInputs(), PLAN, {"pp": 2}, allow_unproven=True)
     assert [d.code for d in refused.errors] == ["SP432"]
     named = {**PLAN, "pipeline_parallel": {"layers": "blocks.*", "first": ["embed"], "last": ["head"]}}
-    assert shardplan.validate(NoInputs(), named, pp=2, allow_unproven=True).ok
+    assert shardplan.validate(NoInputs(), named, {"pp": 2}, allow_unproven=True).ok
 
 
 # The model itself
@@ -454,12 +454,12 @@ def test_a_tie_of_the_model_is_a_tie_of_the_cut():
 
 def test_a_routers_logits_are_handed_on():
     plan = {"version": "1", "pipeline_parallel": {"layers": "model.layers.*", "carry": ["model.layers.*.mlp.gate"]}}
-    report = shardplan.verify("qwen3_moe", plan, pp=2, settings={"output_router_logits": True})
+    report = shardplan.verify(shardplan.Model("qwen3_moe", settings={"output_router_logits": True}), plan, {"pp": 2})
     assert report.proven and report.proof is not None
     stages = report.proof.pipeline
     assert stages is not None
     assert stages.carried == tuple(f"model.layers.{i}.mlp.gate" for i in range(len(stages.sizes) - 1))
-    quiet = shardplan.verify("qwen3_moe", plan, pp=2)
+    quiet = shardplan.verify("qwen3_moe", plan, {"pp": 2})
     assert quiet.proven and quiet.proof is not None and quiet.proof.pipeline is not None
     assert not quiet.proof.pipeline.carried
 
@@ -508,4 +508,4 @@ def test_a_carried_module_that_a_batch_does_not_run_hands_on_nothing():
 
 def test_a_model_whose_code_divides_heads_has_enough_of_them_at_tp_1():
     quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-    assert shardplan.verify("codegen", "auto", pp=2, settings=quiet).ok
+    assert shardplan.verify(shardplan.Model("codegen", settings=quiet), "auto", {"pp": 2}).ok

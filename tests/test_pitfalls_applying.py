@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardplan import PlanError, applied, apply_plan, compile_plan, load_plan, validate, verify
-from shardplan.core.mesh import MeshSizes
 from shardplan.runtime.apply import phases, without_sequence_parallel
 from shardplan.runtime.apply.plan_mesh import read_mesh
 from tests.proofs import PLANS, fake_mesh, plan_like, reduced_model
@@ -37,9 +36,9 @@ QUICK = ("llama", "phi3", "gpt2")
 
 @pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
 def test_names_are_the_same_afterwards(plan, mesh):
-    options = {"sequence_parallel": True, "activation_checkpointing": True, "compile": True}
+    options = {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"}, "compile": {}}
     before = names(reduced_model(plan, 4).build())
-    model = apply_plan(reduced_model(plan, 4).build(), mesh, plan, src_data_rank=None, **options)
+    model = apply_plan(reduced_model(plan, 4).build(), mesh, plan, src_data_rank=None, prove=False, **options)
     assert names(model) == before
     assert type(model).__name__ == type(reduced_model(plan, 4).build()).__name__
     assert isinstance(model, type(reduced_model(plan, 4).build()))
@@ -55,12 +54,12 @@ def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
     monkeypatch.setattr(phases, "checkpoint_modules", wrap)
     model = reduced_model("llama", 4).build()
     with pytest.raises((AssertionError, RuntimeError), match="the step 'activation checkpointing' changed modules"):
-        apply_plan(model, mesh, "llama", activation_checkpointing=True, src_data_rank=None)
+        apply_plan(model, mesh, "llama", activation_checkpointing={"mode": "full"}, src_data_rank=None, prove=False)
 
 
 def test_what_is_switched_on_are_the_plans_units_also_where_they_are_not_wrapped(mesh):
-    """`compile=True` of a model without data parallelism compiled nothing, and said nothing."""
-    options = {"compile": True, "activation_checkpointing": True, "data_parallel": False}
+    """`compile` of a model without data parallelism compiled nothing, and said nothing."""
+    options = {"compile": {}, "activation_checkpointing": {"mode": "full"}, "data_parallel": False}
     model = apply_plan(reduced_model("llama", 4).build(), mesh, "llama", src_data_rank=None, **options)
     resolved = applied(model).program.resolved
     assert resolved.compile_modules == resolved.ac_modules == ("model.layers.0", "model.layers.1")
@@ -70,8 +69,8 @@ def test_what_is_switched_on_are_the_plans_units_also_where_they_are_not_wrapped
 def test_what_is_switched_on_without_units_is_refused(mesh, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text('version: "1"\nname: plan\ntensor_parallel: {lm_head: colwise_gather_output}\n', "utf-8")
-    with pytest.raises(ValueError, match="compile=True names no modules: the plan has no data-parallel units"):
-        apply_plan(reduced_model("llama", 4).build(), mesh, plan, src_data_rank=None, compile=True)
+    with pytest.raises(ValueError, match="compile names no modules, and the plan has no data-parallel units"):
+        apply_plan(reduced_model("llama", 4).build(), mesh, plan, src_data_rank=None, compile={})
 
 
 def test_a_second_application_is_refused(mesh):
@@ -105,7 +104,7 @@ def test_a_wrong_plan_leaves_the_model_untouched(mesh):
 def test_a_size_that_tp_does_not_divide_is_refused():
     """torch's own parallelize_module accepts it."""
     with pytest.raises(PlanError, match="which tp=3 does not divide"):
-        compile_plan(reduced_model("llama", 4).build(), MeshSizes(tp=3), "llama")
+        compile_plan(reduced_model("llama", 4).build(), {"tp": 3}, "llama")
 
 
 def test_a_step_that_fails_names_itself_and_leaves_the_model_marked(mesh, monkeypatch):
@@ -200,8 +199,8 @@ WRONG_CALLS = {
     "a plan of another type": (TypeError, lambda mesh: load_plan(3)),
     "auto without a model": (ValueError, lambda mesh: load_plan("auto")),
     "a model of another type": (TypeError, lambda mesh: validate(3, "llama")),
-    "a size that is no number": (ValueError, lambda mesh: validate("llama", "llama", tp="2")),
-    "a size of zero": (ValueError, lambda mesh: validate("llama", "llama", tp=0)),
+    "a size that is no number": (ValueError, lambda mesh: validate("llama", "llama", {"tp": "2"})),
+    "a size of zero": (ValueError, lambda mesh: validate("llama", "llama", {"tp": 0})),
     "no mesh": (TypeError, lambda mesh: apply_plan(reduced_model("llama", 4).build(), 4, "llama")),
     "a section of another type": (
         TypeError,
@@ -217,7 +216,7 @@ WRONG_CALLS = {
             reduced_model("llama", 4, classes="LlamaModel").build(), mesh, "llama", logits="sharded"
         ),
     ),
-    "data parallelism in the simulation": (ValueError, lambda mesh: verify("llama", "llama", tp=2, dp_shard=2)),
+    "data parallelism in the simulation": (ValueError, lambda mesh: verify("llama", "llama", {"tp": 2, "dp_shard": 2})),
     "a question about a model without a plan": (ValueError, lambda mesh: applied(nn.Linear(1, 1))),
     "an unplanned model without sequence parallelism": (
         ValueError,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from shardplan import validate
+from shardplan import Model, validate
 from shardplan.proof.compare import compare
 from shardplan.runtime.parallel import reading, style
 from shardplan.styles import stored_parameters as stored
@@ -356,5 +356,5 @@ def test_a_tied_parameter_is_read_by_any_of_its_names() -> None:
     def rows(seed: int) -> dict[str, torch.Tensor]:
         return {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))}
 
-    report = validate(ByItsOtherName(), {"version": "1", "tensor_parallel": rules}, tp=2, inputs=rows)
+    report = validate(Model(ByItsOtherName(), inputs=rows), {"version": "1", "tensor_parallel": rules}, {"tp": 2})
     assert report.ok and report.proven, report

@@ -175,7 +175,7 @@ def test_without_sequence_parallel_the_collectives_are_those_of_tensor_paralleli
 def test_checkpointing_repeats_a_blocks_forward_collectives_and_not_its_doors(plan, mesh):
     """Each layer is run again up to the last value that backward needs, which comes before the last reduction; what
     stands before the first block (the embedding's reduction and split) is not run again."""
-    model = planned(plan, mesh, sequence_parallel=True, activation_checkpointing=True)
+    model = planned(plan, mesh, sequence_parallel=True, activation_checkpointing={"mode": "full"})
     found = counted(model, short_inputs(plan))
     layers = model.config.get_text_config().num_hidden_layers
     once = minimum(plan, layers, sp=True, logits="replicated")

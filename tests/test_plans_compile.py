@@ -42,7 +42,7 @@ def test_layers_compile_whole_and_to_one_graph(plan, sp, checkpointing, mesh):
         mesh,
         plan,
         sequence_parallel=sp,
-        activation_checkpointing=checkpointing,
+        activation_checkpointing={"mode": "full"} if checkpointing else False,
         compile={"modules": [LAYERS.get(plan, "model.layers.*")], "fullgraph": True, "backend": "aot_eager"},
     )
     for _ in range(2):

@@ -12,8 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from shardplan import compile_plan
-from shardplan.core.mesh import MeshSizes
+from shardplan import Model, compile_plan
 from shardplan.model.reduced.weights import randomise
 from tests.proofs import (
     PLANS,
@@ -168,7 +167,7 @@ def test_parameters_are_really_sharded(plan, tp):
 def test_a_rank_holds_little_more_than_its_share_of_the_real_model(plan):
     """At tp 2 of the model type's default size: half of every matrix, so at most 51 % of the language model."""
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
-    program = compile_plan(plan, MeshSizes(tp=2), plan, settings=off if plan == "gpt2" else {})
+    program = compile_plan(Model(plan, settings=off if plan == "gpt2" else {}), {"tp": 2}, plan)
     tree = program.resolved.tree
     total = held = 0
     for module in program.modules.values():
@@ -189,7 +188,7 @@ def test_the_whole_compiler_gives_the_program_that_is_proven_here(plan, sp):
     """The layout check refuses no built-in plan, and the optimiser finds nothing to merge in one. Without its run, more
     parameters may be read by modules around their own than are."""
     model = reduced_model(plan, 2).build()
-    compiled = compile_plan(model, MeshSizes(tp=2), plan, sequence_parallel=sp)
+    compiled = compile_plan(model, {"tp": 2}, plan, sequence_parallel=sp)
     proven = program_of(model, plan, 2, sequence_parallel=sp)
     assert compiled.variants.keys() == proven.variants.keys()
     for overlays, one in compiled.variants.items():

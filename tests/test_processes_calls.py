@@ -322,7 +322,7 @@ def disagree(how: str) -> tuple[str, str]:
             "mixed_precision": {"param": "bfloat16", "reduce": "bfloat16" if other else "float32"}
         }
     if how == "no checkpointing":
-        options["activation_checkpointing"] = not other
+        options["activation_checkpointing"] = False if other else {"mode": "full"}
     before = whole_state(model)
     with pytest.raises((RuntimeError, PlanError)) as caught:
         shardplan.apply_plan(model, mesh, plan, **options)

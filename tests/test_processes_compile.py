@@ -15,7 +15,10 @@ from training_runs import TWO_BY_TWO, Recipe, compare
 
 import shardplan
 
-GRAPHS = {"activation_checkpointing": True, "compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}}
+GRAPHS = {
+    "activation_checkpointing": {"mode": "full"},
+    "compile": {"modules": ["model.layers.*"], "backend": "aot_eager"},
+}
 
 
 @pytest.mark.slow
@@ -39,7 +42,7 @@ def test_compiled_layers_train_alike(recipe):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.proves("tp sp fsdp2 checkpointing compile")
 def test_inductor_trains_alike():
-    options = {"activation_checkpointing": True, "compile": {"modules": ["model.layers.*"]}}
+    options = {"activation_checkpointing": {"mode": "full"}, "compile": {"modules": ["model.layers.*"]}}
     compare(Recipe("qwen3", TWO_BY_TWO, tied=True, options=options), seconds=500)
 
 
@@ -95,7 +98,12 @@ def counted(checkpointing: bool) -> tuple[dict[str, Counter[str]], dict[str, Cou
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     model = small_model("qwen3", tied=True)
     shardplan.apply_plan(
-        model, mesh, "auto", sequence_parallel=True, activation_checkpointing=checkpointing, prove=False
+        model,
+        mesh,
+        "auto",
+        sequence_parallel=True,
+        activation_checkpointing={"mode": "full"} if checkpointing else False,
+        prove=False,
     )
     ids = batch(mesh.get_local_rank("dp_shard"))
     with Collectives() as forward:

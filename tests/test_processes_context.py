@@ -74,7 +74,11 @@ CASES = {
     "compiled": {
         "model": "qwen3",
         "sizes": (1, 2, 2),
-        "options": {"sequence_parallel": True, "compile": {"backend": "aot_eager"}, "activation_checkpointing": True},
+        "options": {
+            "sequence_parallel": True,
+            "compile": {"backend": "aot_eager"},
+            "activation_checkpointing": {"mode": "full"},
+        },
     },
 }
 

@@ -101,7 +101,7 @@ def test_four_ranks_with_every_implementation(model: str) -> None:
 COMPILE = ("compile", {"backend": "aot_eager", "fullgraph": False})  # the graph breaks at the experts
 COMPILED = [
     replace(of("deepseek_v3", dp_shard=2, tp=2, ep=4, sequence_parallel=True), options=(COMPILE,)),
-    replace(of("mixtral", dp_shard=2, tp=2, ep=2), options=(COMPILE, ("activation_checkpointing", True))),
+    replace(of("mixtral", dp_shard=2, tp=2, ep=2), options=(COMPILE, ("activation_checkpointing", {"mode": "full"}))),
 ]
 
 

@@ -84,7 +84,7 @@ def train(recipe: str, options: dict) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.slow
 def test_converted_first_it_trains_as_the_unsharded_model(recipe: str) -> None:
-    on_ranks(4, train, recipe, {"sequence_parallel": True, "activation_checkpointing": True})
+    on_ranks(4, train, recipe, {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"}})
 
 
 def test_without_sequence_parallelism() -> None:
@@ -128,6 +128,6 @@ def test_a_plan_is_validated_without_float8() -> None:
 
     model = in_float8(nn.Sequential(Block(), Block()), "tensorwise")
     assert tree_of(model) == tree_of(nn.Sequential(Block(), Block()))
-    report = shardplan.validate(model, plan, tp=2, inputs=inputs)
+    report = shardplan.validate(shardplan.Model(model, inputs=inputs), plan, {"tp": 2})
     assert report.ok, report
     assert type(model[0].up).__name__ == "Float8Linear"

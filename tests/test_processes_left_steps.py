@@ -18,7 +18,10 @@ from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.runtime.parallel import left_steps
 
 MESHES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "tp": ({"sequence_parallel": True, "data_parallel": False, "activation_checkpointing": True}, {"tp": 2}),
+    "tp": (
+        {"sequence_parallel": True, "data_parallel": False, "activation_checkpointing": {"mode": "full"}},
+        {"tp": 2},
+    ),
     "fsdp2": ({}, {"dp_shard": 2, "tp": 1}),
     "fsdp2, tp": ({"sequence_parallel": True}, {"tp": 2}),
 }
@@ -198,7 +201,7 @@ def preference(model: nn.Module, *, gradients: bool) -> Tensor:
 
 
 def switch_adapters() -> None:
-    for settings in ({}, {"activation_checkpointing": True}):
+    for settings in ({}, {"activation_checkpointing": {"mode": "full"}}):
         for gradients in (False, True) if settings == {} else (False,):
             reference = adapted()
             mesh = shardplan.build_mesh(tp=2, device_type="cpu")

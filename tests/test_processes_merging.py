@@ -33,12 +33,11 @@ def trained(
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     model = made(build, modes[0])
     shardplan.apply_plan(
-        model,
+        shardplan.Model(model, inputs=lambda seed: inputs_of(build)),
         mesh,
         document(rules),
-        inputs=lambda seed: inputs_of(build),
         allow_unproven=True,
-        check_inputs=False,  # it is a collective of its own
+        check_inputs=False,
         **sections,
     )
     found = []

@@ -416,11 +416,10 @@ def net() -> Net:
 def of_ones_own() -> tuple[float, dict[str, Tensor | None], str]:
     mesh, ids = shardplan.build_mesh(pp=2, tp=2), some_ids(1)["input_ids"]
     pipeline = shardplan.apply_plan(
-        net(),
+        shardplan.Model(net(), inputs=some_ids),
         mesh,
         NET_PLAN,
         pipeline=shardplan.PipelineOptions(micro_batches=4, loss_fn=nll),
-        inputs=some_ids,
     )
     loss = pipeline.step(input_ids=ids, labels=ids)
     gradients = {name: gradient for name, _, gradient in shardplan.full_parameters(pipeline, gradients=True)}

@@ -96,7 +96,7 @@ def steps(cases: dict[str, Case]) -> dict[str, str | tuple[int, dict[str, Tensor
         model, mesh = case.build(), shardplan.build_mesh(**case.sizes)
         rules = {"layers.*.experts": {"style": "ep_dispatch", "exchange": case.exchange}}
         plan = {"version": "1", "name": "mine", "expert_parallel": rules, "data_parallel": {"units": ["layers.*"]}}
-        shardplan.apply_plan(model, mesh, {**plan, **case.options}, prove=False, inputs=inputs)
+        shardplan.apply_plan(shardplan.Model(model, inputs=inputs), mesh, {**plan, **case.options}, prove=False)
         own = mesh.get_local_rank("dp_shard")
         try:
             with torch.set_grad_enabled(case.trains):

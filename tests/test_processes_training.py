@@ -90,7 +90,7 @@ VARIANTS = {
     "offload": Recipe("phi3", TWO_BY_TWO, options={"data_parallel": {"cpu_offload": True}}),
     "ddp": Recipe("qwen3", {"dp_replicate": 4}, tied=True, options={"data_parallel": {"backend": "ddp"}}),
     "activation checkpointing": Recipe(
-        "qwen3_moe", TWO_BY_TWO, tied=True, mixture=True, options={"activation_checkpointing": True}
+        "qwen3_moe", TWO_BY_TWO, tied=True, mixture=True, options={"activation_checkpointing": {"mode": "full"}}
     ),
     "a frozen model split by tp alone": Recipe("qwen3", {"tp": 4}, change=freeze, sequence_parallel=False),
 }

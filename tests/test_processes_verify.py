@@ -33,7 +33,7 @@ WRONG = {
 
 @pytest.mark.slow
 def test_verify_with_fsdp2():
-    report = shardplan.verify("qwen3", "auto", tp=2, dp_shard=2, sequence_parallel=True, processes=True)
+    report = shardplan.verify("qwen3", "auto", {"tp": 2, "dp_shard": 2}, sequence_parallel=True, processes=True)
     assert report.proven and report.proof.processes
     assert {row.kind for row in report.proof.rows} == {"output", "gradient", "buffer"}
     assert report.proof.worst.error <= 1e-5
@@ -49,16 +49,16 @@ READING = {
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parameters_that_the_code_of_the_block_reads(processes: bool):
     """A matrix of a module below it, split; under FSDP2 too."""
-    given = {"inputs": "tests.case_models:features", "processes": processes, "dp_shard": 2 if processes else 1}
-    report = shardplan.verify("tests.case_models:reading_blocks", READING, tp=2, **given)
+    model = shardplan.Model("tests.case_models:reading_blocks", inputs="tests.case_models:features")
+    report = shardplan.verify(model, READING, {"tp": 2, "dp_shard": 1 + processes}, processes=processes)
     assert report.proven and report.proof.variants[0].sharded
 
 
 @pytest.mark.slow
 def test_the_simulation_and_real_processes_agree():
     for plan, ok in (("qwen3", True), (WRONG, False)):
-        simulated = shardplan.verify("qwen3", plan, tp=2, sequence_parallel=False)
-        real = shardplan.verify("qwen3", plan, tp=2, sequence_parallel=False, processes=True)
+        simulated = shardplan.verify("qwen3", plan, {"tp": 2}, sequence_parallel=False)
+        real = shardplan.verify("qwen3", plan, {"tp": 2}, sequence_parallel=False, processes=True)
         verdicts = [{row.name: row.verdict for row in report.proof.rows} for report in (simulated, real)]
         assert verdicts[0] == verdicts[1]
         assert simulated.ok is real.ok is ok
@@ -123,7 +123,10 @@ SCHEDULED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_a_schedule_is_proven_of(name: str):
     model, options = SCHEDULED[name]
-    report = shardplan.verify(model, "auto", pp=2, processes=True, **options)
+    options = dict(options)
+    named = shardplan.Model(model, options.pop("settings", None))
+    mesh = {"pp": 2, **{axis: options.pop(axis) for axis in ("tp", "dp_shard", "ep") if axis in options}}
+    report = shardplan.verify(named, "auto", mesh, processes=True, **options)
     assert report.proven and report.proof.processes and report.proof.pipeline is not None
     for proof in report.proof.variants:
         assert proof.ok and proof.schedule == options.get("schedule", "1f1b") and not proof.unproven
@@ -149,7 +152,7 @@ def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_a_wrong_plan_is_refuted_by_a_schedule():
-    report = shardplan.verify("qwen3", WRONG, pp=2, tp=2, processes=True, sequence_parallel=False)
+    report = shardplan.verify("qwen3", WRONG, {"tp": 2, "pp": 2}, processes=True, sequence_parallel=False)
     assert not report.ok and report.proof.pipeline is not None and report.proof.pipeline.ok
     differ = {row.name for row in report.proof.rows if row.verdict == "differs"}
     assert differ and all("_norm" in name for name in differ)
@@ -166,13 +169,13 @@ def test_a_model_that_processes_cannot_find():
 
     plan = {"version": "1", "tensor_parallel": {"up": "colwise", "down": "rowwise"}}
     with pytest.raises(ValueError, match=r"cannot find it: .*Local.* at the top level of a module"):
-        shardplan.verify(Local(), plan, tp=2, inputs="tests.case_models:features", processes=True)
+        shardplan.verify(shardplan.Model(Local(), inputs="tests.case_models:features"), plan, {"tp": 2}, processes=True)
 
 
 def test_a_model_without_a_loss_of_next_tokens():
     """Its outputs are, each multiplied with fixed numbers; and the plan has the backend whose units FSDP2 wraps."""
     plan = {**READING, "pipeline_parallel": {"layers": "layers.*"}}
-    given = {"inputs": "tests.case_models:features", "micro_batches": 3}
-    report = shardplan.verify("tests.case_models:reading_blocks", plan, pp=2, processes=True, **given)
+    model = shardplan.Model("tests.case_models:reading_blocks", inputs="tests.case_models:features")
+    report = shardplan.verify(model, plan, {"pp": 2}, processes=True, micro_batches=3)
     assert report.proven and report.proof.variants[0].micro_batches == 3
     assert "layers.1.down.weight" in {row.name for row in report.proof.variants[0].rows if row.verdict == "equal"}

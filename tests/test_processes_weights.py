@@ -485,7 +485,7 @@ def load_others(good: Path, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     with torch.device("meta"):
         model = Own()
-    shardplan.apply_plan(model, mesh, OWN_PLAN, inputs=lambda seed: {"ids": torch.randperm(30)})
+    shardplan.apply_plan(shardplan.Model(model, inputs=lambda seed: {"ids": torch.randperm(30)}), mesh, OWN_PLAN)
     shardplan.load_checkpoint(model, folder)
     expected = own()
     # What another process computed may differ in its last bit.

@@ -54,8 +54,9 @@ def features(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
 
 
-def validate(model: nn.Module, plan: Any = PLAN, **options: Any) -> shardplan.Report:
-    return shardplan.validate(model, plan, tp=2, **{"inputs": features, **options})
+def validate(model: nn.Module | shardplan.Model, plan: Any = PLAN, **options: Any) -> shardplan.Report:
+    named = model if isinstance(model, shardplan.Model) else shardplan.Model(model, inputs=features)
+    return shardplan.validate(named, plan, {"tp": 2}, **options)
 
 
 def codes(report: shardplan.Report) -> list[str]:
@@ -218,14 +219,16 @@ def test_what_no_run_reaches_is_an_error_where_it_is_split_and_else_counted() ->
     assert {name for d in split.errors for name in d.modules} == {"box.up.weight", "box.down.weight"}
     allowed = validate(Branches(), BOX, allow_unproven=True)
     assert allowed.proven and [d.code for d in allowed.warnings] == ["SP421", "SP421"]
-    reached = validate(Branches(), BOX, inputs=lambda seed: {**features(seed), "image": features(seed + 9)["x"]})
+    reached = validate(
+        shardplan.Model(Branches(), inputs=lambda seed: {**features(seed), "image": features(seed + 9)["x"]}), BOX
+    )
     assert reached.proven and reached.proof.variants[0].unreached == ("mask_token",)
 
 
 def test_a_model_that_cannot_be_called_is_not_proven() -> None:
-    report = shardplan.validate(Model(), PLAN, tp=2)
+    report = shardplan.validate(Model(), PLAN, {"tp": 2})
     assert codes(report) == ["SP522"] and "not proven" in report.errors[0].message
-    allowed = shardplan.validate(Model(), PLAN, tp=2, allow_unproven=True)
+    allowed = shardplan.validate(Model(), PLAN, {"tp": 2}, allow_unproven=True)
     assert allowed.ok and not allowed.proven and [d.code for d in allowed.warnings] == ["SP522"]
 
 
@@ -233,9 +236,11 @@ def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
     def odd(seed: int) -> dict[str, Tensor]:
         return {"x": torch.randn(2, 17, 16, generator=torch.Generator().manual_seed(seed))}
 
-    report = validate(Keeping(), SEQUENCE, sequence_parallel=True, inputs=odd)
+    report = validate(shardplan.Model(Keeping(), inputs=odd), SEQUENCE, sequence_parallel=True)
     assert codes(report) == ["SP422"] and "17 elements, which tp=2 does not divide" in report.errors[0].message
-    assert codes(shardplan.verify(Keeping(), SEQUENCE, tp=2, sequence_parallel=True, inputs=odd)) == ["SP422"]
+    assert codes(
+        shardplan.verify(shardplan.Model(Keeping(), inputs=odd), SEQUENCE, {"tp": 2}, sequence_parallel=True)
+    ) == ["SP422"]
 
 
 def test_masks_are_no_scale() -> None:
@@ -301,7 +306,7 @@ def test_an_exception_afterwards_is_printed_as_without_process_groups() -> None:
     hook = sys.excepthook
     on_threads(2, lambda _: None)
     assert sys.excepthook is hook
-    shardplan.estimate(Model(), PLAN, tp=2, seq_len=8, inputs=features)
+    shardplan.estimate(shardplan.Model(Model(), inputs=features), PLAN, {"tp": 2}, shardplan.TrainingStep(8))
     assert sys.excepthook is hook
 
 
@@ -338,11 +343,11 @@ def test_a_mesh_like_the_simulated_one_does_not_get_into_its_way() -> None:
     with fake_mesh(2) as mesh:
         assert applied_on(mesh, Model(), prove=False)
         assert validate(TwoOutputs("tuple"), BOX).proven
-        assert shardplan.verify("llama", "llama", tp=2, sequence_parallel=False).ok
+        assert shardplan.verify("llama", "llama", {"tp": 2}, sequence_parallel=False).ok
 
 
 def applied_on(mesh: Any, model: nn.Module, **options: Any) -> str:
-    shardplan.apply_plan(model, mesh, PLAN, inputs=features, **options)
+    shardplan.apply_plan(shardplan.Model(model, inputs=features), mesh, PLAN, **options)
     return shardplan.applied(model).proof
 
 
@@ -369,10 +374,10 @@ def test_apply_plan_refuses_what_the_proof_refutes_and_leaves_the_model() -> Non
 
 def test_a_proof_that_accepts_what_is_not_proven_is_none_for_one_that_does_not() -> None:
     with fake_mesh(2) as mesh:
-        shardplan.apply_plan(Branches(), mesh, BOX, inputs=features, allow_unproven=True)
+        shardplan.apply_plan(shardplan.Model(Branches(), inputs=features), mesh, BOX, allow_unproven=True)
         model = Branches()
         with pytest.raises(shardplan.PlanError, match="SP421"):
-            shardplan.apply_plan(model, mesh, BOX, inputs=features)
+            shardplan.apply_plan(shardplan.Model(model, inputs=features), mesh, BOX)
         assert type(model.layers[0].up.weight) is nn.Parameter
 
 

@@ -140,11 +140,11 @@ def test_it_trains() -> None:
     ],
 )
 def test_it_is_proven_at_eight_ranks(size: str) -> None:
-    report = shardplan.validate(config_of(size), "auto", tp=8)
+    report = shardplan.validate(config_of(size), "auto", {"tp": 8})
     assert report.ok and report.proven, report.diagnostics
 
 
 def test_heads_that_eight_ranks_do_not_divide_are_the_models_own() -> None:
     """Twelve attention heads: what is refused is the plan for the model, not for the reduced one."""
-    report = shardplan.validate(config_of("Granite-4.0-H-Tiny"), "auto", tp=8, proof=False)
+    report = shardplan.validate(config_of("Granite-4.0-H-Tiny"), "auto", {"tp": 8}, proof=False)
     assert {one.code for one in report.diagnostics if one.is_error} == {"SP301"}, report.diagnostics

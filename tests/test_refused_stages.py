@@ -23,7 +23,7 @@ SETTINGS = {"num_hidden_layers": 4}
 
 def program(**sections: Any) -> Any:
     plan = {"version": "1", "name": "mine", "extends": "llama", **sections}
-    return shardplan.compile_plan("llama", {"tp": 2, "dp_shard": 2}, plan, settings=SETTINGS)
+    return shardplan.compile_plan(shardplan.Model("llama", settings=SETTINGS), {"tp": 2, "dp_shard": 2}, plan)
 
 
 def with_backend(name: str) -> Any:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardplan import applied, compile_plan
-from shardplan.core.mesh import MeshSizes
 from shardplan.runtime.parallel import boundaries, regather
 from tests.proofs import assert_equal, case, fake_mesh, plan_like, planned, reduced_model, step
 from tests.test_plans_collectives import counted, minimum, short_inputs
@@ -72,7 +71,7 @@ def test_a_graph_may_be_run_backward_twice():
 def test_under_a_checkpoint_its_second_run_gathers():
     """What a checkpoint lets go of is computed again as a whole: nothing is gathered a third time."""
     with fake_mesh(2) as mesh:
-        options = {"sequence_parallel": True, "activation_checkpointing": True}
+        options = {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"}}
         plain = planned(reduced_model("llama", 2).build(), mesh, "llama", **options)
         again = planned(reduced_model("llama", 2).build(), mesh, "llama", regather=True, **options)
         assert counted(plain, short_inputs("llama")) == counted(again, short_inputs("llama"))
@@ -93,7 +92,7 @@ def test_a_module_that_changes_the_gathered_value_is_refused():
 
 
 def doors_of(model: nn.Module, plan: object, **options: object) -> dict[str, bool]:
-    program = compile_plan(model, MeshSizes(tp=2), plan, sequence_parallel=True, **options)
+    program = compile_plan(model, {"tp": 2}, plan, sequence_parallel=True, **options)
     return {name: move.regather for name, m in program.modules.items() for move in m.enter if move.src.kind == "V"}
 
 

@@ -6,7 +6,6 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardplan import compile_plan, load_plan
-from shardplan.core.mesh import MeshSizes
 from shardplan.report.program_text import Row, ShownParameter, byte_text, fold, module_rows, program_text
 from shardplan.report.width import display_width
 
@@ -25,7 +24,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture(scope="module")
 def program():
-    return compile_plan(CONFIG, MeshSizes(tp=2), PLAN)
+    return compile_plan(CONFIG, {"tp": 2}, PLAN)
 
 
 def test_the_numbers_are_those_of_the_model(program):
@@ -57,7 +56,7 @@ def test_the_table(program):
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "regather": True}])
 def test_no_line_is_wider_than_asked_for_and_nothing_is_cut(options):
-    program = compile_plan(CONFIG, MeshSizes(tp=2), PLAN, **options)
+    program = compile_plan(CONFIG, {"tp": 2}, PLAN, **options)
     widest = program_text(program, PLAN.sources, color=False, width=1000)
     for width in (30, 60, 120, 200):
         text = program_text(program, PLAN.sources, color=False, width=width)
@@ -103,7 +102,7 @@ def test_bytes():
     ],
 )
 def test_what_the_plan_could_have_otherwise_is_said(options, said):
-    text = program_text(compile_plan(CONFIG, MeshSizes(tp=2), PLAN, **options), PLAN.sources, color=False)
+    text = program_text(compile_plan(CONFIG, {"tp": 2}, PLAN, **options), PLAN.sources, color=False)
     if said is None:
         assert "gathered values" not in text
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from shardplan import TrainingStep
+from shardplan import Model, TrainingStep
 from shardplan.api import plan_report
 from shardplan.cli.main import main
 from shardplan.core.diagnostics import Diagnostic, Severity
@@ -178,7 +178,9 @@ class Odd(nn.Module):
 
 
 def test_names_of_modules_are_text():
-    made = plan_report(Odd(), {"version": "1", "name": "odd"}, tp=1, inputs=lambda seed: {"ids": torch.arange(8)[None]})
+    made = plan_report(
+        Model(Odd(), inputs=lambda seed: {"ids": torch.arange(8)[None]}), {"version": "1", "name": "odd"}, {"tp": 1}
+    )
     page = Page(shown(made))
     assert HOSTILE in page.text
     assert "script" not in page.tags and "img" not in page.tags
@@ -194,7 +196,7 @@ def test_names_and_findings_are_text():
 
 def test_a_wrong_plan_is_its_findings():
     wrong = {"version": "1", "tensor_parallel": {"model.layers.*.mlp.down_proj": "rowwise", "no.such": "colwise"}}
-    made = plan_report(CONFIG, wrong, tp=2)
+    made = plan_report(CONFIG, wrong, {"tp": 2})
     page = Page(shown(made))
     assert not made.report.ok and "error[SP201]" in page.text and "svg" not in page.tags
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
-from shardplan import validate
+from shardplan import Model, validate
 
 
 class Block(nn.Module):
@@ -73,7 +73,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_module_splits_the_sequence_and_gathers_it_and_a_norm_reduces_a_sum(tp: int) -> None:
-    report = validate(Pooled(), PLAN, tp=tp, sequence_parallel=True, inputs=inputs)
+    report = validate(Model(Pooled(), inputs=inputs), PLAN, {"tp": tp}, sequence_parallel=True)
     assert report.ok and report.proven, report
 
 
@@ -85,22 +85,26 @@ def test_a_norm_reduces_a_sum_without_the_sequence_split() -> None:
         "encoder.layers.*.{one,other}.2.weight": "rowwise",
     }
     reduced = {**PLAN, "tensor_parallel": {**rules, "encoder.layers.*.norm": "reduce_input"}}
-    report = validate(Pooled(), reduced, tp=2, sequence_parallel=False, inputs=inputs)
+    report = validate(Model(Pooled(), inputs=inputs), reduced, {"tp": 2}, sequence_parallel=False)
     assert report.ok and report.proven, report
-    report = validate(Pooled(), {**PLAN, "tensor_parallel": rules}, tp=2, sequence_parallel=False, inputs=inputs)
+    report = validate(
+        Model(Pooled(), inputs=inputs), {**PLAN, "tensor_parallel": rules}, {"tp": 2}, sequence_parallel=False
+    )
     assert not report.ok
 
 
 def test_the_exit_of_the_region_is_missed() -> None:
     plan = {**PLAN, "sequence_parallel": {**PLAN["sequence_parallel"], "encoder": "split_seq_input"}}
-    report = validate(Pooled(), plan, tp=2, sequence_parallel=True, inputs=inputs)
+    report = validate(Model(Pooled(), inputs=inputs), plan, {"tp": 2}, sequence_parallel=True)
     assert "SP405" in {one.code for one in report.errors}
 
 
 def test_a_whole_value_is_no_sum() -> None:
     rules = {**PLAN["sequence_parallel"], "encoder.layers.*.{one,other}.2": "rowwise"}
     del rules["encoder.layers.*.{one,other}.2.weight"]
-    report = validate(Pooled(), {**PLAN, "sequence_parallel": rules}, tp=2, sequence_parallel=True, inputs=inputs)
+    report = validate(
+        Model(Pooled(), inputs=inputs), {**PLAN, "sequence_parallel": rules}, {"tp": 2}, sequence_parallel=True
+    )
     assert "SP402" in {one.code for one in report.errors}
 
 
@@ -141,7 +145,7 @@ def test_an_output_in_one_row_is_split_as_its_argument_is(tp: int) -> None:
             "norm": {"style": "sequence_parallel", "output": "gather"},
         },
     }
-    report = validate(Viewed(), plan, tp=tp, sequence_parallel=True, inputs=inputs)
+    report = validate(Model(Viewed(), inputs=inputs), plan, {"tp": tp}, sequence_parallel=True)
     assert report.ok and report.proven, report
 
 
@@ -176,5 +180,5 @@ def test_code_of_a_model_reads_hidden_states_as_its_layers_return_them() -> None
     rules = {name: rule for name, rule in PLAN["sequence_parallel"].items() if name != "encoder"}
     rules |= {"encoder.entrance": "split_seq_input", "pooler": {"style": "gather_seq_input", "grad": "complete"}}
     split = {**PLAN, "sequence_parallel": rules}
-    report = validate(OfStates(), split, tp=2, sequence_parallel=True, inputs=inputs)
+    report = validate(Model(OfStates(), inputs=inputs), split, {"tp": 2}, sequence_parallel=True)
     assert report.ok and report.proven, report

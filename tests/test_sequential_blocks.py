@@ -40,7 +40,7 @@ class Stack(nn.Module):
 )
 def test_children_of_sequential_blocks_are_named(rules: dict[str, str], expected: tuple[str, str, str]) -> None:
     plan = {"version": "1", "name": "stack", "models": ["Stack"], "tensor_parallel": rules}
-    report = shardplan.validate(Stack(), plan, tp=2)
+    report = shardplan.validate(Stack(), plan, {"tp": 2})
     code, said, help = expected
     finding = next(one for one in report.diagnostics if one.code == code)
     assert said in finding.message and help in (finding.help or "")

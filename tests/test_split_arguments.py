@@ -41,7 +41,7 @@ ATTENTION = {"mpt": "transformer.blocks.*.attn", "bloom": "transformer.h.*.self_
     ],
 )
 def test_it_is_proven_in_both_variants(name: str, settings: dict[str, Any], tp: int) -> None:
-    report = shardplan.validate(Model(name, settings=settings), "auto", tp=tp)
+    report = shardplan.validate(Model(name, settings=settings), "auto", {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_share_is_a_finding(name: str, option: dict[str, Any], code: str
         "shares": [{"mpt": "n_heads", "bloom": "num_heads"}[name], *([option] if option else [])],
     }
     plan = {"version": "1", "name": "mine", "extends": name, "tensor_parallel": {ATTENTION[name]: rule}}
-    report = shardplan.validate(name, plan, tp=2, sequence_parallel=False)
+    report = shardplan.validate(name, plan, {"tp": 2}, sequence_parallel=False)
     assert not report.ok
     texts = [" ".join((d.code, d.message, *d.notes)) for d in report.diagnostics]
     assert any(text.startswith(code) and words in text for text in texts), texts
@@ -135,4 +135,4 @@ def test_a_reduced_model_has_as_many_heads_as_the_plan_needs() -> None:
     assert layouts.reduced_model.config.n_head == 4
     assert layouts.check(shardplan.load_plan("codegen").file).ok
     assert layouts.reduced_model.config.n_head == 8
-    assert shardplan.validate("codegen", "codegen_gathered", tp=8).ok
+    assert shardplan.validate("codegen", "codegen_gathered", {"tp": 8}).ok

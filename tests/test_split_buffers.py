@@ -32,13 +32,13 @@ SCALES = [0.5, 0.7, 1.1, 1.3, 0.9]  # those of a default configuration are all 1
     ],
 )
 def test_falcon_h1_is_proven_in_both_variants(settings: dict[str, Any], tp: int) -> None:
-    report = shardplan.validate(FalconH1Config(ssm_multipliers=SCALES, **settings), "auto", tp=tp)
+    report = shardplan.validate(FalconH1Config(ssm_multipliers=SCALES, **settings), "auto", {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_minimax_is_proven_in_both_variants(tp: int) -> None:
-    report = shardplan.validate("minimax", "auto", tp=tp)
+    report = shardplan.validate("minimax", "auto", {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
@@ -79,7 +79,9 @@ def plan_of(split: dict[str, Any] | None, divide: str = "heads") -> dict[str, An
 
 
 def checked(split: dict[str, Any] | None, *, counts: bool = False) -> Any:
-    return shardplan.validate(nn.Sequential(Decay(counts=counts)), plan_of(split), tp=2, inputs=inputs)
+    return shardplan.validate(
+        shardplan.Model(nn.Sequential(Decay(counts=counts)), inputs=inputs), plan_of(split), {"tp": 2}
+    )
 
 
 def inputs(seed: int) -> dict[str, Tensor]:
@@ -133,7 +135,7 @@ def test_scales_of_other_features_are_a_finding() -> None:
         "tensor_parallel": {"model.layers.*.mamba": rule},
     }
     config = FalconH1Config(ssm_multipliers=SCALES, mamba_n_groups=2)
-    report = shardplan.validate(config, plan, tp=2, sequence_parallel=False)
+    report = shardplan.validate(config, plan, {"tp": 2}, sequence_parallel=False)
     assert {one.code for one in report.diagnostics if one.is_error} == {"SP404"}, report.diagnostics
 
 
@@ -158,7 +160,7 @@ def on_a_rank(x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(Decay())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    split = shardplan.apply_plan(model, mesh, plan_of(SPLIT), inputs=inputs)
+    split = shardplan.apply_plan(shardplan.Model(model, inputs=inputs), mesh, plan_of(SPLIT))
     output = split(x).detach()
     compiled = torch.compile(split, backend="aot_eager", fullgraph=True)(x).detach()
     return output, compiled, whole_state(split)

@@ -53,7 +53,7 @@ def child(extends: str, rules: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_it_is_proven_in_all_variants(name: str, settings: dict[str, Any], tp: int) -> None:
-    report = shardplan.validate(Model(name, settings=settings), "auto", tp=tp)
+    report = shardplan.validate(Model(name, settings=settings), "auto", {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
@@ -177,7 +177,7 @@ def test_a_plan_that_leaves_a_kernel_its_branch_is_refused(rule: Any, code: str)
         "tensor_parallel": {"0.up": "colwise", "0.down": "rowwise", **({"0": rule} if rule else {})},
     }
     report = shardplan.validate(
-        nn.Sequential(Fused()), plan, tp=2, inputs=lambda seed: {"input": torch.randn(2, 4, 16)}
+        shardplan.Model(nn.Sequential(Fused()), inputs=lambda seed: {"input": torch.randn(2, 4, 16)}), plan, {"tp": 2}
     )
     assert {one.code for one in report.diagnostics if one.is_error} == ({code} if code else set())
 
@@ -219,7 +219,7 @@ def read_and_written(name: str, settings: dict[str, Any], folder: Path) -> list[
 )
 def test_a_convolution_that_is_split_otherwise_is_refused(rule: Any, code: str) -> None:
     plan = child("mamba2", {"backbone.layers.*.mixer.conv1d": rule})
-    report = shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, tp=2, proof=False)
+    report = shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, {"tp": 2}, proof=False)
     assert not report.ok and code in {one.code for one in report.diagnostics}, report.diagnostics
 
 
@@ -233,7 +233,7 @@ def test_a_number_that_a_rank_has_no_value_for_is_a_finding(expression: str) -> 
         "fused": False,
     }
     plan = child("mamba2", {"backbone.layers.*.mixer": mixer})
-    report = shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, tp=2, proof=False)
+    report = shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, {"tp": 2}, proof=False)
     assert {one.code for one in report.diagnostics} == {"SP314"}, report.diagnostics
 
 
@@ -244,7 +244,7 @@ def test_heads_that_are_not_declared_are_refused() -> None:
         "packed": ["num_heads * head_dim", "n_groups * state_size", "n_groups * state_size"],
     }
     plan = child("mamba2", {"backbone.layers.*.mixer.conv1d": rule})
-    report = shardplan.validate(Model("mamba2", settings={"n_groups": 1}), plan, tp=2, proof=False)
+    report = shardplan.validate(Model("mamba2", settings={"n_groups": 1}), plan, {"tp": 2}, proof=False)
     assert not report.ok
 
 
@@ -257,8 +257,8 @@ def test_a_mean_that_is_this_ranks_alone_is_refused() -> None:
             "backbone.layers.*.mixer.norm.weight": "colwise",
         },
     )
-    assert shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, tp=2, proof=False).ok
-    assert not shardplan.validate(Model("mamba2", settings={"n_groups": 1}), plan, tp=2, proof=False).ok
+    assert shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, {"tp": 2}, proof=False).ok
+    assert not shardplan.validate(Model("mamba2", settings={"n_groups": 1}), plan, {"tp": 2}, proof=False).ok
 
 
 def test_kernels_get_this_ranks_arguments() -> None:
@@ -329,19 +329,21 @@ def test_packed_parts_of_one_head_each_are_a_finding() -> None:
         },
     )
     model = Model("qwen3", settings={"num_attention_heads": 8, "num_key_value_heads": 4})
-    assert not shardplan.validate(model, plan, tp=4, proof=False).ok
+    assert not shardplan.validate(model, plan, {"tp": 4}, proof=False).ok
 
 
 def test_heads_that_tp_does_not_divide_have_another_plan() -> None:
-    refused = shardplan.validate("olmo_hybrid", "auto", tp=4, layouts=False)
+    refused = shardplan.validate("olmo_hybrid", "auto", {"tp": 4}, layouts=False)
     assert {d.code for d in refused.diagnostics} == {"SP301"}, refused
-    report = shardplan.validate("olmo_hybrid", "olmo_hybrid_gathered", tp=4)
+    report = shardplan.validate("olmo_hybrid", "olmo_hybrid_gathered", {"tp": 4})
     assert report.ok and report.proven and len(report.variants) == 2, report
 
 
 def test_key_heads_that_are_packed_with_their_value_heads_are_on_one_rank_each() -> None:
     """Refused before anything runs, with the sizes that work."""
-    report = shardplan.validate(Model("qwen3_next", settings={"linear_num_key_heads": 4}), "auto", tp=8, layouts=False)
+    report = shardplan.validate(
+        Model("qwen3_next", settings={"linear_num_key_heads": 4}), "auto", {"tp": 8}, layouts=False
+    )
     found = {one for one in report.diagnostics if one.is_error}
     assert {one.code for one in found} == {"SP305"}, report
     assert all("linear_num_key_heads is 4" in one.message and one.help and "tp 2 or 4" in one.help for one in found)

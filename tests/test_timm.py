@@ -19,7 +19,7 @@ def on_processes(name: str, document: Any, *, sequence_parallel: bool = False) -
     inputs = f"tests.timm_models:{name.rpartition('_')[2]}_pictures"
     model = f"tests.timm_models:{name}"
     return shardplan.verify(
-        model, document, tp=2, inputs=inputs, sequence_parallel=sequence_parallel, processes=True
+        shardplan.Model(model, inputs=inputs), document, {"tp": 2}, sequence_parallel=sequence_parallel, processes=True
     ).ok
 
 
@@ -29,7 +29,7 @@ def rules(document: Any, blocks: str, section: str = "tensor_parallel") -> dict[
 
 @pytest.mark.exhaustive
 def test_vit_is_split_by_heads() -> None:
-    document = shardplan.init_plan(timm.vit(), inputs=timm.vit_pictures).document
+    document = shardplan.init_plan(shardplan.Model(timm.vit(), inputs=timm.vit_pictures)).document
     found = rules(document, "blocks.*")
     assert found == {
         "attn": {"style": "input_with_grad_allreduce", "shares": ["num_heads", "attn_dim"]},
@@ -39,11 +39,13 @@ def test_vit_is_split_by_heads() -> None:
         **MLP,
     }
     for tp in (2, 4):
-        assert shardplan.verify(timm.vit(), document, tp=tp, inputs=timm.vit_pictures).ok
+        assert shardplan.verify(shardplan.Model(timm.vit(), inputs=timm.vit_pictures), document, {"tp": tp}).ok
 
 
 def test_vit_without_a_class_token_is_split_by_tokens_too() -> None:
-    document = shardplan.init_plan(timm.pooled_vit(), inputs=timm.vit_pictures, sequence_parallel=True).document
+    document = shardplan.init_plan(
+        shardplan.Model(timm.pooled_vit(), inputs=timm.vit_pictures), sequence_parallel=True
+    ).document
     found = rules(document, "blocks.*", "sequence_parallel")
     assert found["attn.proj"] == found["mlp.fc2"] == "rowwise_seq"
     for sequence_parallel in (False, True):
@@ -51,7 +53,7 @@ def test_vit_without_a_class_token_is_split_by_tokens_too() -> None:
 
 
 def test_swin_is_split_by_heads_in_every_stage() -> None:
-    document = shardplan.init_plan(timm.swin(), inputs=timm.swin_pictures).document
+    document = shardplan.init_plan(shardplan.Model(timm.swin(), inputs=timm.swin_pictures)).document
     assert rules(document, "layers.*.blocks.*") == {
         "attn": {"style": "local_params", "shares": ["num_heads"]},
         "attn.relative_position_bias_table": "rowwise",
@@ -65,7 +67,7 @@ def test_swin_is_split_by_heads_in_every_stage() -> None:
 def test_heads_that_tp_does_not_divide_are_named() -> None:
     """The published Swin begins with three."""
     model = timm.swin(embed_dim=48, num_heads=(3, 6, 12))
-    (said,) = shardplan.init_plan(model, inputs=timm.swin_pictures).diagnostics
+    (said,) = shardplan.init_plan(shardplan.Model(model, inputs=timm.swin_pictures)).diagnostics
     assert said.code == "SP534"
     assert said.help == (
         "choose a tp that divides num_heads, which is 3 in layers.0.blocks.0.attn: a rank computes with whole heads"

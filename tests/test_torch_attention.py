@@ -179,7 +179,7 @@ SAMPLE = ("standard",)
 )
 def test_a_model_is_split_by_heads(name: str, sequence_parallel: bool) -> None:
     build, inputs, wanted, _ = MODELS[name]
-    made = shardplan.init_plan(build(), inputs=inputs, sequence_parallel=sequence_parallel)
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=inputs), sequence_parallel=sequence_parallel)
     rules = made.document["tensor_parallel"]
     found = {pattern: rules.get(pattern) for pattern in wanted}
     assert all(meets(found[pattern], rule) for pattern, rule in wanted.items()), found
@@ -187,7 +187,7 @@ def test_a_model_is_split_by_heads(name: str, sequence_parallel: bool) -> None:
     for tp in (2, 4):
         if tp == 2 or name != "litgpt":  # two heads of keys and values
             assert shardplan.verify(
-                build(), made.document, tp=tp, inputs=inputs, sequence_parallel=sequence_parallel
+                shardplan.Model(build(), inputs=inputs), made.document, {"tp": tp}, sequence_parallel=sequence_parallel
             ).ok
 
 
@@ -212,8 +212,13 @@ output_projection: colwise_seq_gather_output
 def test_a_sequence_in_dim_0_has_an_overlay_that_is_written_by_hand() -> None:
     """fairseq's blocks read [time, batch, features], its head a transposed view: `init` names that line, and `seq_dim: 0` is right."""
     assert "`return self.output_projection(x.transpose(0, 1))`" in against_overlay(other.TimeFirst(), own.ids)
-    plan = {**shardplan.init_plan(other.TimeFirst(), inputs=own.ids).document, "sequence_parallel": TIME_FIRST}
-    assert shardplan.verify(other.TimeFirst(), plan, tp=2, inputs=own.ids, sequence_parallel=True, processes=True).ok
+    plan = {
+        **shardplan.init_plan(shardplan.Model(other.TimeFirst(), inputs=own.ids)).document,
+        "sequence_parallel": TIME_FIRST,
+    }
+    assert shardplan.verify(
+        shardplan.Model(other.TimeFirst(), inputs=own.ids), plan, {"tp": 2}, sequence_parallel=True, processes=True
+    ).ok
 
 
 SAME = "{key: input_with_grad_allreduce, value: input_with_grad_allreduce}"
@@ -250,7 +255,7 @@ def evaluated(sizes: tuple[int, ...]) -> list[float]:
     expected = results_of(model)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("tp",))
     rules = {"version": "1", "name": "encoder", "models": ["Padded"], "tensor_parallel": PLAN["tensor_parallel"]}
-    found = results_of(shardplan.apply_plan(model, mesh, rules, inputs=own.ids))
+    found = results_of(shardplan.apply_plan(shardplan.Model(model, inputs=own.ids), mesh, rules))
     return [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
 
 
@@ -308,5 +313,7 @@ def test_queries_keys_and_values_of_one_tensor_are_moved_once(sequence_parallel:
 
 @pytest.mark.slow
 def test_it_is_proven_on_processes() -> None:
-    report = shardplan.verify(other.Encoder(), PLAN, tp=2, inputs=own.ids, sequence_parallel=True, processes=True)
+    report = shardplan.verify(
+        shardplan.Model(other.Encoder(), inputs=own.ids), PLAN, {"tp": 2}, sequence_parallel=True, processes=True
+    )
     assert report.ok

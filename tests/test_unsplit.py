@@ -183,7 +183,9 @@ def compared(name: str, backend: str) -> dict[str, float]:
     reference, model = case.build(), case.build()
     # The pooler of ViT has no part in its loss here: torch's DDP raises in the second step unless it is told.
     options = {"ddp": {"find_unused_parameters": True}} if backend == "ddp" else {}
-    model = shardplan.apply_plan(model, mesh, "auto", data_parallel={"backend": backend, **options}, inputs=case.inputs)
+    model = shardplan.apply_plan(
+        shardplan.Model(model, inputs=case.inputs), mesh, "auto", data_parallel={"backend": backend, **options}
+    )
     resolved = shardplan.applied(model).program.resolved
     assert resolved.dp_units == case.units, resolved.dp_units
     losses = [loss_of(reference, case.inputs(seed)) for seed in range(ranks)]

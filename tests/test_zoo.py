@@ -218,7 +218,7 @@ def test_a_family_in_real_processes(name: str) -> None:
     """dp 2 x tp 2 with FSDP2: state-space, parallel residual, MLA, Conv1D, fused, mixture of experts,
     norms over all heads. Dense and packed models
     are trained so by tests/test_processes_training.py, an image-text model is proven so by tests/test_images.py."""
-    report = verify(without_dropout(find(name).config), "auto", tp=2, dp_shard=2, processes=True)
+    report = verify(without_dropout(find(name).config), "auto", {"tp": 2, "dp_shard": 2}, processes=True)
     assert report.ok, report
     assert set(report.variants) == {"tensor_parallel", "sequence_parallel"}
 

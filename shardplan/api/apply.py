@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from shardplan.compiler.overrides import Logits, Override
-from shardplan.compiler.pipeline import Changes, compile_variant
-from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyPlan, AnyReduced, Model
+from shardplan.compiler.pipeline import Changes
+from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 
 from .deciding import Asked, decide, program_or_raise, prove_decided
-from .deriving import deriving
-from .keywords import AnyMesh, ModelOptions, PlanOptions, model_of, sizes_of, split_options
+from .keywords import AnyMesh, model_of, sizes_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,26 +23,27 @@ if TYPE_CHECKING:
     from shardplan.runtime.pipeline import Pipeline, PipelineOptions
 
 
-class CompileOptions(ModelOptions, PlanOptions, Changes, total=False):
-    """Keyword arguments of `compile_plan`."""
-
-
-class ApplyOptions(PlanOptions, Changes, total=False):
+class ApplyOptions(TypedDict, total=False):
     """Keyword arguments of `apply_plan` besides `pipeline`."""
 
+    sequence_parallel: bool
+    logits: Logits
+    data_parallel: Override
+    activation_checkpointing: Override
+    compile: Override
+    pipeline_parallel: Override
+    regather: bool | None
+    derive: bool
     seq_len: int | None
     strict: bool
     prove: bool
     allow_unproven: bool
     axes: Mapping[str, str] | None
     ep: int | None
-    moe_mesh: DeviceMesh | None
     check_inputs: bool
     src_data_rank: int | None
     autocast_dtype: torch.dtype | str | None
     patch_is_packed_sequence: bool
-    inputs: AnyInputs | None
-    reduced: AnyReduced | None
 
 
 def compile_plan(
@@ -51,10 +51,17 @@ def compile_plan(
     mesh: AnyMesh,
     plan: AnyPlan,
     *,
+    sequence_parallel: bool = False,
+    logits: Logits = "plan",
+    data_parallel: Override = None,
+    activation_checkpointing: Override = None,
+    compile: Override = None,
+    pipeline_parallel: Override = None,
+    regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
     allow_unproven: bool = False,
-    **options: Unpack[CompileOptions],
+    derive: bool = True,
 ) -> Program:
     """Compile a plan for a model, without touching it. Deterministic, and equal on all ranks. Its layouts are checked;
     `validate` and `apply_plan` prove it numerically too.
@@ -65,37 +72,30 @@ def compile_plan(
         sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
         logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits; "as_stored": split where
             the plan splits the head over the vocabulary, else whole.
-        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
-            leaves the section out, True takes its defaults (on the plan's data-parallel units, wrapped or not), None is as
-            the plan says.
+        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, or is the section of a plan
+            that has none (without `modules`, on the plan's data-parallel units, wrapped or not); False leaves it out, None is
+            as the plan says.
+        pipeline_parallel: a mapping, likewise.
         regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
             the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
-        allow_unproven, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        allow_unproven, derive: as for `validate`.
 
     Raises:
         PlanError: all findings of `validate` before its last stage.
         TypeError, ValueError: a wrong argument.
     """
-    of_model, of_plan, changes = split_options("compile_plan", options, ModelOptions, PlanOptions, Changes)
-    named, sizes, overlay = model_of(model, of_model), sizes_of(mesh, {}), changes.get("sequence_parallel", False)
-    compiled = compile_variant(
-        named,
-        sizes,
-        plan,
-        changes,
-        seq_len=seq_len,
-        strict=strict,
-        allow_unproven=allow_unproven,
-        derive=deriving(named, of_plan, sizes, sequence_parallel=overlay),
+    changes = Changes(
+        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
     )
-    return program_or_raise(compiled)
+    asked = Asked(model_of(model), plan, changes, seq_len, strict, allow_unproven, derive)
+    return program_or_raise(asked.compiled(sizes_of(mesh)))
 
 
 @overload
 def apply_plan(
-    model: nn.Module,
+    model: nn.Module | Model,
     mesh: DeviceMesh,
     plan: AnyPlan,
     *,
@@ -106,7 +106,7 @@ def apply_plan(
 
 @overload
 def apply_plan(
-    model: nn.Module,
+    model: nn.Module | Model,
     mesh: DeviceMesh,
     plan: AnyPlan,
     *,
@@ -116,25 +116,11 @@ def apply_plan(
 
 
 def apply_plan(
-    model: nn.Module,
+    model: nn.Module | Model,
     mesh: DeviceMesh,
     plan: AnyPlan,
     *,
     pipeline: PipelineOptions | None = None,
-    seq_len: int | None = None,
-    strict: bool = False,
-    prove: bool = True,
-    allow_unproven: bool = False,
-    axes: Mapping[str, str] | None = None,
-    ep: int | None = None,
-    moe_mesh: DeviceMesh | None = None,
-    check_inputs: bool = True,
-    src_data_rank: int | None = 0,
-    autocast_dtype: torch.dtype | str | None = None,
-    patch_is_packed_sequence: bool = False,
-    derive: bool = True,
-    inputs: AnyInputs | None = None,
-    reduced: AnyReduced | None = None,
     sequence_parallel: bool = False,
     logits: Logits = "plan",
     data_parallel: Override = None,
@@ -142,6 +128,17 @@ def apply_plan(
     compile: Override = None,
     pipeline_parallel: Override = None,
     regather: bool | None = None,
+    seq_len: int | None = None,
+    strict: bool = False,
+    allow_unproven: bool = False,
+    derive: bool = True,
+    prove: bool = True,
+    axes: Mapping[str, str] | None = None,
+    ep: int | None = None,
+    check_inputs: bool = True,
+    src_data_rank: int | None = 0,
+    autocast_dtype: torch.dtype | str | None = None,
+    patch_is_packed_sequence: bool = False,
 ) -> nn.Module | Pipeline:
     """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2; on a mesh
     with several pp ranks, cut into the stages of a pipeline, each of which is sharded like that.
@@ -152,18 +149,18 @@ def apply_plan(
     proven for the whole model; its section `pipeline_parallel` says what the repeated blocks are.
 
     Args:
-        model: on the meta device, the CPU or a CUDA device, not sharded yet.
+        model: on the meta device, the CPU or a CUDA device, not sharded yet; or a `Model` of it, with `inputs` or `reduced`.
         mesh: a DeviceMesh with axis names: `tp` and any of `pp` (the outermost), `dp_replicate`, `dp_shard`, `cp` (other common
             spellings are understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
         plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
-        allow_unproven, derive, inputs, reduced: as for `compile_plan`. Where "auto" derives a plan, the mesh's first rank derives it for
+        allow_unproven, derive: as for `compile_plan`. Where "auto" derives a plan, the mesh's first rank derives it for
             all. With stages `data_parallel` keeps gathered parameters between micro-batches (`reshard_after_forward: false`) unless the
             plan or the argument says otherwise.
         pipeline: the schedule and the micro-batches, on a mesh with several pp ranks; None: the defaults of `PipelineOptions`.
         prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
             it before (`validate`). Without it, `applied(model)` says "not proven".
         ep: over how many ranks experts are distributed, by the plan's `expert_parallel` section: the innermost of dp_shard x cp x tp.
-            None: as `moe_mesh`, a mesh with the axes (ep_shard, ep), or `build_mesh` says, else 1.
+            None: as `build_mesh` says, else 1.
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: compare the tensor arguments over tp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
             the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); once
@@ -195,32 +192,29 @@ def apply_plan(
     from shardplan.runtime.pipeline.apply_stages import apply_stages
     from shardplan.runtime.pipeline.pipeline_options import read_pipeline
 
-    refuse_used(refuse_unfit(model))
-    plan_mesh = read_mesh(mesh, axes, ep, moe_mesh)
+    named = model_of(model)
+    module = refuse_unfit(named.name)
+    refuse_used(module)
+    plan_mesh = read_mesh(mesh, axes, ep)
     refuse_source(src_data_rank, plan_mesh.tp_size)
     stages = read_pipeline(pipeline, plan_mesh)
     changes = Changes(
-        sequence_parallel=sequence_parallel,
-        logits=logits,
-        data_parallel=data_parallel,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-        pipeline_parallel=pipeline_parallel,
-        regather=regather,
+        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
     )
-    named = Model(model, inputs=inputs, reduced=reduced)
-    asked = Asked(named, plan, changes, seq_len=seq_len, strict=strict, allow_unproven=allow_unproven, derive=derive)
+    asked = Asked(named, plan, changes, seq_len, strict, allow_unproven, derive)
     decided = decide(asked, plan_mesh, stages, autocast_dtype)
     found, proof = prove_decided(asked, decided, mesh, prove=prove)
-    program, layout, originals = decided.program, decided.layout, Originals(model)
+    program, layout, originals = decided.program, decided.layout, Originals(module)
     seed = shared_seed(plan_mesh) if draws_of(program) else None
     how: dict[str, Any] = {"src_data_rank": src_data_rank, "autocast": decided.autocast, "seed": seed}
     how |= {"diagnostics": (*decided.warnings, *found), "proof": proof, "derived": decided.derived}
     result: nn.Module | Pipeline
     if stages is None or layout is None:
-        result = apply_program(model, plan_mesh, program, ranks=Ranks(mesh), kind="model", compare=check_inputs, **how)
+        result = apply_program(module, plan_mesh, program, ranks=Ranks(mesh), kind="model", compare=check_inputs, **how)
     else:
-        result = apply_stages(model, layout, program, stages.micro_batches, stages.loss_fn, compare=check_inputs, **how)
+        result = apply_stages(
+            module, layout, program, stages.micro_batches, stages.loss_fn, compare=check_inputs, **how
+        )
     originals.refuse_optimizers(result)
     if patch_is_packed_sequence:
         patch_packed()

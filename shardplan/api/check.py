@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import Given, at_a_size, look_up
@@ -17,7 +17,7 @@ from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordere
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
 from .deriving import deriving
-from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
+from .keywords import AnyMesh, model_of, sizes_of
 
 if TYPE_CHECKING:
     from shardplan.compiler.layout.stage_plan import StagedPlan
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from shardplan.core.coverage import Coverage
     from shardplan.core.schedules import Schedule
     from shardplan.proof.stage import Question
-
-
-class Options(ModelOptions, PlanOptions, MeshOptions, total=False):
-    """Keyword arguments that say what is checked."""
-
-
-class CoverageOptions(ModelOptions, PlanOptions, total=False):
-    """Keyword arguments of `coverage`."""
 
 
 def validate(
@@ -48,8 +40,8 @@ def validate(
     proof: bool = True,
     quick: bool = False,
     allow_unproven: bool = False,
+    derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
-    **options: Unpack[Options],
 ) -> Report:
     """Check a plan against a model, without touching it; every finding at once. The last stage proves it: two training steps
     of the reduced model on simulated ranks, against the same steps unsharded.
@@ -63,8 +55,7 @@ def validate(
         plan: as for `load_plan`, or "auto" (the built-in plan for the model, else one that is derived as by `init_plan`, with an
             overlay where `sequence_parallel` is True and an expert-parallel section where the mesh has several ep ranks) or "hf"
             (the model's own tp_plan).
-        mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; instead of it the keywords `tp`, `dp_shard`,
-            `dp_replicate`, `cp`, `ep`, `pp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
+        mesh: sizes by axis, `{"tp": 8, "dp_shard": 4}`, or a DeviceMesh. Without tp, what holds for every size is checked, the rest at the smallest size above 1
             that the model allows.
         sequence_parallel: check the plan with, or without, its overlay; None checks both.
         seq_len: the sequence length in tokens, to check its divisibility.
@@ -78,27 +69,19 @@ def validate(
         allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
             warning; else it is an error.
         progress: called with what is being done.
-        inputs: inputs of the reduced model: a function from a seed to keyword arguments of its `forward`, or
-            `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
-            it they are made from the configuration, and a module of your own is called with token ids.
-        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`: for a
-            module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
         derive: whether "auto" may derive a plan; else a model that no built-in plan is for is refused (SP511).
-        settings: numbers of the model's configuration to change, where `model` is a word.
-        trust_remote_code: run code that a model's folder brings along, where `model` is a word.
 
     Raises:
         ValueError: a mesh size or sequence length that is not a positive integer or above its bound; `quick` for what is no checkpoint's folder
             (`compiler.early.NoCheckpoint`).
-        TypeError: something that is not a model or not a plan; the same option given twice.
+        TypeError: something that is not a model, not a plan or not a mesh.
     """
-    of_model, of_plan, of_mesh = split_options("validate", options, ModelOptions, PlanOptions, MeshOptions)
     last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
     asked = _Asked(
-        model_of(model, of_model),
+        model_of(model),
         plan,
-        sizes_of(mesh, of_mesh),
-        of_plan,
+        sizes_of(mesh),
+        derive,
         sequence_parallel,
         seq_len,
         logits,
@@ -122,8 +105,8 @@ def verify(
     schedule: str | None = None,
     micro_batches: int | None = None,
     allow_unproven: bool = False,
+    derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
-    **options: Unpack[Options],
 ) -> Report:
     """Check a plan as `validate` does, at one size, and prove it whatever its layouts are: what is not proven is an error. The
     report's `proof` has every output, every gradient and every buffer of two training steps.
@@ -136,15 +119,14 @@ def verify(
             above 1. With several pp ranks they run a pipeline's schedule.
         schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
         progress: called with what is being done.
-        derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        derive: as for `validate`.
 
     Raises:
         ValueError: as for `validate`; data parallelism without `processes`; more processes than one machine runs; a schedule that does not
             fit; with processes, a model that these cannot find.
         TypeError: as for `validate`; neither tp nor several pp ranks.
     """
-    of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
-    sizes = sizes_of(mesh, of_mesh)
+    sizes = sizes_of(mesh)
     if sizes.tp is None and sizes.pp == 1:
         raise TypeError("verify needs a tp size, or several pp ranks")
     sizes = replace(sizes, tp=sizes.tp or 1)
@@ -169,10 +151,10 @@ def verify(
 
         record = PipelineOptions(schedule or "1f1b", 1 if micro_batches is None else micro_batches).record
     asked = _Asked(
-        model_of(model, of_model),
+        model_of(model),
         plan,
         sizes,
-        of_plan,
+        derive,
         sequence_parallel,
         seq_len,
         logits,
@@ -226,7 +208,7 @@ class _Asked:
     model: Model
     plan: AnyPlan
     sizes: MeshSizes
-    of_plan: PlanOptions
+    derive: bool
     sequence_parallel: bool | None
     seq_len: int | None
     logits: Logits
@@ -251,8 +233,8 @@ def _look(report: Report, asked: _Asked) -> Report:
     """Look at the model itself; `report` is of what was looked at before."""
     sizes, plan = asked.sizes, asked.plan
     on = asked.sequence_parallel
-    derive = deriving(asked.model, asked.of_plan, sizes, sequence_parallel=on, progress=asked.progress)
-    given = look_up(asked.model, plan, split=sizes.splits_layers, derive=derive)
+    how = deriving(asked.model, sizes, derive=asked.derive, sequence_parallel=on, progress=asked.progress)
+    given = look_up(asked.model, plan, split=sizes.splits_layers, derive=how)
     report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report
@@ -316,12 +298,13 @@ def _proven(report: Report, variants: Variants, given: Given, asked: _Asked) -> 
 def coverage(
     model: AnyModel,
     plan: AnyPlan = "auto",
-    **options: Unpack[CoverageOptions],
+    *,
+    derive: bool = True,
 ) -> Coverage:
     """What a plan splits of a model, what stays whole on every rank, and the tp sizes that both allow; nothing is proven.
 
     Args:
-        model, plan, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        model, plan, derive: as for `validate`.
 
     Raises:
         PlanError: the model cannot be found, or the plan does not bind to it.
@@ -331,9 +314,8 @@ def coverage(
     from shardplan.core.coverage import Coverage, covered
     from shardplan.report.errors import raise_errors
 
-    of_model, of_plan = split_options("coverage", options, ModelOptions, PlanOptions)
-    named = model_of(model, of_model)
-    given = look_up(named, plan, derive=deriving(named, of_plan, MeshSizes(), sequence_parallel=False))
+    named = model_of(model)
+    given = look_up(named, plan, derive=deriving(named, MeshSizes(), derive=derive, sequence_parallel=False))
     raise_errors(given.findings, given.sources)
     found, read = given.both
     bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None, MeshSizes()))

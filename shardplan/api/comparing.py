@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from shardplan.compiler.automatic import Derive
-from shardplan.compiler.pipeline import Given, at_a_size, compile_variants, look_up
+from shardplan.compiler.pipeline import Changes, Given, at_a_size, compile_variants, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, Plan, overlays_of, variant_name
 from shardplan.core.plan_changes import CostChange, PlanDiff, RuleChange, Said, VariantCost
 
-from .cost import estimate
+from .cost import estimated
+from .deciding import Asked
 from .deriving import deriving
-from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
+from .keywords import AnyMesh, model_of, sizes_of
 from .plans import load_plan
 
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
     from shardplan.core.estimates import Device, TrainingStep
     from shardplan.core.sources import SourceMap
-
-
-class DiffOptions(ModelOptions, PlanOptions, MeshOptions, total=False):
-    """Keyword arguments of `diff_plans`."""
 
 
 def diff_plans(
@@ -38,7 +35,7 @@ def diff_plans(
     sequence_parallel: bool | None = None,
     device: Device | str | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    **options: Unpack[DiffOptions],
+    derive: bool = True,
 ) -> PlanDiff:
     """What two plans do differently: for a model the rules that differ once they are bound, the modules that are stored or run
     differently, the bytes on a rank, the collectives of a step; without a model their rules and sections as text.
@@ -51,7 +48,7 @@ def diff_plans(
         step: of which the memory and, for a device, the least time is estimated for both plans; None estimates nothing.
         sequence_parallel: compare with, or without, the overlay; None compares both.
         device: as for `estimate`.
-        derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        derive: as for `validate`.
         progress: called with what is being done.
 
     Raises:
@@ -59,21 +56,20 @@ def diff_plans(
         ValueError: a wrong size or device.
         TypeError: a mesh or a step without a model.
     """
-    of_model, of_plan, of_mesh = split_options("diff_plans", options, ModelOptions, PlanOptions, MeshOptions)
-    sizes = sizes_of(mesh, of_mesh)
+    sizes = sizes_of(mesh)
     if model is None:
-        if sizes != MeshSizes() or step is not None or any(of_model.values()):
-            raise TypeError("a mesh, a step and options of a model need a model")
+        if sizes != MeshSizes() or step is not None:
+            raise TypeError("a mesh and a step need a model")
         return _as_text(old, new)
-    named = model_of(model, of_model)
+    named = model_of(model)
     sizes.check_ep()
-    derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
-    sides = [_look_up(named, plan, sizes, derive, progress) for plan in (old, new)]
+    how = deriving(named, sizes, derive=derive, sequence_parallel=sequence_parallel, progress=progress)
+    sides = [_look_up(named, plan, sizes, how, progress) for plan in (old, new)]
     sizes = sized(sides, sizes)
     programs = [compiled(given, sizes, sequence_parallel, progress) for given in sides]
     result = _compared(*programs)
     rules = _placed(result.rules, *(given.sources for given in sides))
-    cost = _Costs(named, sizes, step, device, of_plan, progress)
+    cost = _Costs(named, sizes, step, device, derive, progress)
     costs = [
         {on: cost.of(plan, given, program) for on, program in made.items()}
         for plan, given, made in zip((old, new), sides, programs, strict=True)
@@ -188,11 +184,11 @@ class _Costs:
         sizes: MeshSizes,
         step: TrainingStep | None,
         device: Device | str | None,
-        options: PlanOptions,
+        derive: bool,
         progress: Callable[[str], None],
     ) -> None:
         self.model, self.sizes, self.step, self.device = model, sizes, step, device
-        self.options, self.progress = options, progress
+        self.derive, self.progress = derive, progress
 
     def of(self, plan: AnyPlan, given: Given, program: Program) -> VariantCost:
         from shardplan.compiler.lower.expected_collectives import expected_collectives
@@ -202,16 +198,8 @@ class _Costs:
         if self.step is not None:
             on = program.sequence_parallel
             self.progress(f"estimating {plan_name(plan)}")
-            made = estimate(
-                self.model,
-                plan,
-                self.sizes,
-                self.step,
-                device=self.device,
-                sequence_parallel=on,
-                progress=self.progress,
-                **self.options,
-            )
+            asked = Asked(self.model, plan, Changes(sequence_parallel=on), derive=self.derive)
+            made = estimated(asked, self.sizes, self.step, self.device, self.progress)
         split = (self.sizes.tp or 1) > 1
         return VariantCost(parameters, size, expected_collectives(program.modules) if split else {}, made)
 

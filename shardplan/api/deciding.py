@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+from shardplan.compiler.pipeline import AS_IT_IS, Changes, Compiled, compile_variant
 from shardplan.compiler.user_inputs import AnyPlan, Model
+from shardplan.core.mesh import MeshSizes
 
-from .deriving import deriving
+from .deriving import Share, alone, deriving
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
     from shardplan.core.derived_plan import DerivedPlan
     from shardplan.core.diagnostics import Diagnostic
-    from shardplan.runtime.apply.agreement import Agreement
     from shardplan.runtime.apply.plan_mesh import PlanMesh
     from shardplan.runtime.pipeline import PipelineOptions
     from shardplan.runtime.pipeline.pipelined_model import Layout
@@ -25,17 +26,42 @@ if TYPE_CHECKING:
 WHOLE = "data parallel only: nothing is split"  # how a program without tp is known to be right
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
-    """The arguments of `apply_plan` that say what is compiled."""
+    """What is compiled: arguments of `compile_plan`."""
 
     model: Model
     plan: AnyPlan
-    changes: Changes
-    seq_len: int | None
-    strict: bool
-    allow_unproven: bool
-    derive: bool
+    changes: Changes = AS_IT_IS
+    seq_len: int | None = None
+    strict: bool = False
+    allow_unproven: bool = False
+    derive: bool = True
+
+    def compiled(
+        self, sizes: MeshSizes, progress: Callable[[str], None] = lambda text: None, share: Share = alone
+    ) -> Compiled:
+        """The way of the variant through all stages, up to the first one that finds errors.
+
+        Args:
+            progress, share: as for `deriving`.
+
+        Raises:
+            TypeError, ValueError: as `compile_variant`.
+        """
+        overlay = self.changes.sequence_parallel
+        return compile_variant(
+            self.model,
+            sizes,
+            self.plan,
+            self.changes,
+            seq_len=self.seq_len,
+            strict=self.strict,
+            allow_unproven=self.allow_unproven,
+            derive=deriving(
+                self.model, sizes, derive=self.derive, sequence_parallel=overlay, progress=progress, share=share
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +111,7 @@ def decide(
     from shardplan.runtime.apply.autocast import read_dtype
 
     with same_on_all_ranks(mesh.mesh) as agreement:
-        compiled = _compiled(asked, mesh, agreement)
+        compiled = asked.compiled(mesh.sizes, share=agreement.share)
         program, layout = program_or_raise(compiled), None
         if stages is not None:
             program, layout = _laid_out(program, mesh, stages)
@@ -95,22 +121,6 @@ def decide(
         if stages is not None and layout is not None:
             agreement.say(f"\n{layout.cut}\n{layout.schedule.name} {stages.micro_batches}")
     return Decided(compiled, program, autocast, layout)
-
-
-def _compiled(asked: Asked, mesh: PlanMesh, agreement: Agreement) -> Compiled:
-    overlay = asked.changes.get("sequence_parallel", False)
-    return compile_variant(
-        asked.model,
-        mesh.sizes,
-        asked.plan,
-        asked.changes,
-        seq_len=asked.seq_len,
-        strict=asked.strict,
-        allow_unproven=asked.allow_unproven,
-        derive=deriving(
-            asked.model, {"derive": asked.derive}, mesh.sizes, sequence_parallel=overlay, share=agreement.share
-        ),
-    )
 
 
 def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tuple[Program, Layout]:
@@ -147,8 +157,8 @@ def prove_decided(
     found: tuple[Diagnostic, ...] = ()
     proof = WHOLE
     if split:
-        logits = asked.changes.get("logits", "plan")
-        question = Question(reduced, asked.model, compiled.given.both[1], logits, asked.allow_unproven)
+        plan, logits = compiled.given.both[1], asked.changes.logits
+        question = Question(reduced, asked.model, plan, logits, asked.allow_unproven)
         found, method = prove_on_first_rank(question, resolved.overlays, mesh)
         raise_errors(found, sources, strict=asked.strict)
         proof = f"proven {method}, on a reduced model"

@@ -13,8 +13,6 @@ from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS
 
-from .keywords import PlanOptions
-
 if TYPE_CHECKING:
     from shardplan.model import FoundModel
 
@@ -42,39 +40,40 @@ def alone(make: Callable[[], Text]) -> Text:
 
 def deriving(
     model: Model,
-    options: PlanOptions,
     sizes: MeshSizes,
     *,
+    derive: bool,
     sequence_parallel: bool | None,
     progress: Callable[[str], None] = lambda text: None,
     share: Share = alone,
 ) -> Derive | None:
     """What derives a plan for a model, as `init_plan` does, without proving it: it is checked and proven as any plan afterwards.
-    None where the options do not allow that.
+    None where it may not.
 
     Args:
         model: as the user named it.
+        derive: whether it may.
         sizes: the mesh's. It is derived for their tp, without one above 1 for the smallest; and with a section that distributes the
             experts where ep is above 1.
         sequence_parallel: whether it has an overlay.
         progress: called with what is being done.
         share: calls a function on one of several ranks, and returns its result on all.
     """
-    if not options.get("derive", True):
+    if not derive:
         return None
     wanted = Wanted(
         tp=max(sizes.tp or 1, SMALLEST), sequence_parallel=bool(sequence_parallel), expert_parallel=sizes.ep > 1
     )
 
-    def derive(found: FoundModel) -> ReadPlan:
+    def read(found: FoundModel) -> ReadPlan:
         from shardplan.language.parsing import parse_text
 
-        text, kept = share(partial(_text, found, wanted, progress))
+        text, unkept = share(partial(_text, found, wanted, progress))
         parsed = parse_text(text, file=SHOWN)
         assert parsed.plan is not None, text
-        return ReadPlan.of(parsed, _derived(found, ReadPlan.of(parsed), text, kept, _command(model, wanted)))
+        return ReadPlan.of(parsed, _derived(found, ReadPlan.of(parsed), text, unkept, _command(model, wanted)))
 
-    return derive
+    return read
 
 
 def _text(found: FoundModel, wanted: Wanted, progress: Callable[[str], None]) -> Text:
@@ -103,10 +102,10 @@ def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, sav
 def _command(model: Model, wanted: Wanted) -> str:
     """What writes the plan to a file: a command line, for a model that the command line can name."""
     if not isinstance(model.name, str):
-        given = [name for name, value in (("inputs", model.inputs), ("reduced", model.reduced)) if value is not None]
-        sections = [f"{section}=True" for section in SECTIONS if wanted[section]]
-        options = [f"tp={wanted['tp']}", *sections, *(f"{name}={name}" for name in given)]
-        return f"shardplan.init_plan(model, {', '.join(options)}).text"
+        given = [f"{name}={name}" for name in ("inputs", "reduced") if getattr(model, name) is not None]
+        named = f"shardplan.Model(model, {', '.join(given)})" if given else "model"
+        options = [f"tp={wanted['tp']}", *(f"{section}=True" for section in SECTIONS if wanted[section])]
+        return f"shardplan.init_plan({named}, {', '.join(options)}).text"
     words = ["shardplan", "init", model.name, "-o", "plan.yaml", "--tp", str(wanted["tp"])]
     words += [f"--{section.replace('_', '-')}" for section in SECTIONS if wanted[section]]
     words += [word for name, value in (model.settings or {}).items() for word in ("--set", f"{name}={value}")]

@@ -8,14 +8,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardplan.compiler.check.expert_parallel import NO_EXPERTS
-from shardplan.compiler.pipeline import Compiled, compile_variant
+from shardplan.compiler.pipeline import Changes, Compiled
 from shardplan.compiler.user_inputs import AnyPlan, FoundOnce, Model
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 
-from .deciding import program_or_raise
-from .deriving import deriving
-from .keywords import PlanOptions
+from .deciding import Asked, program_or_raise
 
 if TYPE_CHECKING:
     from shardplan.compiler.lower.program import Program
@@ -39,12 +37,13 @@ class Programs:
         self,
         model: Model,
         plan: AnyPlan,
-        of_plan: PlanOptions,
         asked: Question,
         refused: dict[str, str],
         progress: Callable[[str], None],
+        *,
+        derive: bool,
     ) -> None:
-        self.model, self.plan, self.of_plan, self.asked = FoundOnce(**vars(model)), plan, of_plan, asked
+        self.model, self.plan, self.derive, self.asked = FoundOnce(**vars(model)), plan, derive, asked
         self.refused, self.progress = refused, progress
         self.derived: Any = None
         self.stages = True
@@ -127,20 +126,13 @@ class Programs:
         return self._tables[key]
 
     def _compile(self, sizes: MeshSizes, overlay: bool) -> Compiled:
-        derive = deriving(self.model, self.of_plan, sizes, sequence_parallel=overlay, progress=self.progress)
-        compiled = compile_variant(
-            self.model,
-            sizes,
-            self.plan,
-            {
-                "sequence_parallel": overlay,
-                "data_parallel": MIXED if self.asked.step.precision == "bf16" else True,
-                "activation_checkpointing": {"mode": "full"},
-            },
-            seq_len=self.asked.step.seq_len,
-            allow_unproven=True,
-            derive=derive,
+        changes = Changes(
+            sequence_parallel=overlay,
+            data_parallel=MIXED if self.asked.step.precision == "bf16" else {},
+            activation_checkpointing={"mode": "full"},
         )
+        asked = Asked(self.model, self.plan, changes, self.asked.step.seq_len, allow_unproven=True, derive=self.derive)
+        compiled = asked.compiled(sizes, self.progress)
         program_or_raise(compiled)
         self.derived = compiled.given.derived or self.derived
         return compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
 from shardplan.core.mesh import MeshSizes
@@ -11,7 +11,7 @@ from shardplan.core.size_bounds import MOST_RANKS, MOST_SEQUENCES, check_amount,
 
 from .fit_programs import Programs
 from .fit_search import Search
-from .keywords import ModelOptions, PlanOptions, model_of, split_options
+from .keywords import model_of
 
 if TYPE_CHECKING:
     from shardplan.core.estimates import Device, OptimizerName, Precision
@@ -22,10 +22,6 @@ TRIES = 3  # how many times as many configurations as are asked for are estimate
 FULLEST = 0.95  # of a device's memory
 OF_A_ROW = 3  # what an estimate takes, in parts of the work of which tracing one table is one
 FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
-
-
-class FitOptions(ModelOptions, PlanOptions, total=False):
-    """Keyword arguments of `fit`."""
 
 
 def fit(
@@ -44,14 +40,14 @@ def fit(
     progress: Callable[[str], None] = lambda text: None,
     found_row: Callable[[Fitted], None] = lambda row: None,
     advance: Callable[[int, int], None] = lambda done, total: None,
-    **options: Unpack[FitOptions],
+    derive: bool = True,
 ) -> Fit:
     """The configurations of a training step that take the least time on a number of devices: mesh (pp, dp_replicate, dp_shard, cp, ep,
     tp), micro-batch, activation checkpointing, layout of the logits, `regather`, schedule, `cpu_offload`. Many are compared by what the
     parts of the model cost; the best, one for each mesh, are estimated as by `estimate`, and those that fit the device are returned.
 
     Args:
-        model, plan, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        model, plan, derive: as for `validate`.
         gpus: how many devices.
         device: as for `estimate`.
         global_batch: sequences of a step on all devices. Micro-batches follow from it.
@@ -73,15 +69,14 @@ def fit(
     from shardplan.core.fits import Fit
     from shardplan.cost.devices import read_device
 
-    of_model, of_plan = split_options("fit", options, ModelOptions, PlanOptions)
-    named = model_of(model, of_model)
+    named = model_of(model)
     known = read_device(device) if isinstance(device, str) else device
     _check(gpus, global_batch, best, tokens, efficiency or known.efficiency)
     _check_nodes(gpus, known)
     step = TrainingStep(seq_len, precision="bf16" if precision == "fp32" else precision, optimizer=optimizer)
     asked = Question(named.shown, plan_name(plan), False, step)
     refused: dict[str, str] = {}
-    programs = Programs(named, plan, of_plan, asked, refused, progress)
+    programs = Programs(named, plan, asked, refused, progress, derive=derive)
     search = Search(programs, asked, known, gpus, global_batch, precision, progress, advance)
     screened = list(search.usual())
     fitting = _fitting(screened, known)

@@ -22,7 +22,6 @@ from shardplan.report.short_names import fold_names
 
 from .comparing import compiled, sized
 from .deriving import deriving
-from .keywords import PlanOptions
 
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
@@ -120,8 +119,8 @@ def _look_up(asked: LockedQuestion, progress: Callable[[str], None]) -> tuple[Gi
     model = Model(asked.model, dict(asked.settings), asked.inputs, asked.reduced, asked.trust_remote_code)
     sizes = named_sizes(asked.mesh)
     sizes.check_ep()
-    options: PlanOptions = {"derive": asked.derive}
-    derive = deriving(model, options, sizes, sequence_parallel=asked.sequence_parallel, progress=progress)
+    on = asked.sequence_parallel
+    derive = deriving(model, sizes, derive=asked.derive, sequence_parallel=on, progress=progress)
     progress(f"reading {asked.model}")
     given = look_up(model, asked.plan, split=sizes.splits_layers, derive=derive)
     raise_errors(given.findings, given.sources)

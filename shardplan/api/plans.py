@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, wanted_variants
@@ -14,7 +14,7 @@ from shardplan.core.plan import Plan
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
 
-from .keywords import ModelOptions, model_of, split_options
+from .keywords import model_of
 
 if TYPE_CHECKING:
     from shardplan.authoring.init.new import NewPlan
@@ -52,7 +52,6 @@ def init_plan(
     expert_parallel: bool = False,
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
-    **options: Unpack[ModelOptions],
 ) -> NewPlan:
     """Write a plan for a model, from its structure and a run of a reduced model of it; validated and proven numerically.
 
@@ -65,7 +64,6 @@ def init_plan(
         sequence_parallel: with a sequence-parallel section.
         expert_parallel: with an expert-parallel section; tried and proven with as many ep ranks as tp ranks.
         name: of the plan; None is the model's type.
-        inputs, reduced, settings, trust_remote_code: as for `validate`.
         progress: called with what is being done.
 
     Raises:
@@ -82,8 +80,7 @@ def init_plan(
     check_count("tp", tp, MOST_RANKS)
     if tp < 2:
         raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
-    (of_model,) = split_options("init_plan", options, ModelOptions)
-    named = model_of(model, of_model)
+    named = model_of(model)
     found, about_model = find_model(named)
     raise_errors(about_model, SourceMap())
     assert found is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from shardplan.compiler.automatic import Derive
-from shardplan.compiler.pipeline import compile_variant, look_up
+from shardplan.compiler.pipeline import Changes, compile_variant, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Section, variant_name
@@ -15,10 +15,10 @@ from shardplan.core.report import Report
 
 from .check import validate
 from .comparing import compiled
-from .cost import estimate
-from .deciding import program_or_raise
+from .cost import estimated
+from .deciding import Asked, program_or_raise
 from .deriving import deriving
-from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
+from .keywords import AnyMesh, model_of, sizes_of
 
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from shardplan.core.stages import PipelineCut
 
 Flow = tuple[str, tuple[tuple[str, int], ...]]  # a block, and the modules below it in the order in which they run
-
-
-class PictureOptions(ModelOptions, PlanOptions, MeshOptions, total=False):
-    """Keyword arguments of `plan_report`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ def plan_report(
     device: Device | str | None = None,
     proof: bool = True,
     progress: Callable[[str], None] = lambda text: None,
-    **options: Unpack[PictureOptions],
+    derive: bool = True,
 ) -> PlanReport:
     """Check a plan, compile its variants, estimate a step of each.
 
@@ -74,42 +70,40 @@ def plan_report(
         model, plan, mesh, sequence_parallel, proof: as for `validate`.
         step: of which memory and communication are estimated; None estimates nothing.
         device: as for `estimate`.
-        derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        derive: as for `validate`.
         progress: called with what is being done.
 
     Raises:
         PlanError: a step cannot be traced.
         ValueError: a wrong size or device.
     """
-    of_model, of_plan, of_mesh = split_options("plan_report", options, ModelOptions, PlanOptions, MeshOptions)
-    named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
+    named, sizes = model_of(model), sizes_of(mesh)
     sizes.check_ep()
     report = validate(
         named,
         plan,
-        sizes,
+        mesh,
         sequence_parallel=sequence_parallel,
         proof=proof,
         allow_unproven=True,  # it is shown, not applied
+        derive=derive,
         progress=progress,
-        **of_plan,
     )
     sizes = replace(sizes, tp=sizes.tp or report.checked_tp or 1)
     made = PlanReport(plan_name(plan), named.shown, sizes, report)
     if not report.ok:
         return made
-    derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
-    given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
+    how = deriving(named, sizes, derive=derive, sequence_parallel=sequence_parallel, progress=progress)
+    given = look_up(named, plan, split=sizes.splits_layers, derive=how)
     programs = {variant_name(on): one for on, one in compiled(given, sizes, sequence_parallel, progress).items()}
-    pipeline = _pipeline(named, plan, sizes, step, derive) if sizes.pp > 1 else None
+    pipeline = _pipeline(named, plan, sizes, step, how) if sizes.pp > 1 else None
     estimates: dict[Section, Estimate] = {}
     if step is not None:
         for section, program in programs.items():
             progress(f"estimating, {section}")
             on = program.sequence_parallel
-            estimates[section] = estimate(
-                named, plan, sizes, step, device=device, sequence_parallel=on, progress=progress, **of_plan
-            )
+            asked = Asked(named, plan, Changes(sequence_parallel=on), derive=derive)
+            estimates[section] = estimated(asked, sizes, step, device, progress)
     from shardplan.compiler.layout import ModelLayouts
     from shardplan.compiler.layout.call_order import block_calls
 
@@ -132,6 +126,6 @@ def _pipeline(
     from shardplan.core.schedules import SCHEDULES
     from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
 
-    resolved = program_or_raise(compile_variant(model, sizes, plan, {}, allow_unproven=True, derive=derive)).resolved
+    resolved = program_or_raise(compile_variant(model, sizes, plan, allow_unproven=True, derive=derive)).resolved
     schedule, count = ("1f1b", None) if step is None else (step.schedule, step.micro_batches)
     return pipeline_cut(resolved, stage_sizes(resolved, SCHEDULES[schedule], sizes.pp, None, count))

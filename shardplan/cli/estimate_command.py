@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.estimates import Estimate, Sweep
+from shardplan.core.estimates import Estimate, Sweep, TrainingStep
 from shardplan.core.report import Report
 from shardplan.report import json_text, to_json, wants_color
 
@@ -61,14 +61,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _made(args: argparse.Namespace) -> Estimate | Sweep:
+    step = TrainingStep(
+        args.seq_len,
+        args.micro_batch,
+        args.precision,
+        args.optimizer,
+        args.expert_load,
+        args.micro_batches,
+        args.schedule,
+    )
     options = {
-        "seq_len": args.seq_len,
-        "micro_batch": args.micro_batch,
-        "precision": args.precision,
-        "optimizer": args.optimizer,
-        "expert_load": args.expert_load,
-        "micro_batches": args.micro_batches,
-        "schedule": args.schedule,
         "device": args.device,
         "sequence_parallel": bool(args.sequence_parallel),
         "logits": args.logits,
@@ -80,8 +82,8 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
     sizes = mesh_of(args)
     if args.sweep is not None:
         ep, pp, cp = (one if isinstance(one := sizes.get(axis, 1), tuple) else (one,) for axis in TRIED)
-        return api.sweep(model_of(args), args.plan, args.sweep, ep=ep, pp=pp, cp=cp, **options)
-    return api.estimate(model_of(args), args.plan, sizes, **options)
+        return api.sweep(model_of(args), args.plan, args.sweep, step, ep=ep, pp=pp, cp=cp, **options)
+    return api.estimate(model_of(args), args.plan, sizes, step, **options)
 
 
 def _plot(made: Sweep, file: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 
 from shardplan import api
+from shardplan.compiler.user_inputs import Model
 from shardplan.core.coverage import Coverage, ListedPlan, Listing
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.report import Report
@@ -29,9 +30,8 @@ def run(args: argparse.Namespace) -> int:
         return _collection(args)
     try:
         with redirect_stdout(sys.stderr):  # what transformers prints while it builds the model
-            found = api.coverage(
-                args.model, derive=False, settings=dict(args.settings), trust_remote_code=args.trust_remote_code
-            )
+            named = Model(args.model, dict(args.settings), trust_remote_code=args.trust_remote_code)
+            found = api.coverage(named, derive=False)
     except PlanError as error:
         return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
     if args.json:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardplan.core.plan import Overlays, ResolvedPlan, without_sequence
 
 from .lower import Program, lower
-from .overrides import Logits, Override, switch, with_logits, with_regather
+from .overrides import Logits, Override, switched_off, with_logits, with_regather
 from .variants import Variants
 
 
@@ -36,7 +36,7 @@ def program_of(
             resolved = variants.layouts[overlays].onto(resolved)
         else:  # no run has shown that these sums are right
             resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
-        return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
+        return with_regather(with_logits(switched_off(resolved, sections or {}), logits), regather)
 
     base = without_sequence(overlays)
     return lower(finished(overlays), *([finished(base)] if overlays != base else []))

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardplan.core.plan import Assignment, PlanFile, ResolvedPlan
-from shardplan.core.sections import ActivationCheckpointing, Compile
 from shardplan.styles import STYLES
 
-Override = Mapping[str, Any] | bool | None
+Override = Mapping[str, Any] | Literal[False] | None
 Logits = Literal["plan", "replicated", "sharded", "as_stored"]
 
 HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab"}
@@ -20,13 +19,14 @@ def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | N
     """The given sections as the document of a child plan, to be read and checked as one; None where none is given.
 
     Raises:
-        TypeError: a section is neither a mapping nor a bool nor None.
+        TypeError: a section is neither a mapping nor False nor None.
     """
     for name, value in overrides.items():
-        if not (value is None or isinstance(value, (bool, Mapping))):
-            raise TypeError(f"{name} must be a mapping (the plan's section), True, False or None, not {value!r}")
-        if name == "pipeline_parallel" and isinstance(value, bool):
-            raise TypeError(f"pipeline_parallel must be a mapping (the plan's section) or None, not {value!r}")
+        if not (value is None or isinstance(value, Mapping) or (value is False and name != "pipeline_parallel")):
+            off = "None" if name == "pipeline_parallel" else "False (without it) or None"
+            raise TypeError(
+                f"{name} must be a mapping (the plan's section; {{}} is its defaults) or {off}, not {value!r}"
+            )
     given = {name: dict(value) for name, value in overrides.items() if isinstance(value, Mapping)}
     return {"version": "1", "name": "arguments", **given} if given else None
 
@@ -36,28 +36,22 @@ def with_parent(child: PlanFile, parent: PlanFile) -> PlanFile:
     return replace(child, name=parent.name, models=parent.models, configurations=parent.configurations, parent=parent)
 
 
-def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> ResolvedPlan:
-    """Switch sections off (False) or on with their defaults (True: the modules are the plan's data-parallel units, also where
-    those are not wrapped).
-
-    Raises:
-        ValueError: a section is switched on, and the plan has no such units.
-    """
-    units = resolved.dp_units
+def switched_off(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> ResolvedPlan:
+    """The plan without the sections that are False."""
     for name, value in overrides.items():
-        if name == "pipeline_parallel":
-            continue  # a mesh with several stages needs it, others do not read it
         if value is False:
             resolved = _off(resolved, name)
-        elif value is True and getattr(resolved, name) is None:
-            if name == "data_parallel":
-                raise ValueError("data_parallel=True names no units: the plan has no such section, pass a mapping")
-            if not units:
-                raise ValueError(
-                    f"{name}=True names no modules: the plan has no data-parallel units, pass a mapping with `modules`"
-                )
-            resolved = _with_section(resolved, name, units)
     return resolved
+
+
+def refuse_empty(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> None:
+    """Raise ValueError for a section that is given without modules, to a plan without the data-parallel units that would be meant."""
+    for name in ("activation_checkpointing", "compile"):
+        section = getattr(resolved, name)
+        if isinstance(overrides.get(name), Mapping) and "modules" not in section.given and not resolved.dp_units:
+            raise ValueError(
+                f'{name} names no modules, and the plan has no data-parallel units: pass {name}={{"modules": [...]}}'
+            )
 
 
 def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
@@ -67,13 +61,6 @@ def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
         return replace(resolved, activation_checkpointing=None, ac_modules=())
     assert section == "compile", section
     return replace(resolved, compile=None, compile_modules=())
-
-
-def _with_section(resolved: ResolvedPlan, section: str, units: tuple[str, ...]) -> ResolvedPlan:
-    if section == "activation_checkpointing":
-        return replace(resolved, activation_checkpointing=ActivationCheckpointing(), ac_modules=units)
-    assert section == "compile", section
-    return replace(resolved, compile=Compile(), compile_modules=units)
 
 
 def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan:

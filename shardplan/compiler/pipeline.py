@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal
 
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
@@ -17,7 +17,7 @@ from shardplan.core.size_bounds import MOST_TOKENS, check_count
 from shardplan.core.sources import SourceMap
 
 from .automatic import Derive
-from .overrides import Logits, Override, overriding_document, switch, with_parent
+from .overrides import Logits, Override, overriding_document, refuse_empty, switched_off, with_parent
 from .user_inputs import AnyPlan, Model, find_model, read_plan
 from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts, prove_stages
 
@@ -36,20 +36,24 @@ SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile", 
 )
 
 
-class Changes(TypedDict, total=False):
-    """Changes to a plan, as keyword arguments of the functions that compile one: `compile_plan` documents each."""
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changes to a plan: arguments of the functions that compile one. `compile_plan` documents each."""
 
-    sequence_parallel: bool
-    logits: Logits
-    data_parallel: Override
-    activation_checkpointing: Override
-    compile: Override
-    pipeline_parallel: Override
-    regather: bool | None
+    sequence_parallel: bool = False
+    logits: Logits = "plan"
+    data_parallel: Override = None
+    activation_checkpointing: Override = None
+    compile: Override = None
+    pipeline_parallel: Override = None
+    regather: bool | None = None
+
+    @property
+    def sections(self) -> dict[str, Override]:
+        return {name: getattr(self, name) for name in SECTIONS}
 
 
-def sections_of(changes: Changes) -> dict[str, Override]:
-    return {name: changes[name] for name in SECTIONS if name in changes}
+AS_IT_IS = Changes()
 
 
 @dataclass(frozen=True)
@@ -88,24 +92,19 @@ class Given:
         """Bind the variants and check their structure.
 
         Args:
-            sections: those to switch on or off.
+            sections: those that arguments gave or left out.
 
         Raises:
-            ValueError: the plan has no modules for a section that is switched on.
+            ValueError: the plan has no modules for a section that was given.
         """
         found, plan = self.both
         bound = bind_variants(plan, found.tree, sizes, wanted)
-        off = {name: value for name, value in (sections or {}).items() if value is False}
-        checked = check_variants(bound.changed(partial(switch, overrides=off)), seq_len=seq_len)
-        if True not in (sections or {}).values():
-            return checked
-        try:
-            switched = bound.changed(partial(switch, overrides=sections or {}))
-        except ValueError:  # there may be no modules for it because the plan is wrong: findings come first
-            if all(map(any_error, checked.findings.values())):
-                return checked
-            raise
-        return check_variants(switched, seq_len=seq_len)
+        sections = sections or {}
+        checked = check_variants(bound.changed(partial(switched_off, overrides=sections)), seq_len=seq_len)
+        if not all(map(any_error, checked.findings.values())):  # findings come first: the plan may be wrong
+            for resolved in bound.resolved.values():
+                refuse_empty(resolved, sections)
+        return checked
 
 
 def look_up(
@@ -181,7 +180,7 @@ def compile_variant(
     model: Model,
     sizes: MeshSizes,
     plan: AnyPlan,
-    changes: Changes,
+    changes: Changes = AS_IT_IS,
     *,
     seq_len: int | None = None,
     allow_unproven: bool = False,
@@ -202,14 +201,14 @@ def compile_variant(
 
     if seq_len is not None:
         check_count("seq_len", seq_len, MOST_TOKENS)
-    sections = sections_of(changes)
+    sections = changes.sections
     given = look_up(model, plan, sections, split=(sizes.tp or 1) > 1 or sizes.ep > 1 or sizes.pp > 1, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
     if any_error(findings):
         return Compiled(None, findings, given)
     found, read = given.both
-    overlays = overlays_of(changes.get("sequence_parallel", False) and (sizes.tp or 1) > 1, sizes)
+    overlays = overlays_of(changes.sequence_parallel and (sizes.tp or 1) > 1, sizes)
     variants = given.structure(sizes, {without_sequence(overlays), overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
@@ -224,8 +223,8 @@ def compile_variant(
     program = program_of(
         variants,
         overlays,
-        logits=changes.get("logits", "plan"),
-        regather=changes.get("regather"),
+        logits=changes.logits,
+        regather=changes.regather,
     )
     provable = (variants.layouts or staged is not None) and reduced_model.runs
     return Compiled(program, findings, given, reduced_model if provable else None, staged, variants, overlays)

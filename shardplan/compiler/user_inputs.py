@@ -31,10 +31,14 @@ class Model:
     """A model as the user names it, so that other processes can find it too.
 
     Args:
-        name: a word, a configuration or a module.
+        name: a word as on the command line (a folder or config.json, a cached hub id, a model type, `module:callable`), a
+            transformers configuration, or a module on any device.
         settings: numbers of the configuration to change, where it is a word.
-        inputs: what to call the reduced model with: `module:callable`, or the function.
-        reduced: what builds a reduced model of the same structure: `module:callable`, or the function.
+        inputs: inputs of the reduced model: a function from a seed to keyword arguments of its `forward`, or
+            `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
+            it they are made from the configuration, and a module of your own is called with token ids.
+        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`: for a
+            module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
         trust_remote_code: run code that a model's folder brings along, where it is a word.
     """
 

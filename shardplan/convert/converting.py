@@ -100,7 +100,9 @@ def convert_plan(
     parsed = parse_text(text, file=shown_as)
     report = Report(diagnostics=parsed.diagnostics, plans=(shown_as,))
     if parsed.plan is not None and named is not None:
-        report = validate(named, Plan(parsed.plan, parsed.sources, parsed.diagnostics), tp=tp)
+        report = validate(
+            named, Plan(parsed.plan, parsed.sources, parsed.diagnostics), None if tp is None else {"tp": tp}
+        )
     sources = SourceMap({**sources.files, **parsed.sources.files})
     report = replace(report, diagnostics=ordered((*findings, *report.diagnostics), sources), sources=sources)
     return ConvertedPlan(text, document, report)

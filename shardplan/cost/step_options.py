@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypedDict
 
-from shardplan.core.estimates import OptimizerName, Precision, TrainingStep
+from shardplan.core.estimates import TrainingStep
 from shardplan.core.mesh import MeshSizes
-
-
-class StepOptions(TypedDict, total=False):
-    """The fields of a `TrainingStep` as keyword arguments."""
-
-    seq_len: int
-    micro_batch: int
-    precision: Precision
-    optimizer: OptimizerName
-    expert_load: float
-    micro_batches: int
-    schedule: str
 
 
 def modelled(sizes: MeshSizes) -> MeshSizes:
@@ -29,19 +16,6 @@ def modelled(sizes: MeshSizes) -> MeshSizes:
     """
     sizes.check_ep()
     return replace(sizes, tp=sizes.tp or 1)
-
-
-def step_of(step: TrainingStep | None, options: StepOptions) -> TrainingStep:
-    """What a function was called with, as one record.
-
-    Raises:
-        TypeError: neither or both are given.
-    """
-    if step is not None and options:
-        raise TypeError(f"{', '.join(options)}: put it into the TrainingStep, do not pass both")
-    if step is None and "seq_len" not in options:
-        raise TypeError("an estimate needs seq_len, the number of tokens in a sequence")
-    return step or TrainingStep(**options)
 
 
 def check_load(step: TrainingStep, ep: int) -> None:

@@ -126,7 +126,7 @@ def read(path: Path, shown: str, *, trust_remote_code: bool) -> ConfigFile:
         raise refuse(
             OWN_CODE,
             f"{shown} brings its own code ({', '.join(own_code)}), and shardplan does not run it",
-            help="read the code, then add --trust-remote-code (trust_remote_code=True in Python)",
+            help="read the code, then add --trust-remote-code (Model(..., trust_remote_code=True) in Python)",
             file=shown,
         )
     return ConfigFile(shown, path, data, own_code)

@@ -15,7 +15,7 @@ from torch import nn
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.compiler.lowering_stage import program_of
-from shardplan.compiler.overrides import Logits
+from shardplan.compiler.overrides import Logits, Override
 from shardplan.compiler.user_inputs import Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
@@ -143,7 +143,7 @@ def prove(
     return Proven(proof, compiled, programs, missing)
 
 
-EAGER = {"compile": False}  # compiling takes long, and changes no number
+EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
 References = Callable[[str, torch.dtype], tuple[Sequence[Batch], Steps]]
 
 

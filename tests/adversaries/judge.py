@@ -96,11 +96,10 @@ def _applied(adversary: Adversary, model: nn.Module, mesh: DeviceMesh, anyway: b
     if anyway:
         return apply_anyway(adversary, model, mesh)
     return shardplan.apply_plan(
-        model,
+        shardplan.Model(model, inputs=adversary.given_inputs),
         mesh,
         adversary.plan,
         sequence_parallel=adversary.sequence_parallel,
-        inputs=adversary.given_inputs,
         prove=False,
     )
 

@@ -36,11 +36,10 @@ def validate(adversary: Adversary, *, allow_unproven: bool = False) -> Said:
     start = time.process_time()
     try:
         report = shardplan.validate(
-            adversary.model(),
+            shardplan.Model(adversary.model(), inputs=adversary.given_inputs),
             adversary.plan,
-            tp=adversary.tp,
+            {"tp": adversary.tp},
             sequence_parallel=adversary.sequence_parallel,
-            inputs=adversary.given_inputs,
             allow_unproven=allow_unproven,
         )
     except Exception as error:

@@ -174,7 +174,8 @@ def options_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     data_parallel: Any = False
     if case.dp_shard > 1:
         data_parallel = MIXED if dtype == torch.bfloat16 else {}
-    options = {"sequence_parallel": case.sequence_parallel, "activation_checkpointing": case.checkpointing}
+    checkpointing = {"mode": "full"} if case.checkpointing else False
+    options = {"sequence_parallel": case.sequence_parallel, "activation_checkpointing": checkpointing}
     return {**options, "data_parallel": data_parallel}
 
 

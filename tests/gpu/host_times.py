@@ -18,7 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "alone": {"tp": 1},
     "TP": {"tp": 8},
     "SP": {"tp": 8, "sequence_parallel": True},
-    "SP, checkpointing": {"tp": 8, "sequence_parallel": True, "activation_checkpointing": True},
+    "SP, checkpointing": {"tp": 8, "sequence_parallel": True, "activation_checkpointing": {"mode": "full"}},
     "SP, regather": {"tp": 8, "sequence_parallel": True, "regather": True},
 }
 

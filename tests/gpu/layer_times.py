@@ -27,7 +27,13 @@ def known(device: str) -> Device | None:
 def estimated(tp: int, depth: int, tokens: int, device: str, sequence_parallel: bool) -> Estimate:
     settings = {**shape_of(device), "num_hidden_layers": depth, "vocab_size": 1024}
     options = {"sequence_parallel": sequence_parallel, "data_parallel": False, "logits": "replicated"}
-    return shardplan.estimate("llama", "llama", tp=tp, seq_len=tokens, optimizer="none", settings=settings, **options)
+    return shardplan.estimate(
+        shardplan.Model("llama", settings=settings),
+        "llama",
+        {"tp": tp},
+        shardplan.TrainingStep(tokens, optimizer="none"),
+        **options,
+    )
 
 
 def layer(tp: int, sequence_parallel: bool, device: str, tokens: int, repeats: int) -> dict[str, Any]:

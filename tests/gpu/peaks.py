@@ -43,7 +43,11 @@ def estimated(case: Case) -> dict[str, Any]:
     """Bytes."""
     options: dict[str, Any] = {"settings": case.settings, **case.options}
     made = shardplan.estimate(
-        case.model, "auto", case.mesh, seq_len=case.seq_len, micro_batch=case.micro_batch, precision="bf16", **options
+        case.model,
+        "auto",
+        case.mesh,
+        shardplan.TrainingStep(case.seq_len, micro_batch=case.micro_batch, precision="bf16"),
+        **options,
     )
     return {"estimate": made.memory.total}
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig  # noqa: E402
 import shardplan  # noqa: E402
 from shardplan.compiler.lower import Program  # noqa: E402
 from shardplan.core.diagnostics import PlanError  # noqa: E402
-from shardplan.core.mesh import MeshSizes  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
 from shardplan.model.reduced import ReducedModel, make_reduced_model  # noqa: E402
 from tests.proofs import Case, differing  # noqa: E402
@@ -131,7 +130,7 @@ def _reduced(config: PreTrainedConfig, tp: int) -> Iterator[tuple[ReducedModel, 
 
 
 def _compiled(model: nn.Module, plan: str, tp: int, **options: Any) -> Program:
-    return shardplan.compile_plan(model, MeshSizes(tp=tp), plan, **options)
+    return shardplan.compile_plan(model, {"tp": tp}, plan, **options)
 
 
 def problems(found: Sequence[Outcome]) -> list[str]:

@@ -63,7 +63,7 @@ def outcome(model_type: str, name: str, settings: Mapping[str, Any], switches: C
         return Outcome(model_type, name, "not built", about=_short(error))
     words = {*switches} | {alias for alias, field in config.attribute_map.items() if field in switches}
     try:
-        report = shardplan.validate(config, "auto", tp=tp, derive=False)
+        report = shardplan.validate(config, "auto", {"tp": tp}, derive=False)
     except PlanError as error:
         return _refused(model_type, name, error.diagnostics, words)
     if not report.ok:

@@ -15,7 +15,7 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 
-from shardplan import coverage, validate  # noqa: E402
+from shardplan import Model, coverage, validate  # noqa: E402
 from tests.diffusion_models import DIFFUSION, Diffusion  # noqa: E402
 from tests.sampling import add_share, share_of  # noqa: E402
 
@@ -61,7 +61,7 @@ def row(one: Diffusion) -> Row:
     """Find out about a class."""
     verdicts, compared = {}, 0
     for tp in SIZES:
-        report = validate(one.build(), "auto", tp=tp, inputs=one.make, derive=False)
+        report = validate(Model(one.build(), inputs=one.make), "auto", {"tp": tp}, derive=False)
         proofs = {proof.variant: proof for proof in report.proof.variants} if report.proof is not None else {}
         errors = "; ".join(dict.fromkeys(f"{d.code}: {d.message}" for d in report.errors))
         for word, variant in VARIANTS.items():

@@ -21,7 +21,7 @@ import transformers  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 
-from shardplan import validate  # noqa: E402
+from shardplan import Model, validate  # noqa: E402
 from shardplan.compiler.automatic import auto_plan  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
 from tests.model_settings import ROPE, without_dropout  # noqa: E402
@@ -142,7 +142,7 @@ def proven(before: Entry) -> Entry:
     try:
         model = model_of(before.name)
         plan = auto_plan(find_any(model, inputs=case.inputs).tree).plan
-        report = validate(model, case.plan, SIZES, **({"inputs": case.inputs} if case.inputs else {}))
+        report = validate(Model(model, inputs=case.inputs), case.plan, SIZES)
     except Exception as error:  # the modelling code may raise anything
         return replace(before, plan=None, experts=f"{type(error).__name__}: {error}")
     wrong = [": ".join((f"{d.code}: {d.message}", *d.notes[:1])) for d in report.diagnostics if d.is_error]

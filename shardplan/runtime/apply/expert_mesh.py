@@ -11,8 +11,6 @@ from shardplan.core.mesh import VIEWED, Axis, MeshSizes
 from shardplan.runtime.parallel.process_groups import flatten, unflatten
 
 EP, EP_SHARD = "ep", "ep_shard"  # the names of the view's axes, as NeMo Automodel and torchtitan have them
-LEADING = ("pp", "dp_replicate")  # axes that a moe_mesh may have before them
-SHOWN = 4
 # On a DeviceMesh, which hashes by value: two meshes with the same ranks may have different ep. Slices do not have them.
 _SIZE = "_shardplan_ep"
 _VIEWS = "_shardplan_expert_views"
@@ -23,55 +21,18 @@ def note_ep(mesh: DeviceMesh, ep: int) -> None:
     setattr(mesh, _SIZE, ep)
 
 
-def ep_of(mesh: DeviceMesh, ep: int | None, moe_mesh: DeviceMesh | None) -> int:
-    """The size of the ep axis: as given, of the moe_mesh, as `build_mesh` noted it, or 1.
+def ep_of(mesh: DeviceMesh, ep: int | None) -> int:
+    """The size of the ep axis: as given, as `build_mesh` noted it, or 1.
 
     Raises:
-        TypeError: the moe_mesh is no DeviceMesh.
-        ValueError: two of them differ; the axes of the moe_mesh are not (ep_shard, ep).
+        ValueError: both, and they differ.
     """
-    said: dict[str, int] = {}
-    if ep is not None:
-        said["the argument ep"] = ep
-    if moe_mesh is not None:
-        said["moe_mesh"] = _size_of(moe_mesh)
-    if (noted := getattr(mesh, _SIZE, None)) is not None:
-        said["the mesh that build_mesh made"] = noted
-    if len(set(said.values())) > 1:
-        text = ", ".join(f"{size} of {where}" for where, size in said.items())
-        raise ValueError(f"the size of ep is given several times: {text}. Give one, or the same")
-    return next(iter(said.values()), 1)
-
-
-def _size_of(moe_mesh: DeviceMesh) -> int:
-    if not isinstance(moe_mesh, DeviceMesh):
-        raise TypeError(f"moe_mesh must be a torch DeviceMesh, not {type(moe_mesh).__name__}")
-    names = tuple(moe_mesh.mesh_dim_names or ())
-    if names[-2:] != (EP_SHARD, EP) or any(name not in LEADING for name in names[:-2]):
+    noted = getattr(mesh, _SIZE, None)
+    if ep is not None and noted not in (None, ep):
         raise ValueError(
-            f"moe_mesh must have the axes ({EP_SHARD}, {EP}), with {' or '.join(LEADING)} before them at most, not {names}"
+            f"the argument ep is {ep}, but build_mesh made the mesh for ep {noted}: leave the argument out"
         )
-    return moe_mesh.size(moe_mesh.ndim - 1)
-
-
-def check_moe_mesh(mesh: DeviceMesh, moe_mesh: DeviceMesh, ep: int) -> None:
-    """Raise ValueError where the ep groups of a moe_mesh are others than those of the view.
-
-    Args:
-        mesh: whose innermost axes are those that ep is taken from, and fit.
-    """
-    ours, theirs = (one.mesh.reshape(-1, ep).tolist() for one in (mesh, moe_mesh))
-    if sorted(ours) != sorted(theirs):
-        raise ValueError(
-            f"the ep groups of moe_mesh are {_some([g for g in theirs if g not in ours] or theirs)}, but those of the mesh are "
-            f"{_some([g for g in ours if g not in theirs] or ours)}: ep is taken from the innermost ranks of dp_shard x cp x "
-            "tp. Pass ep instead of moe_mesh, or a moe_mesh with these groups"
-        )
-
-
-def _some(groups: list[list[int]]) -> str:
-    more = len(groups) - SHOWN
-    return ", ".join(map(str, groups[:SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return ep if ep is not None else noted or 1
 
 
 def expert_view(mesh: DeviceMesh, names: Mapping[Axis, str], sizes: MeshSizes) -> DeviceMesh:

@@ -13,7 +13,7 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.runtime.parallel.process_groups import flatten, root_of
 from shardplan.styles.backends import BACKENDS, Backend
 
-from .expert_mesh import EP, EP_SHARD, check_moe_mesh, ep_of, expert_view
+from .expert_mesh import EP, EP_SHARD, ep_of, expert_view
 
 
 @dataclass(frozen=True)
@@ -184,21 +184,19 @@ def read_mesh(
     mesh: DeviceMesh,
     axes: Mapping[str, str] | None = None,
     ep: int | None = None,
-    moe_mesh: DeviceMesh | None = None,
 ) -> PlanMesh:
     """Read a mesh's axes.
 
     Args:
         mesh: a DeviceMesh with dim names; any of pp, dp_replicate, dp_shard, cp and tp, or their other spellings.
         axes: our axis name -> the mesh's, for names that are not among the known spellings.
-        ep: over how many ranks experts are distributed; None: as the moe_mesh or `build_mesh` says, else 1.
-        moe_mesh: a mesh of experts with the axes (ep_shard, ep), as NeMo Automodel makes it. It is compared, not used.
+        ep: over how many ranks experts are distributed; None: as `build_mesh` says, else 1.
 
     Raises:
-        TypeError: it is not a DeviceMesh, or the moe_mesh is none.
+        TypeError: it is not a DeviceMesh.
         ValueError: an axis without a name, with an unknown name, two axes with one meaning, or axes in an
-            order that torch's mesh slices cannot express; ep that does not fit the mesh, or is an axis of it; a moe_mesh with
-            other ep groups; two sizes of ep.
+            order that torch's mesh slices cannot express; ep that does not fit the mesh, or is an axis of it; two sizes of
+            ep.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
@@ -227,10 +225,8 @@ def read_mesh(
             f"the mesh has the axis {own!r}, but ep is no axis of its own: it is taken from dp_shard x cp x tp. Make the mesh "
             "without it, and pass ep"
         )
-    read = PlanMesh(mesh, names, ep_of(mesh, ep, moe_mesh))
+    read = PlanMesh(mesh, names, ep_of(mesh, ep))
     read.sizes.check_ep()
-    if moe_mesh is not None:
-        check_moe_mesh(mesh, moe_mesh, read.ep_size)
     return read
 
 

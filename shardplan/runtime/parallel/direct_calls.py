@@ -119,7 +119,7 @@ class _Part:
     def _around_checkpoint(self, called: str) -> str:
         return (
             f"{self.name} runs in a checkpoint (gradient_checkpointing_enable(), torch.utils.checkpoint), but not in the model's own "
-            "forward: in backward it would run with other moves. Use activation_checkpointing=True of apply_plan, or call "
+            "forward: in backward it would run with other moves. Use activation_checkpointing of apply_plan, or call "
             f"{called} without a checkpoint around it"
         )
 
