@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import pytest
 from transformers import LlamaConfig
 
-from shardplan import PlanError, TrainingStep, compile_plan, diff_plans
+from shardplan import PlanError, TrainingStep, compile_plan, diff_plans, load_plan
 from shardplan.cli.main import main
 from shardplan.compiler.compare_programs import checkpoints
 from shardplan.core.diagnostics import Location
 from shardplan.core.plan_changes import ModuleChange, PlanDiff, RuleChange, Said
+from shardplan.report import to_json
 from shardplan.report.diff_text import diff_markdown, diff_text
 from shardplan.report.report_schema import report_schema
 
@@ -211,6 +213,17 @@ def test_json_is_what_the_schema_says(capsys, tmp_path):
     assert data["differs"] and {one["section"] for one in data["modules"]} == {"tensor_parallel", "sequence_parallel"}
     assert main(["diff", "llama", str(new), "--json"]) == 1
     assert validator.is_valid(json.loads(capsys.readouterr().out))
+
+
+def test_two_files_of_one_name_keep_their_own_lines(tmp_path, monkeypatch):
+    plans = []
+    for folder, style, more in (("a", "colwise", ""), ("b", "rowwise", "\n\n")):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Path("mine.yaml").write_text(f'version: "1"\n{more}name: mine\ntensor_parallel: {{m.a: {style}}}\n')
+        plans.append(load_plan("mine.yaml"))
+    (rule,) = to_json(diff_plans(*plans))["rules"]
+    assert [rule[side][0]["location"]["span"]["line"] for side in ("old", "new")] == [3, 5]
 
 
 def test_markdown_escapes_what_names_hold():

@@ -66,6 +66,11 @@ def test_the_schema_refuses_what_is_not_a_report():
         assert not validator.is_valid({**good, **change}), change
 
 
+def test_what_no_command_reports_is_refused():
+    with pytest.raises(TypeError, match="MeshSizes is no report"):
+        to_json(MeshSizes(tp=2))
+
+
 def test_a_finding_in_json():
     primary = to_json(REPORTS["lint"])["diagnostics"][0]["primary"]
     assert primary == {

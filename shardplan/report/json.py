@@ -30,7 +30,7 @@ def to_json(report: object, *, proof: bool = False) -> dict[str, Any]:
     """
     form = form_of(type(report))
     if not form.kind:
-        raise TypeError(f"a {type(report).__name__} is no report")
+        raise TypeError(f"{type(report).__name__} is no report")
     data = {"kind": form.kind, "version": VERSION, **_data(report, SourceMap())}
     return data | {"proof": None} if isinstance(report, Report) and not proof else data
 
