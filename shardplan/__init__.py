@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         load_plan,
         lock_plan,
         plan_report,
-        sweep,
         validate,
         verify,
     )
@@ -72,7 +71,6 @@ _EXPORTS = {
     "apply_plan": "shardplan.api.apply",
     "verify": "shardplan.api.check",
     "estimate": "shardplan.api.cost",
-    "sweep": "shardplan.api.cost",
     "fit": "shardplan.api.fitting",
     "applied": "shardplan.api.apply",
     "build_mesh": "shardplan.runtime.apply",

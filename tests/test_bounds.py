@@ -71,7 +71,6 @@ def test_nor_sizes_that_multiply_to_too_many(command: str, capsys: pytest.Captur
         ["validate", *TWO, "--seq-len"],
         ["verify", *TWO, "--tp", "2", "--pp", "2", "--processes", "--micro-batches"],
         ["estimate", *TWO, "--tp", "2", "--seq-len"],
-        ["estimate", *TWO, "--seq-len", "8", "--device", "h100", "--sweep"],
         ["estimate", *TWO, "--seq-len", "8", "--tp", "2", "--micro-batch"],
         ["estimate", *TWO, "--seq-len", "8", "--tp", "2", "--micro-batches"],
         ["fit", "llama", "--device", "h100", "--global-batch", "8", "--seq-len", "8", "--gpus"],

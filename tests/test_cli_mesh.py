@@ -52,7 +52,6 @@ def test_commands_with_one_size_take_the_same_words(command: str) -> None:
         (["diff", "llama", "qwen3", "qwen3", "--tp_size=4"], "unknown option --tp_size: write --tp N"),
         (["report", "llama", "llama", "--seqlen", "4"], "unknown option --seqlen: did you mean --seq-len?"),
         (["estimate", "llama", "llama", "--seq_len", "4"], "did you mean --seq-len?"),  # before what is missing
-        (["fit", "llama", "--tp", "4"], "fit finds the mesh; `shardplan estimate` takes one"),
         (["init", "llama", "--ep", "4"], "init has no axis ep, its axes are tp"),
         (["lint", "a.yaml", "--tp", "2"], "unknown option --tp: lint takes no mesh"),
         (["lint", "a.yaml", "-q"], "unknown option -q: `shardplan lint --help` lists"),
@@ -95,7 +94,7 @@ def test_commands_for_reviewers_are_at_the_sizes_of_the_short_options(tmp_path: 
     assert "tp 2" in Path("page.html").read_text("utf-8")
 
 
-def test_estimate_takes_ep_for_one_mesh_and_lists_for_a_sweep(capsys) -> None:
+def test_estimate_takes_ep(capsys) -> None:
     words = ["estimate", "mixtral", "auto", "--dp-shard", "4", "--tp", "1", "--seq-len", "32", "--json", *SMALL]
     words += ["--set", "num_local_experts=4"]
     held = {}
@@ -105,12 +104,11 @@ def test_estimate_takes_ep_for_one_mesh_and_lists_for_a_sweep(capsys) -> None:
         assert shown["sizes"]["ep"] == int(ep)
         held[ep] = shown["memory"]["total"]
     assert held["1"] != held["4"]
-    for wrong, said in (
-        (["--ep", "1,4"], "several sizes of an axis are for --sweep N"),
-        (["--sweep", "4", "--device", "h100"], "--sweep tries every size of tp, dp_shard and dp_replicate"),
-    ):
-        assert main([*words, *wrong]) == 2
-        assert said in capsys.readouterr().err
+
+
+def test_fit_takes_several_sizes_of_an_axis() -> None:
+    words = ["fit", "llama", "--gpus", "8", "--device", "h100", "--global-batch", "8", "--seq-len", "8"]
+    assert mesh_of(parse([*words, "--tp", "1,8", "--mesh", "fsdp=2"])) == {"tp": (1, 8), "dp_shard": 2}
 
 
 def test_show_is_of_the_mesh_that_is_given(capsys) -> None:

@@ -1,4 +1,4 @@
-"""`estimate` and `sweep`: what a step costs, traced without memory at a small depth."""
+"""`estimate`: what a step costs, traced without memory at a small depth."""
 
 import json
 import re
@@ -444,35 +444,6 @@ def test_json_is_what_the_schema_says(capsys):
     assert memory["peak"].keys() <= memory["most"].keys() <= set(CATEGORIES)
 
 
-def test_a_sweep(capsys, tmp_path):
-    device = {"memory": 1e6, "flops": {"bfloat16": 1e12}, "memory_bandwidth": 1e11, "node_gpus": 2}
-    (tmp_path / "small.json").write_text(json.dumps(device | {"node_bandwidth": 1e9, "network_bandwidth": 1e8}))
-    file = tmp_path / "trade.svg"
-    words = [
-        *WORDS,
-        "--set",
-        "num_attention_heads=1",
-        "--set",
-        "num_key_value_heads=1",
-        "--sweep",
-        "2",
-        "--device",
-        str(tmp_path / "small.json"),
-    ]
-    assert main([*words, "--json", "--plot", str(file)]) == 0
-    printed = capsys.readouterr()
-    data = json.loads(printed.out)
-    jsonschema.Draft202012Validator(report_schema()).validate(data)
-    fits = [one["fits"] for one in data["estimates"]]
-    assert len(fits) == 2 and fits == sorted(fits, reverse=True)
-    speeds = [one["tokens_per_second"] for one in data["estimates"] if one["fits"]]
-    assert speeds == sorted(speeds, reverse=True)
-    ((sizes, reason),) = data["refused"]
-    assert sizes["tp"] == 2 and "num_attention_heads" in reason
-    text = file.read_text()
-    assert text.startswith("<?xml") and "dp_shard 2" in text and "bounds, not promises" in text
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -480,10 +451,7 @@ def test_a_sweep(capsys, tmp_path):
         (["--mesh", "tpp=2"], "there is no axis 'tpp': did you mean tp?"),
         (["--mesh", "tp=2,tp=4"], "two sizes of tp: 2 and 4"),
         (["--mesh", "tp=x"], "not a positive integer"),
-        ([], "give a mesh (--tp 8, or --mesh dp_shard=8,tp=8) or --sweep N"),
-        (["--mesh", "tp=2", "--sweep", "4"], "--sweep tries every size of tp"),
-        (["--sweep", "4"], "name one with --device"),
-        (["--mesh", "tp=2", "--plot", "a.svg"], "--plot is for --sweep"),
+        ([], "give a mesh: --tp 8, or --mesh dp_shard=8,tp=8"),
         (["--mesh", "tp=2", "--device", "nothing"], "there is no device 'nothing'"),
     ],
 )

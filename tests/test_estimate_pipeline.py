@@ -1,15 +1,10 @@
-"""`estimate` and `sweep` of meshes with an axis pp."""
+"""`estimate` of meshes with an axis pp."""
 
-import json
-
-import jsonschema
 import pytest
 
 import shardplan
-from shardplan.cli.main import main
 from shardplan.core.schedules import SCHEDULES
 from shardplan.cost.pipeline_estimate import Unschedulable
-from shardplan.report.report_schema import report_schema
 
 SEQ, HIDDEN = 32, 64
 SETTINGS = {
@@ -143,19 +138,3 @@ def test_accumulated_gradients():
         "temporaries": three.memory.most["temporaries"],
     }
     assert three.memory.total > one.memory.total and of(8, tp=2, dp_shard=2).memory == three.memory
-
-
-@pytest.mark.slow
-def test_a_sweep_and_its_json(capsys, tmp_path):
-    plan = tmp_path / "staged.json"
-    plan.write_text(json.dumps({"version": "1", "name": "staged", "extends": "llama", "pipeline_parallel": LAYERS}))
-    arguments = ["estimate", "llama", str(plan), "--sweep", "4", "--pp", "1,2,4", "--seq-len", "32", "--device", "h100"]
-    arguments += ["--micro-batches", "2", "--json", *(f"--set={k}={v}" for k, v in SETTINGS.items())]
-    assert main(arguments) == 0
-    report = json.loads(capsys.readouterr().out)
-    jsonschema.validate(report, report_schema())
-    stages = [one["sizes"]["pp"] for one in report["estimates"]]
-    assert {1, 2} == set(stages) and all(
-        (one["pipeline"] is None) == (one["sizes"]["pp"] == 1) for one in report["estimates"]
-    )
-    assert [(sizes["pp"], "each of its 4 stages" in reason) for sizes, reason in report["refused"]] == [(4, True)]

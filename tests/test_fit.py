@@ -206,6 +206,21 @@ STEPS = [["step", "1", "loss"], ["step", "2", "loss"]]
 
 
 @pytest.mark.slow
+def test_sizes_of_axes_and_a_plot(capsys, tmp_path):
+    plan, device, file = tmp_path / "staged.json", tmp_path / "slow.json", tmp_path / "fit.svg"
+    plan.write_text(json.dumps(STAGED))
+    device.write_text(json.dumps({name: getattr(SLOW, name) for name in SLOW.__slots__ if name != "name"}))
+    words = ["fit", "llama", str(plan), "--gpus", "4", "--device", str(device), "--global-batch", "8"]
+    words += ["--seq-len", str(SEQ), "--pp", "2", "--tp", "1,2", "--best", "9", "--plot", str(file), "--json"]
+    assert main([*words, *(f"--set={name}={value}" for name, value in SETTINGS.items())]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["estimate"]["sizes"]["pp"] for row in rows} == {2}
+    assert {row["estimate"]["sizes"]["tp"] for row in rows} == {1, 2}
+    text = file.read_text()
+    assert text.startswith("<?xml") and "pp 2 x tp 2" in text and "bounds, not promises" in text
+
+
+@pytest.mark.slow
 def test_its_script_trains(fitted, tmp_path):
     """As the launch line says, on two gloo processes."""
     row, plan, settings = rows_of(fitted, tmp_path)["whole"]
@@ -350,6 +365,14 @@ def test_wrong_arguments():
         of(efficiency=(0.9, 0.1))
     with pytest.raises(ValueError, match="there is no device 'h10'"):
         of(device="h10")
+    for mesh, said in (
+        ({"tp": 3}, "tp 3 does not divide 2 devices"),
+        ({"x": 2}, "no mesh axis 'x'"),
+        ({"tp": 2, "tensor_parallel": 1}, "two names of one mesh axis"),
+        ({"tp": 0}, "positive integer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            shardplan.fit("llama", STAGED, mesh, gpus=2, device=SLOW, global_batch=4, seq_len=SEQ)
     with pytest.raises(ValueError, match="3 devices are no whole nodes of 2 slow: take 2 or 4, or describe"):
         of(gpus=3)
     for tokens in (0, -1e9, float("nan"), float("inf")):

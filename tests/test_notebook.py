@@ -11,7 +11,7 @@ import pytest
 import shardplan
 from shardplan import PlanError
 from shardplan.api import load_plan
-from shardplan.core.estimates import Estimate, Sweep
+from shardplan.core.estimates import Estimate
 from shardplan.core.plan_changes import PlanDiff
 from shardplan.core.plan_lock import LockCheck
 from shardplan.core.report import NumericProof, Report
@@ -52,7 +52,7 @@ def shell():
 
 
 def test_what_is_registered_exists():
-    kinds = (Report, NumericProof, Estimate, Sweep, PlanDiff, LockCheck)
+    kinds = (Report, NumericProof, Estimate, PlanDiff, LockCheck)
     assert {(kind.__module__, kind.__name__) for kind in kinds} == set(SHOWN)
     for file, function in SHOWN.values():
         assert "color" in signature(getattr(import_module(f"shardplan.report.{file}"), function)).parameters

@@ -5,7 +5,7 @@
 | plans | load_plan, init_plan |
 | check | validate, verify, coverage |
 | apply | compile_plan, apply_plan, applied |
-| cost | estimate, sweep |
+| cost | estimate |
 | fitting | fit |
 | comparing | diff_plans |
 | fixing | fix_plan |
@@ -16,7 +16,7 @@
 from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
-from .cost import estimate, sweep
+from .cost import estimate
 from .fitting import fit
 from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
@@ -38,7 +38,6 @@ __all__ = [
     "load_plan",
     "lock_plan",
     "plan_report",
-    "sweep",
     "validate",
     "verify",
 ]

@@ -158,7 +158,9 @@ class Programs:
         program = replace(program, resolved=alone)
         depths = depths_of(found, program, gathers=False)
         if not depths.lists:
-            raise ValueError(f"{found.name} has no repeated layers that fit could put together: use estimate --sweep")
+            raise ValueError(
+                f"{found.name} has no repeated layers that fit could put together: estimate the meshes that you mean"
+            )
         blocks = alone.pp_blocks or tuple(f"{depths.lists[0]}.{i}" for i in range(depths.count))
         names = PartNames.of(alone) if alone.pp_blocks else PartNames(blocks, (), ())
         text = "".join(f", {axis} {size}" for axis, size in (("ep", sizes.ep), ("cp", sizes.cp)) if size > 1)

@@ -8,7 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import Axis, MeshSizes
 
 from .fit_programs import Programs, first_error, no_experts
 
@@ -27,6 +27,7 @@ class Search:
     """Args:
     asked: with the step, whose precision is that of products.
     rows: sequences of a step on all devices.
+    axes: the sizes of axes that are compared; every size of those that it does not have.
     precision: of what is stored.
     advance: called with the number of parts of the work that are done, and how many there are.
     """
@@ -38,12 +39,14 @@ class Search:
         device: Device,
         gpus: int,
         rows: int,
+        axes: Mapping[Axis, tuple[int, ...]],
         precision: Precision,
         progress: Callable[[str], None],
         advance: Callable[[int, int], None],
     ) -> None:
         self.programs, self.asked, self.device = programs, asked, device
-        self.gpus, self.rows, self.precision, self.progress = gpus, rows, precision, progress
+        self.gpus, self.rows, self.axes = gpus, rows, axes
+        self.precision, self.progress = precision, progress
         self._advance, self._done, self._total = advance, 0, 1
         self.flops_of_a_token = 0.0
         self._experts = True  # whether the plan may distribute some
@@ -72,7 +75,8 @@ class Search:
             PlanError: no size of tp allows the plan.
         """
         error: PlanError | None = None
-        sizes = [n for n in range(1, min(self.gpus, self.device.node_gpus) + 1) if self.gpus % n == 0]
+        within = range(1, min(self.gpus, self.device.node_gpus) + 1)
+        sizes = [n for n in self.axes.get(Axis.TP, within) if self.gpus % n == 0]
         self.plan_for(7 * len(sizes))
         for tp in sizes:
             try:
@@ -140,9 +144,11 @@ class Search:
     def _meshes(self, tp: int, ep: int = 1, cp: int = 1) -> list[MeshSizes]:
         from shardplan.cost.mesh_candidates import meshes_of
 
-        stages = [n for n in STAGES if self.gpus // tp % n == 0] if self.programs.stages and cp == 1 else [1]
+        known = self.axes.get(Axis.PP, STAGES)
+        stages = [n for n in known if self.gpus // tp % n == 0] if self.programs.stages and cp == 1 else [1]
         try:
-            return [m for m in meshes_of(self.gpus, (ep,), stages, (cp,)) if m.tp == tp]
+            every = [m for m in meshes_of(self.gpus, (ep,), stages, (cp,)) if m.tp == tp]
+            return [m for m in every if all(m.of(axis) in sizes for axis, sizes in self.axes.items())]
         except ValueError:  # no mesh has this ep
             return []
 
@@ -211,11 +217,12 @@ class Search:
         """Sizes of ep that tp divides: one is traced, within a node where that is possible, the others follow from it."""
         from shardplan.cost.fit_tables import of_experts
 
-        if not self._experts:
+        given = self.axes.get(Axis.EP, range(2, self.gpus + 1))
+        sizes = [n for n in given if n >= max(2, tp) and self.gpus % n == 0 and n % tp == 0]
+        if not self._experts or not sizes:
             self.did(3)
             return
         node = self.device.node_gpus
-        sizes = [n for n in range(max(2, tp), self.gpus + 1) if self.gpus % n == 0 and n % tp == 0]
         why: PlanError | None = None
         for traced in sorted(sizes, key=lambda n: (n > node, -n if n <= node else n)):
             try:
@@ -248,7 +255,11 @@ class Search:
         from shardplan.cost.fit_tables import of_chunks
 
         length = self._step.seq_len
+        known = self.axes.get(Axis.CP, range(2, LARGEST_CP + 1))
         sizes = [n for n in range(2, LARGEST_CP + 1) if self.gpus // tp % n == 0 and not length % n]
+        if not set(sizes) & set(known):
+            self.did(4)
+            return
         traced = [n for n in CHUNKS if n in sizes]
         ways = WAYS[1:] if len(traced) == len(CHUNKS) else ()
         if len(traced) == 1:

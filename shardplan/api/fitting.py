@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
@@ -27,6 +27,7 @@ FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
 def fit(
     model: AnyModel,
     plan: AnyPlan = "auto",
+    mesh: Mapping[str, int | Sequence[int]] | None = None,
     *,
     gpus: int,
     device: Device | str,
@@ -48,6 +49,7 @@ def fit(
 
     Args:
         model, plan, derive: as for `validate`.
+        mesh: the sizes of axes that are compared, `{"tp": 8, "ep": (1, 8)}`; of other axes every size.
         gpus: how many devices.
         device: as for `estimate`.
         global_batch: sequences of a step on all devices. Micro-batches follow from it.
@@ -68,6 +70,7 @@ def fit(
     from shardplan.core.estimates import Question, TrainingStep
     from shardplan.core.fits import Fit
     from shardplan.cost.devices import read_device
+    from shardplan.cost.mesh_candidates import axes_of
 
     named = model_of(model)
     known = read_device(device) if isinstance(device, str) else device
@@ -75,9 +78,10 @@ def fit(
     _check_nodes(gpus, known)
     step = TrainingStep(seq_len, precision="bf16" if precision == "fp32" else precision, optimizer=optimizer)
     asked = Question(named.shown, plan_name(plan), False, step)
+    axes = axes_of(mesh or {}, gpus)
     refused: dict[str, str] = {}
     programs = Programs(named, plan, asked, refused, progress, derive=derive)
-    search = Search(programs, asked, known, gpus, global_batch, precision, progress, advance)
+    search = Search(programs, asked, known, gpus, global_batch, axes, precision, progress, advance)
     screened = list(search.usual())
     fitting = _fitting(screened, known)
     whole = [one for one in screened if one.choice.checkpointing == "none" and one.choice.schedule is None]
@@ -102,6 +106,7 @@ def fit(
             raise ValueError(
                 f"no mesh of {gpus} {known.name} divides {global_batch} sequences among its data-parallel ranks: "
                 f"take a global batch that {gpus} divides"
+                + "".join(f"; {what}: {why}" for what, why in refused.items() if axes)
             )
         raise ValueError(
             f"nothing fits {gpus} {known.name} ({known.memory / 1e9:.0f} GB): the least that a configuration needs is "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 from shardplan.core.estimates import OptimizerName
-from shardplan.core.mesh import Axis
+from shardplan.core.mesh import AXES, Axis
 from shardplan.core.schedules import SCHEDULES
 from shardplan.core.suggest import closest
 
@@ -176,11 +176,7 @@ def _verify(parser: Parser) -> None:
 
 def _estimate(parser: Parser) -> None:
     model_and_plan(parser)
-    tried = (Axis.PP, Axis.CP, Axis.EP)
-    text = "; with --sweep several sizes to try, as 1,8 (1)"
-    mesh_options(parser, help={axis: AXIS_HELP[axis] + text for axis in tried}, types=dict.fromkeys(tried, sizes))
-    text = "instead of a mesh: every mesh for N devices, those that fit first"
-    parser.add_argument("--sweep", type=ranks, metavar="N", help=text)
+    mesh_options(parser, help={})
     parser.add_argument("--seq-len", type=tokens, required=True, metavar="N", help="tokens of a sequence")
     text = "sequences in one forward of a data-parallel rank (1)"
     parser.add_argument("--micro-batch", type=sequences, default=1, metavar="N", help=text)
@@ -204,8 +200,6 @@ def _estimate(parser: Parser) -> None:
     )
     text = "gather the sequence again in backward instead of keeping it; overrides the plan"
     parser.add_argument("--regather", action="store_true", help=text)
-    text = "write the sweep as a plot (.svg, .png or .pdf; needs the extra `plot`)"
-    parser.add_argument("--plot", metavar="FILE", help=text)
     model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
@@ -213,6 +207,8 @@ def _estimate(parser: Parser) -> None:
 def _fit(parser: Parser) -> None:
     model_and_plan(parser, default="auto")
     parser.add_argument("--gpus", type=ranks, required=True, metavar="N", help="how many devices")
+    text = "; only these sizes, as 1,8; without it every one"
+    mesh_options(parser, help={axis: AXIS_HELP[axis] + text for axis in AXES}, types=dict.fromkeys(AXES, sizes))
     text = "a100, b200, h100, h200, mi300x, or a JSON file that describes one"
     parser.add_argument("--device", required=True, metavar="NAME", help=text)
     text = "sequences of a step on all devices; micro-batches follow from it, and which mesh is best depends on it"
@@ -226,6 +222,8 @@ def _fit(parser: Parser) -> None:
     text = "measured shares of the bound's speed, the least and the most, as 0.35,0.5: bounds become estimates"
     parser.add_argument("--efficiency", type=shares, metavar="LOW,HIGH", help=text)
     parser.add_argument("--script", metavar="FILE", help="write a training script for the first one")
+    text = "draw memory against speed (.svg, .png or .pdf; needs the extra `plot`)"
+    parser.add_argument("--plot", metavar="FILE", help=text)
     model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the configurations as JSON")
 

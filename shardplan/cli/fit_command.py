@@ -11,12 +11,13 @@ from pathlib import Path
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.fits import Fitted
+from shardplan.core.fits import Fit, Fitted
 from shardplan.core.report import Report
 from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
+from .mesh_arguments import mesh_of
 from .output import Bar, finish, progress, put, say, show, write_file
 
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             made = api.fit(
                 model_of(args),
                 args.plan,
+                mesh_of(args),
                 gpus=args.gpus,
                 device=args.device,
                 global_batch=args.global_batch,
@@ -81,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         settings = model_of(args).settings or {}
         write_file(args.script, script_of(made.rows[0], plan, is_type=is_type, settings=settings))
         say(f"{args.script}: written, for {mesh_text(made.rows[0].choice.sizes)}")
+    if args.plot is not None:
+        _plot(made, args.plot)
     if args.json:
         put(json_text(to_json(made)))
         return CLEAN
@@ -91,3 +95,15 @@ def run(args: argparse.Namespace) -> int:
     for launcher, line in launch_lines(made.rows[0], shlex.quote(name)):
         show(f"  {launcher}: {line}")
     return CLEAN
+
+
+def _plot(made: Fit, file: str) -> None:
+    from shardplan.report.plot import plot_fit
+
+    try:
+        plot_fit(made, file)
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'shardplan[plot]'") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {file}: {error}") from None
+    say(f"{file}: written")

@@ -51,8 +51,6 @@ def _about(word: str, name: str, options: list[str]) -> str:
     axis = _axis_of(word)
     if axis is not None and axis_option(axis) in options:
         return f"unknown option {word}: write {axis_option(axis)} N or --mesh {axis}=N"
-    if axis is not None and name == "fit":
-        return f"unknown option {word}: fit finds the mesh; `shardplan estimate` takes one"
     if axis is not None and "--mesh" not in options:
         return f"unknown option {word}: {name} takes no mesh"
     if axis is not None:

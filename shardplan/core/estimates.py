@@ -282,18 +282,3 @@ class Estimate:
         if self.bound is None or not self.bound.seconds:
             return None
         return self.tokens / self.bound.seconds / self.sizes.world_size
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """The estimates of every mesh for a number of devices.
-
-    Args:
-        gpus: how many.
-        estimates: those that fit first, the fastest bound first among them; then by memory.
-        refused: meshes that the plan or the model does not allow, and why.
-    """
-
-    gpus: int
-    estimates: tuple[Estimate, ...]
-    refused: tuple[tuple[MeshSizes, str], ...] = ()

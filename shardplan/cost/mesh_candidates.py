@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-from shardplan.core.estimates import Estimate
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import Axis, MeshSizes, canonical_axis, named_sizes
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 
 
@@ -43,14 +42,25 @@ def meshes_of(
     return meshes
 
 
+def axes_of(mesh: Mapping[str, int | Sequence[int]], gpus: int) -> dict[Axis, tuple[int, ...]]:
+    """The sizes by axis, in whatever spelling and form they are given.
+
+    Raises:
+        ValueError: an unknown axis, two names of one; a size that no mesh of so many devices has.
+    """
+    given: dict[Axis, tuple[int, ...]] = {}
+    for name, sizes in mesh.items():
+        every = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        for size in every:
+            named_sizes({name: size})
+        axis = canonical_axis(name)
+        if axis is None or axis in given or not every:
+            raise ValueError(f"two names of one mesh axis, or no size of it: {name}")
+        if misfits := [size for size in every if gpus % size]:
+            raise ValueError(f"{axis} {misfits[0]} does not divide {gpus} devices")
+        given[axis] = every
+    return given
+
+
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def in_order(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """Those that fit first, by the bound of their speed; the others by memory."""
-
-    def key(one: Estimate) -> tuple[bool, float, int]:
-        return (not one.fits, -(one.tokens_per_second or 0.0) if one.fits else 0.0, one.memory.total)
-
-    return tuple(sorted(estimates, key=key))

@@ -67,7 +67,7 @@ def step_ledger(
 @contextmanager
 def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
     """While it lasts, this rank is the busiest one with experts."""
-    token = LOAD.set(min(step.expert_load, program.resolved.sizes.ep))  # of fewer ranks in a sweep: one has all rows
+    token = LOAD.set(min(step.expert_load, program.resolved.sizes.ep))
     try:
         yield
     finally:

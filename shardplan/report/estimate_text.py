@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardplan.core.estimates import CATEGORIES, Estimate, Memory, PipelineEstimate, Sweep
+from shardplan.core.estimates import CATEGORIES, Estimate, Memory, PipelineEstimate
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 
 from .color import Paint
@@ -31,34 +31,6 @@ def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) 
         *([_bound(estimate, paint, width)] if estimate.bound else []),
         "\n".join([paint("strong", "not modelled"), *(f"  {text}" for text in estimate.not_modelled)]),
     ]
-    return "\n\n".join(parts)
-
-
-def sweep_text(sweep: Sweep, *, color: bool, width: int | None = None) -> str:
-    """A line for each mesh.
-
-    Args:
-        width: of the terminal in columns; the table is as wide as it needs without it.
-    """
-    paint = Paint(color)
-    first = sweep.estimates[0]
-    assert first.device is not None
-    header = (
-        "mesh",
-        "peak",
-        f"fits {bytes_text(first.device.memory)}",
-        "least time",
-        "bounded by",
-        "tokens/s a device",
-    )
-    rows: list[tuple[str, ...]] = [header]
-    for one in sweep.estimates:
-        rows.append(tuple(paint("good" if one.fits else "error", cell) for cell in _sweep_row(one)))
-    lines = table(rows, right=(1, 2, 3, 5), width=width)
-    parts = [f"{_title(first)}\n{sweep.gpus:,} devices ({first.device.name})", "\n".join(lines)]
-    if sweep.refused:
-        parts.append("\n".join(f"{mesh_text(sizes)}: {printable(why)}" for sizes, why in sweep.refused))
-    parts += [BOUNDS, "not modelled: " + "; ".join(first.not_modelled)]
     return "\n\n".join(parts)
 
 
@@ -164,18 +136,6 @@ def _bound(estimate: Estimate, paint: Paint, width: int | None) -> str:
     rows = [(f"  {term}", seconds_text(seconds)) for term, seconds in bound.terms.items()]
     speed = f"  at most {estimate.tokens_per_second or 0:,.0f} tokens/s a device"
     return "\n".join([paint("strong", head), *table(rows, right=(1,), width=width), speed])
-
-
-def _sweep_row(one: Estimate) -> tuple[str, ...]:
-    assert one.bound is not None
-    return (
-        mesh_text(one.sizes),
-        bytes_text(one.memory.total),
-        "yes" if one.fits else "no",
-        seconds_text(one.bound.seconds),
-        f"pipeline, {one.pipeline.bubble:.0%} waiting" if one.pipeline and one.bound.by == "pipeline" else one.bound.by,
-        f"{one.tokens_per_second or 0:,.0f}",
-    )
 
 
 def seconds_text(seconds: float) -> str:

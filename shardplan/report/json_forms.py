@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shardplan.core.coverage import Coverage, Listing
 from shardplan.core.diagnostics import Diagnostic
-from shardplan.core.estimates import Bound, Estimate, Memory, Sweep
+from shardplan.core.estimates import Bound, Estimate, Memory
 from shardplan.core.fits import Fit, Fitted
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
@@ -83,7 +83,6 @@ FORMS: dict[type, Form] = {
     Estimate: Form("estimate", (Estimate.fits, Estimate.tokens, Estimate.tokens_per_second)),
     Memory: Form(more=(Memory.total,)),
     Bound: Form(more=(Bound.by, Bound.seconds)),
-    Sweep: Form("sweep"),
     Fit: Form("fit", (reasons, days, launch)),
     Fitted: Form(more=(Fitted.seconds, Fitted.mfu)),
     PlanDiff: Form("diff", (PlanDiff.differs,)),

@@ -12,7 +12,6 @@ SHOWN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("shardplan.core.report", "Report"): ("text", "report_text"),
     ("shardplan.core.report", "NumericProof"): ("proof_text", "proof_text"),
     ("shardplan.core.estimates", "Estimate"): ("estimate_text", "estimate_text"),
-    ("shardplan.core.estimates", "Sweep"): ("estimate_text", "sweep_text"),
     ("shardplan.core.plan_changes", "PlanDiff"): ("diff_text", "diff_text"),
     ("shardplan.core.plan_lock", "LockCheck"): ("lock_json", "check_text"),
 }

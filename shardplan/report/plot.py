@@ -1,11 +1,11 @@
-"""A sweep as a plot: memory against speed. Needs matplotlib, the extra `plot`."""
+"""The configurations of `fit` as a plot: memory against speed. Needs matplotlib, the extra `plot`."""
 
 from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
 
-from shardplan.core.estimates import Sweep
+from shardplan.core.fits import Fit
 from shardplan.core.user_files import write_whole
 
 from .estimate_text import mesh_text
@@ -13,7 +13,7 @@ from .estimate_text import mesh_text
 GIB = 2**30
 
 
-def plot_sweep(sweep: Sweep, file: str) -> None:
+def plot_fit(fit: Fit, file: str) -> None:
     """Write a plot; the ending of the file's name (.png, .svg, .pdf) says in which form.
 
     Raises:
@@ -28,11 +28,11 @@ def plot_sweep(sweep: Sweep, file: str) -> None:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardplan", "font.size": 9}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
-        first = sweep.estimates[0]
+        first = fit.rows[0].estimate
         assert first.device is not None
-        for one in sweep.estimates:
+        for one in (row.estimate for row in fit.rows):
             at = (one.memory.total / GIB, one.tokens_per_second or 0.0)
-            axes.plot(*at, "o", color="tab:blue", fillstyle="full" if one.fits else "none")
+            axes.plot(*at, "o", color="tab:blue")
             axes.annotate(mesh_text(one.sizes), at, xytext=(4, 4), textcoords="offset points", fontsize=7, rotation=45)
         axes.axvline(first.device.memory / GIB, color="tab:red", linestyle="--", label=f"memory of {first.device.name}")
         axes.set_xscale("log")
@@ -40,7 +40,7 @@ def plot_sweep(sweep: Sweep, file: str) -> None:
         axes.set_ylabel("at most this many tokens/s a device")
         axes.set_ylim(bottom=0)
         axes.margins(0.15)
-        axes.set_title(f"{first.asked.model} on {sweep.gpus:,} devices: bounds, not promises")
+        axes.set_title(f"{first.asked.model} on {fit.gpus:,} devices: bounds, not promises")
         axes.legend(loc="lower left")
         form = Path(file).suffix.removeprefix(".").lower()
         drawn = BytesIO()
