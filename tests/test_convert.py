@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import peft
 import pytest
+from small_models import small_model
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,13 +26,14 @@ from shardplan import Model, PlanError, validate
 from shardplan.compiler.bind import bind
 from shardplan.compiler.bind.matching import Names
 from shardplan.convert import convert_plan, converting
+from shardplan.convert.foreign_places import Places
 from shardplan.convert.regexes import NoGlob, globs_of
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Rule, overlays_of
 from shardplan.language import parse_plan, parse_text
 from shardplan.language.globs import parse_glob
-from shardplan.model import find_model
+from shardplan.model import find_model, tree_of
 from tests import foreign_plans as foreign
 from tests.expert_runs import config_of
 from tests.proofs import assert_equal, case
@@ -652,3 +655,21 @@ def test_wrong_calls() -> None:
         convert_plan(3)  # type: ignore[arg-type]
     assert [d.code for d in convert_plan({"a": "colwise"}, model="no_such_type").report.errors] == ["SP504"]
     assert [d.code for d in convert_plan("hf").report.errors] == ["SP544"]
+
+
+# --- names -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["whole", "without a head", "with adapters"])
+def test_an_entry_means_the_modules_that_a_rule_reaches(which: str) -> None:
+    """Adapters' own modules and parameters belong to the layer; one that is trained whole stands for its original."""
+    model = small_model("llama")
+    if which == "with adapters":
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+        )
+    tree = tree_of(model.model if which == "without a head" else model)
+    places, names = Places(tree), Names(tree)
+    for glob in ("**", "*", "model", "lm_head", "model.layers.0.mlp", "*.**.{q_proj,weight}", "model.layers.*.mlp.*"):
+        reached = names.reach(parse_glob(glob))
+        assert set(places.of((glob,))) == {*reached.modules, *reached.parameters}, glob

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import ModuleTree, full_name
 from shardplan.language import GlobError, parse_glob
 
 from .entries import NO_GLOB, Entry, NotConvertible, quoted
@@ -44,18 +44,35 @@ class Places:
 
     def __init__(self, tree: ModuleTree):
         self.tree = tree
+        self._found: dict[str, tuple[str, ...]] = {}
 
     def of(self, globs: Iterable[str]) -> tuple[str, ...]:
         """The modules and parameters that any of the globs matches, by their names in the model."""
-        parsed = [parse_glob(glob) for glob in globs]
-        return tuple(dict.fromkeys(n for glob in parsed for n, seen in self._seen.items() if glob.matches(seen)))
+        return tuple(dict.fromkeys(name for glob in globs for name in self._of(glob)))
+
+    def _of(self, glob: str) -> tuple[str, ...]:
+        if glob not in self._found:
+            pattern = parse_glob(glob)
+            seen = self._seen if any(c in glob for c in "*?[{") else {glob: self._seen.get(glob, ())}
+            self._found[glob] = tuple(n for seen_as, names in seen.items() if pattern.matches(seen_as) for n in names)
+        return self._found[glob]
 
     @cached_property
-    def _seen(self) -> dict[str, str]:
-        """Modules and parameters -> the names that rules see."""
-        tree = self.tree
-        own = (name for name, (_, parameter) in tree.parameters.items() if parameter.adapter is None)
-        return {name: tree.address(name) for name in (*tree.modules, *own) if name not in tree.inside}
+    def _seen(self) -> dict[str, tuple[str, ...]]:
+        """The names that rules see -> modules and parameters; several where a module has copies."""
+        tree, seen = self.tree, dict[str, tuple[str, ...]]()
+        modules = [""]
+        for name in modules:
+            modules += [child for _, child in tree.seen(name)]
+        own = (
+            full_name(name, parameter.name)
+            for name in modules
+            for parameter in tree.modules[name].parameters
+            if parameter.adapter is None
+        )
+        for name in (*(modules if tree.base_prefix else modules[1:]), *own):
+            seen[tree.address(name)] = (*seen.get(tree.address(name), ()), name)
+        return seen
 
     def matrices(self, globs: Iterable[str]) -> tuple[str, ...]:
         """Of the modules alone those whose weight has two dims or more."""
