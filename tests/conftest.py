@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def no_repairs(monkeypatch):
+    """For tests that compare codes alone: nobody looks for the change that fixes a finding, of which each costs a run of all ranks."""
+    from shardplan.compiler.layout import model
+
+    monkeypatch.setattr(model, "Search", partial(model.Search, tries=0))
 
 
 def pytest_addoption(parser):

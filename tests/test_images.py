@@ -164,6 +164,7 @@ def test_sound_reaches_the_audio_tower():
     assert all(p.grad is not None for p in model.model.audio_tower.layers.parameters())
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_a_wrong_audio_tower_is_refused():
     rules = {"model.audio_tower.layers.*.final_layer_norm": "replicated_with_grad_allreduce"}
     plan = {"version": "1", "name": "wrong", "extends": "moss_transcribe_diarize", "tensor_parallel": rules}

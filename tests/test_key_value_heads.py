@@ -190,6 +190,7 @@ def by_all_ranks(plan: Any, module: Any, shared: Any) -> tuple[tuple[str, int], 
     return tuple((name, 4 if name == "num_key_value_groups" else by) for name, by in right)
 
 
+@pytest.mark.usefixtures("no_repairs")
 @pytest.mark.parametrize(
     ("where", "name", "wrong", "code"),
     [

@@ -31,6 +31,7 @@ def test_it_trains_as_the_unsharded_model() -> None:
     compare(Recipe("minicpm3", TWO_BY_TWO, True))
 
 
+@pytest.mark.usefixtures("no_repairs")
 @pytest.mark.parametrize(
     ("extends", "rules", "codes"),
     [

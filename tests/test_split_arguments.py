@@ -95,6 +95,7 @@ def test_the_program_says_what_a_rank_reads() -> None:
     assert "  in alibi: R -> V(0) of each 8\n" in program.describe()
 
 
+@pytest.mark.usefixtures("no_repairs")
 @pytest.mark.parametrize(
     ("name", "option", "code", "words"),
     [

@@ -93,6 +93,7 @@ def test_evenly_and_as_a_matrix() -> None:
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
+@pytest.mark.usefixtures("no_repairs")
 @pytest.mark.parametrize(
     ("split", "code", "words"),
     [

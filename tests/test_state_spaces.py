@@ -318,6 +318,7 @@ def _noting(function: Any, seen: dict[str, list[torch.Size]], name: str) -> Any:
     return call
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_packed_parts_of_one_head_each_are_a_finding() -> None:
     """Four parts of one key-value head each, for four ranks: the queries for each of them are no multiple of that."""
     plan = child(
