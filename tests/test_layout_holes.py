@@ -444,11 +444,37 @@ def test_a_bias_behind_a_reduction_is_added_to_all_features(shape: tuple[int, ..
 def test_one_block_input_takes_the_sums_of_all_tables() -> None:
     """A table that another value is multiplied by later cannot stay a partial sum too: the first block's input takes what waits."""
     model = own_streams.Sides()
-    found = shardplan.init_plan(shardplan.Model(model, inputs=own_structures.ids), sequence_parallel=True).document
-    assert "vectors" not in found["sequence_parallel"]
-    found["sequence_parallel"]["vectors"] = "embedding_rowwise_seq"
+    # What `init` writes (tests/test_init_streams.py), but for vectors under sequence_parallel.
+    column, row, norm = "colwise", "rowwise", {"style": "sequence_parallel", "output": "gather"}
+    plan = {
+        "version": "1",
+        "name": "Sides",
+        "tensor_parallel": {
+            "{embed,vectors}": "embedding_rowwise",
+            "blocks.*.attn.{q,k,v}": column,
+            "blocks.*.attn.o": row,
+            "blocks.*.attn": {"style": "input_with_grad_allreduce", "shares": ["num_heads"]},
+            "blocks.*.mlp": "input_with_grad_allreduce",
+            "blocks.*.mlp.up": column,
+            "blocks.*.mlp.down": row,
+            "head": {"style": "colwise_gather_output", "optional": True},
+        },
+        "sequence_parallel": {
+            "{embed,vectors}": "embedding_rowwise_seq",
+            "blocks.0": "split_seq_input",
+            "blocks.*.norm{1,2}": "sequence_parallel",
+            "blocks.*.attn": {"style": "gather_seq_input", "shares": ["num_heads"]},
+            "blocks.*.attn.o": "rowwise_seq",
+            "blocks.*.mlp": "gather_seq_input",
+            "blocks.*.mlp.down": "rowwise_seq",
+            "blocks.*.gate": norm,
+            "blocks.*.back": "split_seq_input",
+            "blocks.*.back.weight": "replicated_with_grad_allreduce",
+            "norm": norm,
+        },
+    }
     report = shardplan.validate(
-        shardplan.Model(model, inputs=own_structures.ids), found, {"tp": 2}, sequence_parallel=True
+        shardplan.Model(model, inputs=own_structures.ids), plan, {"tp": 2}, sequence_parallel=True
     )
     assert [error.code for error in report.errors] == ["SP402"]
     assert "blocks.*.back is a partial sum" in report.errors[0].message
