@@ -245,7 +245,8 @@ for normed, name in (
     (parametrized, "parametrizations.weight.original0"), (weight_norm, "weight_v"), (weight_norm, "weight_g")
 ):
     plan = {"version": "1", "name": "own", "tensor_parallel": {f"0.up.{name}": "colwise"}}
-    report = shardplan.validate(nn.Sequential(Block(normed), Block(normed)), plan, tp=2, inputs=features)
+    model = shardplan.Model(nn.Sequential(Block(normed), Block(normed)), inputs=features)
+    report = shardplan.validate(model, plan, {"tp": 2})
     assert "SP408" in str(report) and "weight_norm of a weight" in str(report), report
     print(name)
 """
