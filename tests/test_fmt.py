@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardplan.cli.main import main
 from shardplan.language.format_plan import format_plan
 from shardplan.language.nodes import to_data
+from shardplan.language.plan_texts import value_text, word_text
 from shardplan.language.reader import read_document
 from tests.case_tree import ROOT, cases
 
@@ -141,3 +142,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["fmt", "plans"]) == 1 and "SP102" in capsys.readouterr().out
     assert main(["fmt", "no.yaml"]) == 1 and "SP101" in capsys.readouterr().out
     assert main(["fmt", "llama"]) == 2
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8))
+def test_a_text_is_written_as_it_is_read(word: str) -> None:
+    """In what `init` writes, and in the lines that findings propose: `4`, `{a,b}`, `no: x`."""
+    root = read_document(f"a: {word_text(word)}\nb: {value_text([word, {'c': word}])}\n", "made.yaml").root
+    assert root is not None and to_data(root) == {"a": word, "b": [word, {"c": word}]}

@@ -15,7 +15,7 @@ from shardplan import Model
 from shardplan.compiler.automatic import auto_plan
 from shardplan.compiler.bind import bind
 from shardplan.core.mesh import MeshSizes
-from shardplan.language import parse_plan
+from shardplan.language import parse_plan, parse_text
 from shardplan.model import find_model
 
 HEADS, GROUPS, HEAD, STATE = 4, 2, 8, 4
@@ -168,6 +168,9 @@ def made(block: type[nn.Module], tp: int = 2) -> dict[str, Any]:
     plan = shardplan.init_plan(shardplan.Model(model, inputs=tokens), tp=tp, sequence_parallel=True)
     report = shardplan.validate(shardplan.Model(model, inputs=tokens), plan.document, {"tp": tp})
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
+    assert not parse_text(
+        plan.text
+    ).diagnostics  # the counts of a model without configuration are texts in the file too
     return dict(plan.document["tensor_parallel"])
 
 

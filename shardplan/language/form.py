@@ -16,8 +16,9 @@ from shardplan.styles import canonical_style
 
 from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
 from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
-from .old_words import OLD, flow, shares_of
+from .old_words import OLD, shares_of
 from .parse_findings import Findings, describe, quoted
+from .plan_texts import value_text
 from .rule_options import takes
 
 UNKNOWN_FIELD = Code("SP104")
@@ -150,7 +151,7 @@ def _right_field(path: Path, root: Node) -> Proposed:
     rule = to_data(node_at(root, path[:-1]) or MapNode(()))
     if name in OLD and "shares" in known and isinstance(rule, dict):
         if (shares := shares_of(rule)) is not None:
-            return f"write {quoted(f'shares: {flow(shares)}', 300)} instead; `shardplan fmt` does so in YAML", ()
+            return f"write {quoted(f'shares: {value_text(shares)}', 300)} instead; `shardplan fmt` does so in YAML", ()
         return "write `shares`; a norm's groups stand at a number of it, `shares: {group_size: {groups: n_groups}}`", ()
     near = closest(name, known)
     if near:

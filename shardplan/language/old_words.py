@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
@@ -12,14 +10,12 @@ from typing import Any
 from .format_plan import comments
 from .nodes import Entry, MapNode, Node, Scalar, line_starts, split_lines, to_data
 from .plan_edits import last_line_of
+from .plan_texts import value_text
 from .read_rules import rule_entries, rule_mappings
 from .reader import read_document
 
 OLD = ("divide", "set", "groups", "split_arguments", "split_buffers")
 WIDTH = 120
-_PLAIN = re.compile(
-    r"(?!(?:true|false|null|[0-9.xoeE+-]+)$)[A-Za-z0-9_(][^\[\]{},#:'\"]*"
-)  # as it stands, it is that text
 
 
 def shares_of(options: Mapping[str, Any]) -> Any:
@@ -40,18 +36,6 @@ def shares_of(options: Mapping[str, Any]) -> Any:
 
 def _listed(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else [value] if isinstance(value, str | Mapping) else None
-
-
-def flow(value: Any) -> str:
-    """A value on one line of YAML."""
-    match value:
-        case Mapping():
-            return f"{{{', '.join(f'{name}: {flow(one)}' for name, one in value.items())}}}"
-        case list():
-            return f"[{', '.join(map(flow, value))}]"
-        case str() if _PLAIN.fullmatch(value):
-            return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 def with_shares(text: str, file: str = "<text>") -> str:
@@ -110,8 +94,8 @@ def _end(entry: Entry, lines: list[str], starts: list[int]) -> int:
 
 
 def _shares(shares: Any, indent: int, in_lines: bool) -> str:
-    said = f"shares: {flow(shares)}"
+    said = f"shares: {value_text(shares)}"
     if not in_lines or indent + len(said) <= WIDTH or not isinstance(shares, list):
         return said
-    items = (flow(one) if isinstance(one, str) else flow(one)[1:-1] for one in shares)
+    items = (value_text(one) if isinstance(one, str) else value_text(one)[1:-1] for one in shares)
     return "\n".join(("shares:", *(f"{' ' * indent}  - {one}" for one in items)))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardplan.core.plan import Rule, stated_options
 from shardplan.core.sections import Section, Sections
+
+from .scalars import resolve
+
+_BEGINS = "{}[]*&!|>'\"%@`#,?:- "  # with which no text without quotes begins
+_ENDS = re.compile(r": | #|:$| $")
 
 
 def rule_text(rule: Rule) -> str:
@@ -31,18 +37,30 @@ def _fields(prefix: str, section: Section) -> Iterator[tuple[str, str]]:
 
 
 def value_text(value: Any) -> str:
-    """A value in YAML's flow style."""
+    """A value in YAML's flow style; a plan that says it has that value."""
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
+        case str():
+            return word_text(value, inside=True)
         case Mapping():
             return f"{{{_pairs(value)}}}"
         case tuple() | list():
             return f"[{', '.join(map(value_text, value))}]"
         case _:
             return str(value)
+
+
+def word_text(word: str, *, inside: bool = False) -> str:
+    """A text on one line as YAML has it: without quotes, where that is the same text.
+
+    Args:
+        inside: it stands in brackets or braces.
+    """
+    plain = resolve(word) == word and word[0] not in _BEGINS and not _ENDS.search(word)
+    return word if plain and not (inside and set(word) & set(",[]{}")) else "'" + word.replace("'", "''") + "'"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

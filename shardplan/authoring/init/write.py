@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from shardplan.core.tree import ModuleTree
+from shardplan.language.plan_texts import value_text, word_text
 from shardplan.styles import NONE, STYLES
 
 from .draft import Options, Rules, listed, section_documents
@@ -50,7 +51,7 @@ def plan_text(
         units: patterns of the modules that data parallelism wraps.
         pipeline: the fields of `pipeline_parallel`; None: no such section.
     """
-    lines = ['version: "1"', f"name: {_scalar(heading.name)}", f"description: {_scalar(heading.description)}"]
+    lines = ['version: "1"', f"name: {word_text(heading.name)}", f"description: {word_text(heading.description)}"]
     lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
     lines += ["", *(f"# {line}" for line in heading.notes)]
     written: set[str] = set()
@@ -66,15 +67,18 @@ def plan_text(
             text = [f"{inside}:", *_rules(folded(ordered, parameters), written)]
             lines += [*(f"{indent}{line}" for line in text), ""]
     if units:
-        lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
+        lines += ["data_parallel:", "  backend: fsdp2", f"  units: {value_text(units)}"]
         lines += ["  reshard_after_forward: all_but_last", ""]
     if pipeline is not None:
-        lines += ["pipeline_parallel:", *(f"  {field}: {_value(value)}" for field, value in pipeline.items()), ""]
+        lines += [
+            "pipeline_parallel:",
+            *(
+                f"  {field}: {word_text(value) if isinstance(value, str) else value_text(value)}"
+                for field, value in pipeline.items()
+            ),
+            "",
+        ]
     return "\n".join(lines[:-1]) + "\n"
-
-
-def _value(value: str | Sequence[str]) -> str:
-    return _scalar(value) if isinstance(value, str) else f"[{', '.join(map(_scalar, value))}]"
 
 
 def plan_document(
@@ -124,7 +128,7 @@ def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
     Args:
         parameters: those patterns that are of parameters; a rule names either these or modules.
     """
-    keyed = [(number, p, (_text(o), p in parameters)) for number, (p, o) in enumerate(rules.items())]
+    keyed = [(number, p, (value_text(o), p in parameters)) for number, (p, o) in enumerate(rules.items())]
     placed: list[tuple[int, str, Options]] = []
     for wanted in dict.fromkeys(key for _, _, key in keyed):
         rows = {tuple(p.split(".")): number for number, p, key in keyed if key == wanted}
@@ -172,8 +176,8 @@ def _rules(rules: Rules, written: set[str]) -> Iterator[str]:
         if len(found) == 1:
             yield from _entry(pattern, found[0])
         else:
-            yield f"  {_scalar(pattern)}:"
-            yield from (f"    - {_text(options)}" for options in found)
+            yield f"  {word_text(pattern)}:"
+            yield from (f"    - {value_text(options)}" for options in found)
 
 
 def _comment(options: Options) -> str:
@@ -185,39 +189,19 @@ def _comment(options: Options) -> str:
 
 
 def _entry(pattern: str, options: Options) -> Iterator[str]:
-    key = _scalar(pattern)
+    key = word_text(pattern)
     if options.keys() == {"style"}:
         yield f"  {key}: {options['style']}"
         return
-    line = f"  {key}: {_text(options)}"
+    line = f"  {key}: {value_text(options)}"
     if len(line) <= WIDTH:
         yield line
         return
     yield f"  {key}:"
     for name, value in options.items():
-        line = f"    {name}: {_option_value(value)}"
+        line = f"    {name}: {value_text(value)}"
         if name != "shares" or len(line) <= WIDTH:
             yield line
             continue
         yield f"    {name}:"
-        yield from (f"      - {_option_value(one).removeprefix('{').removesuffix('}')}" for one in value)
-
-
-def _text(options: Options) -> str:
-    return f"{{{', '.join(f'{name}: {_option_value(value)}' for name, value in options.items())}}}"
-
-
-def _option_value(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_option_value, value))}]"
-    if isinstance(value, Mapping):
-        return _text(value)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return _scalar(value) if isinstance(value, str) else str(value)
-
-
-def _scalar(text: str) -> str:
-    """As YAML has it: plain, where that is the same text."""
-    plain = text and text[0] not in "{[*&!|>'\"%@`#,?:- " and ": " not in text and " #" not in text
-    return text if plain else "'" + text.replace("'", "''") + "'"
+        yield from (f"      - {value_text(one).removeprefix('{').removesuffix('}')}" for one in value)
