@@ -77,7 +77,7 @@ MOVED = """
 import torch
 from torch import nn
 
-from shardplan import validate
+from shardplan import Model, validate
 from shardplan.core.moves import MOVES, MoveOps
 from shardplan.core.layout import P, V
 from shardplan.styles import STYLES
@@ -101,7 +101,7 @@ class Block(nn.Module):
 model = nn.Sequential(Block(), nn.ReLU())
 rules = {"0": {"style": "input_with_grad_allreduce", "output": "all_reduce"}, "0.up": "padded"}
 plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
-report = validate(model, plan, tp=2, inputs=lambda seed: {"input": torch.randn(2, 3, 8)})
+report = validate(Model(model, inputs=lambda seed: {"input": torch.randn(2, 3, 8)}), plan, {"tp": 2})
 assert report.ok, report
 print(STYLES["padded"].output_destination, "proven")
 """
