@@ -25,7 +25,7 @@ MODELS = {"llama": SETTINGS | LAYERS, "mixtral": EXPERTS | LAYERS}
 
 def programs_of(model):
     asked = Question(model, "auto", False, TrainingStep(SEQ))
-    return Programs(Model(model, MODELS[model]), "auto", {}, asked, {}, lambda text: None)
+    return Programs(Model(model, MODELS[model]), "auto", asked, {}, lambda text: None, derive=False)
 
 
 def ledger_of(made, sizes, *, optimizer, gathers, bare, depth=None):
@@ -131,13 +131,13 @@ def test_a_model_is_looked_for_once(monkeypatch):
 def test_experts_are_looked_for_with_stages_or_without(monkeypatch):
     """A plan without experts has none in stages either."""
     tried = []
-    compile_variant = fit_programs.compile_variant
+    compiled = Programs._compile
 
-    def counted(model, sizes, *args, **options):
+    def counted(self, sizes, overlay):
         tried.append(sizes.pp)
-        return compile_variant(model, sizes, *args, **options)
+        return compiled(self, sizes, overlay)
 
-    monkeypatch.setattr(fit_programs, "compile_variant", counted)
+    monkeypatch.setattr(Programs, "_compile", counted)
     with pytest.raises(fit_programs.PlanError) as raised:
         programs_of("llama").compiled(1, ep=2)
     assert fit_programs.no_experts(raised.value) and tried == [2]
