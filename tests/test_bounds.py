@@ -42,8 +42,6 @@ COMMANDS = {
     "show": TWO,
     "estimate": [*TWO, "--seq-len", "32"],
     "diff": [*TWO, "llama"],
-    "lock": TWO,
-    "report": [*TWO, "-o", "page.html"],
 }
 
 
@@ -77,7 +75,7 @@ def test_nor_sizes_that_multiply_to_too_many(command: str, capsys: pytest.Captur
         ["fit", "llama", "--device", "h100", "--gpus", "8", "--seq-len", "8", "--global-batch"],
         ["fit", "llama", "--device", "h100", "--gpus", "8", "--global-batch", "8", "--seq-len"],
         ["diff", *TWO, "llama", "--seq-len"],
-        ["report", *TWO, "-o", "page.html", "--seq-len", "8", "--micro-batches"],
+        ["show", *TWO, "--html", "page.html", "--seq-len", "8", "--micro-batches"],
     ],
     ids=lambda words: f"{words[0]} {words[-1]}",
 )

@@ -96,23 +96,23 @@ def raising(error: BaseException):
 
 
 def test_our_own_bug_is_3_and_asks_for_a_report(monkeypatch, capsys):
-    monkeypatch.setattr("shardplan.cli.schema_command.run", raising(AssertionError("that cannot be")))
-    assert main(["schema"]) == 3
+    monkeypatch.setattr("shardplan.cli.editor_schema.run", raising(AssertionError("that cannot be")))
+    assert main(["editor", "schema"]) == 3
     shown = capsys.readouterr().err
     assert "AssertionError: that cannot be" in shown and "report" in shown and "Traceback" not in shown
-    for words in (["--debug", "schema"], ["schema", "--debug"]):
+    for words in (["--debug", "editor", "schema"], ["editor", "schema", "--debug"]):
         assert main(words) == 3
         assert "Traceback" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_130(monkeypatch, capsys):
-    monkeypatch.setattr("shardplan.cli.schema_command.run", raising(KeyboardInterrupt()))
-    assert main(["schema"]) == 130
+    monkeypatch.setattr("shardplan.cli.editor_schema.run", raising(KeyboardInterrupt()))
+    assert main(["editor", "schema"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_as_a_program():
-    result = run("schema", "--report")
+    result = run("editor", "schema", "--report")
     assert result.returncode == 0 and result.stderr == ""
     assert json.loads(result.stdout)["title"] == "shardplan report"
 
@@ -122,7 +122,7 @@ def test_a_reader_that_goes_away_is_no_error():
     os.close(read)
     with os.fdopen(write, "wb") as closed:
         result = subprocess.run(
-            [sys.executable, "-m", "shardplan", "schema", "--report"],
+            [sys.executable, "-m", "shardplan", "editor", "schema", "--report"],
             cwd=ROOT,
             stdout=closed,
             stderr=subprocess.PIPE,

@@ -61,23 +61,23 @@ class TestSchema:
         place = folder / ".vscode"
         place.mkdir()
         (place / "settings.json").write_text('{"editor.rulers": [110], "yaml.schemas": {"other.json": ["x"]}}')
-        assert main(["schema", "--install"]) == 0
+        assert main(["editor", "schema", "--install"]) == 0
         settings = json.loads((place / "settings.json").read_text())
         assert settings["editor.rulers"] == [110] and settings["yaml.schemas"]["other.json"] == ["x"]
         (mine,) = (name for name in settings["yaml.schemas"] if SCHEMA in name)
         assert json.loads((folder / mine).read_text()) == json_schema()
         before = (place / "settings.json").read_text()
-        assert main(["schema", "--install", "."]) == 0
+        assert main(["editor", "schema", "--install", "."]) == 0
         assert (place / "settings.json").read_text() == before
 
     def test_settings_with_comments_are_not_rewritten(self, folder, capsys):
         (folder / ".vscode").mkdir()
         (folder / ".vscode/settings.json").write_text("{} // mine")
-        assert main(["schema", "--install"]) == 2
+        assert main(["editor", "schema", "--install"]) == 2
         assert "add {" in capsys.readouterr().err
         assert (folder / ".vscode/settings.json").read_text() == "{} // mine"
-        assert main(["schema", "--install", "no-such-folder"]) == 2
-        assert main(["schema", "--install", "--report"]) == 2
+        assert main(["editor", "schema", "--install", "no-such-folder"]) == 2
+        assert main(["editor", "schema", "--install", "--report"]) == 2
 
     def test_globs_that_somebody_chose_stay(self):
         chosen = json.dumps({"yaml.schemas": {f"./.vscode/{SCHEMA}": ["mine/*.yaml"]}})
@@ -85,6 +85,6 @@ class TestSchema:
 
     def test_the_line_leads_to_the_installed_schema(self, folder):
         assert schema_line(folder / "plans" / "new.yaml") == ""
-        main(["schema", "--install"])
+        main(["editor", "schema", "--install"])
         line = schema_line(folder / "plans" / "new.yaml")
         assert line == f"# yaml-language-server: $schema=../.vscode/{SCHEMA}\n"

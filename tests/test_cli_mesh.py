@@ -20,8 +20,6 @@ WORDS = {
     "show": ["llama", "llama"],
     "estimate": ["llama", "llama", "--seq-len", "32"],
     "diff": ["llama", "qwen3", "llama"],
-    "lock": ["llama", "llama"],
-    "report": ["llama", "llama", "-o", "page.html"],
 }
 OPTIONS = [word for axis in AXES for word in (f"--{axis.replace('_', '-')}", "2")]
 
@@ -50,7 +48,7 @@ def test_commands_with_one_size_take_the_same_words(command: str) -> None:
         (["validate", "llama", "llama", "--fsdp", "4"], "write --dp-shard N or --mesh dp_shard=N"),
         (["verify", "llama", "llama", "--tensor-parallel-size", "4"], "write --tp N or --mesh tp=N"),
         (["diff", "llama", "qwen3", "qwen3", "--tp_size=4"], "unknown option --tp_size: write --tp N"),
-        (["report", "llama", "llama", "--seqlen", "4"], "unknown option --seqlen: did you mean --seq-len?"),
+        (["show", "llama", "llama", "--seqlen", "4"], "unknown option --seqlen: did you mean --seq-len?"),
         (["estimate", "llama", "llama", "--seq_len", "4"], "did you mean --seq-len?"),  # before what is missing
         (["init", "llama", "--ep", "4"], "init has no axis ep, its axes are tp"),
         (["lint", "a.yaml", "--tp", "2"], "unknown option --tp: lint takes no mesh"),
@@ -60,7 +58,7 @@ def test_commands_with_one_size_take_the_same_words(command: str) -> None:
         (["validate", "llama", "llama", "--mesh", "8"], "'8' is not of the form AXIS=N: write dp_shard=8,tp=8"),
         (["init", "llama", "--mesh", "ep=2"], "no axis ep here: the axes are tp"),
         (["init", "llama", "--mesh", "tp=1"], "'1' splits nothing"),
-        (["lock", "llama", "llama", "--tp", "2", "--mesh", "tp=4"], "two sizes of tp: 2 and 4"),
+        (["diff", "llama", "llama", "--tp", "2", "--mesh", "tp=4"], "two sizes of tp: 2 and 4"),
         (
             ["show", "llama", "llama", "--mesh", "tp=2", "dp_shard=2"],
             "unexpected word dp_shard=2: write --mesh dp_shard=2",
@@ -78,7 +76,7 @@ def test_what_a_command_does_not_know_is_answered_with_the_form(words: list[str]
 
 def test_values_and_words_for_help_are_no_unknown_options(capsys) -> None:
     assert parse(["validate", "llama", "llama", "--tp=2"]).tp == 2
-    assert parse(["report", "llama", "llama", "-opage.html"]).output == "page.html"
+    assert parse(["show", "llama", "llama", "--html=page.html"]).html == "page.html"
     assert parse(["lint", "-"]).plans == ["-"]
     assert main(["validate", "--nothing", "--help"]) == 0
     assert "--dp-shard N" in capsys.readouterr().out
@@ -86,11 +84,11 @@ def test_values_and_words_for_help_are_no_unknown_options(capsys) -> None:
 
 def test_commands_for_reviewers_are_at_the_sizes_of_the_short_options(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["lock", "llama", "llama", "--tp", "2", "--dp-shard", "4", *SMALL]) == 0
-    assert json.loads(capsys.readouterr().out)["asked"]["mesh"] == {"dp_shard": 4, "tp": 2}
+    assert main(["diff", "llama", "llama", "--tp", "2", "--dp-shard", "4", "--save", "lock.json", *SMALL]) == 0
+    assert json.loads(Path("lock.json").read_text("utf-8"))["asked"]["mesh"] == {"dp_shard": 4, "tp": 2}
     assert main(["diff", "llama", "llama", "llama", "--tp", "4", "--json", *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["sizes"]["tp"] == 4
-    assert main(["report", "llama", "llama", "--tp", "2", "-o", "page.html", "--no-proof", *SMALL]) == 0
+    assert main(["show", "llama", "llama", "--tp", "2", "--html", "page.html", "--no-proof", *SMALL]) == 0
     assert "tp 2" in Path("page.html").read_text("utf-8")
 
 

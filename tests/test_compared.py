@@ -35,7 +35,7 @@ def spans() -> list[str]:
 
 
 COMMANDS = [text for text in spans() if text.startswith("shardplan ")]
-SLOW = ("fit", "diff", "report", "init", "verify", "estimate")
+SLOW = ("fit", "diff", "show", "init", "verify", "estimate")
 
 
 def test_each_name_is_one_of_ours() -> None:
@@ -65,4 +65,4 @@ def test_a_command_of_the_table_runs(
     code = main([WORDS.get(word, word) for word in words])
     said = capsys.readouterr()
     assert code == DIFFERENT.get(command, 0), said.err + said.out
-    assert said.out or (tmp_path / words[words.index("-o") + 1]).stat().st_size
+    assert said.out or (tmp_path / words[words.index("--html") + 1]).stat().st_size

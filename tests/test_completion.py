@@ -19,8 +19,9 @@ LINES = {
     "val": ["validate"],
     "validate llama llama --no-p": ["--no-proof"],
     "estimate --precision ": ["bf16", "fp16", "fp32"],
-    "completion ": ["bash", "fish", "zsh"],
-    "completion z": ["zsh"],
+    "editor completion ": ["bash", "fish", "zsh"],
+    "editor completion z": ["zsh"],
+    "editor ": ["completion", "lsp", "schema"],
     "lint qwen3_m": ["qwen3_moe"],
 }
 WAIT = 60  # seconds for a shell to start, on a busy machine
@@ -120,6 +121,6 @@ def test_zsh(tmp_path):
 
 
 def test_the_command_prints_it(capsys):
-    assert main(["completion", "fish"]) == 0
+    assert main(["editor", "completion", "fish"]) == 0
     assert capsys.readouterr().out == SCRIPTS["fish"]()
-    assert main(["completion", "tcsh"]) == 2
+    assert main(["editor", "completion", "tcsh"]) == 2

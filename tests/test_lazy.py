@@ -51,8 +51,8 @@ LIGHT = {
     "list": command("list"),
     "list --json": command("list", "--json"),
     "explain": "from shardplan.report.pages import pages; " + command("explain", "SP201"),
-    "schema": command("schema"),
-    "schema --report": command("schema", "--report"),
+    "schema": command("editor", "schema"),
+    "schema --report": command("editor", "schema", "--report"),
 }
 
 

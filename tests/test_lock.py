@@ -1,4 +1,4 @@
-"""`shardplan lock`: a plan that is bound as it was passes, and nothing else does."""
+"""`shardplan diff`: a plan that is bound as it was passes, and nothing else does."""
 
 import json
 from dataclasses import replace
@@ -114,17 +114,17 @@ def test_a_module_that_was_renamed_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["plan.yaml", "--mesh", "tp=2", "--no-sequence-parallel"]
-    assert main(["lock", "locked_model:before", *words, "-o", "lock.json"]) == 0
-    assert main(["lock", "locked_model:before", "--check", "lock.json"]) == 0
+    assert main(["diff", "locked_model:before", *words, "--save", "lock.json"]) == 0
+    assert main(["diff", "locked_model:before", "--against", "lock.json"]) == 0
     data = json.loads((tmp_path / "lock.json").read_text())
     data["asked"]["model"] = "locked_model:after"
     (tmp_path / "lock.json").write_text(json.dumps(data))
     capsys.readouterr()
-    assert main(["lock", "locked_model:after", "--check", "lock.json"]) == 1
+    assert main(["diff", "locked_model:after", "--against", "lock.json"]) == 1
     text = capsys.readouterr().out
     assert "- blocks.0-1.up.weight: [32, 16] float32" in text and "+ blocks.0-1.expand.weight: [32, 16] float32" in text
     assert "error[SP" in text  # rowwise gets a whole input
-    assert main(["lock", "locked_model:after", "--check", "lock.json", "--json"]) == 1
+    assert main(["diff", "locked_model:after", "--against", "lock.json", "--json"]) == 1
     made = json.loads(capsys.readouterr().out)
     assert [e.message for e in jsonschema.Draft202012Validator(report_schema()).iter_errors(made)] == []
     assert made["findings"] and not made["ok"]
@@ -144,16 +144,16 @@ def test_a_lock_does_not_say_what_is_imported(lock, field, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     named = replace(lock, asked=replace(lock.asked, settings={}, **{field: "code_of_a_lock:run"}))
     (tmp_path / "lock.json").write_text(lock_text(named))
-    assert main(["lock", "--check", "lock.json"]) == 2
+    assert main(["diff", "--against", "lock.json"]) == 2
     words = "code_of_a_lock:run" if field == "model" else f"--{field} code_of_a_lock:run"
-    assert f"shardplan lock {words} --check lock.json" in capsys.readouterr().err
+    assert f"shardplan diff {words} --against lock.json" in capsys.readouterr().err
     with pytest.raises(ValueError, match="a lock is data"):
         check_lock(named)
     other = ["other:run"] if field == "model" else [f"--{field}", "other:run"]
-    assert main(["lock", *other, "--check", "lock.json"]) == 2
+    assert main(["diff", *other, "--against", "lock.json"]) == 2
     assert "not of other:run" in capsys.readouterr().err
     assert not (tmp_path / "it-ran").exists()
-    main(["lock", *words.split(), "--check", "lock.json"])  # the command line says it
+    main(["diff", *words.split(), "--against", "lock.json"])  # the command line says it
     assert (tmp_path / "it-ran").exists()
 
 
@@ -166,11 +166,11 @@ def test_a_lock_does_not_say_that_code_is_trusted(lock, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     asked = replace(lock.asked, model=str(folder), settings={}, trust_remote_code=True)
     (tmp_path / "lock.json").write_text(lock_text(replace(lock, asked=asked)))
-    assert main(["lock", "--check", "lock.json"]) == 1
+    assert main(["diff", "--against", "lock.json"]) == 1
     shown = capsys.readouterr()
     assert "SP506" in shown.out and "--trust-remote-code" in shown.out
     assert not (tmp_path / "it-ran").exists()
-    main(["lock", "--check", "lock.json", "--trust-remote-code"])
+    main(["diff", "--against", "lock.json", "--trust-remote-code"])
     assert (tmp_path / "it-ran").exists()
 
 
@@ -212,18 +212,21 @@ def test_other_versions_are_said_and_decide_nothing(lock):
 def test_what_is_no_lock_is_a_wrong_command(tmp_path, capsys, content):
     path = tmp_path / "lock.json"
     path.write_text(content)
-    assert main(["lock", "--check", str(path)]) == 2
+    assert main(["diff", "--against", str(path)]) == 2
     assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["lock"],
-        ["lock", "llama"],
-        ["lock", "llama", "llama", "--check", "x"],
-        ["lock", "--check", "x", "-o", "y"],
-        ["lock", "--check", "no-such-file"],
+        ["diff"],
+        ["diff", "llama"],
+        ["diff", "llama", "llama", "--against", "x"],
+        ["diff", "llama", "--save", "x"],
+        ["diff", "llama", "llama", "llama", "--save", "x"],
+        ["diff", "llama", "llama", "--save", "x", "--markdown"],
+        ["diff", "--against", "x", "--save", "y"],
+        ["diff", "--against", "no-such-file"],
     ],
     ids=" ".join,
 )
@@ -233,5 +236,7 @@ def test_a_wrong_command_line_is_2(words):
 
 def test_a_plan_with_errors_is_refused(capsys):
     small = [word for name, size in SIZES.items() for word in ("--set", f"{name}={size}")]
-    assert main(["lock", "qwen3", "llama", *small, "--set", "head_dim=8", "--mesh", "tp=2"]) == 1
+    assert (
+        main(["diff", "qwen3", "llama", *small, "--set", "head_dim=8", "--mesh", "tp=2", "--save", "no/lock.json"]) == 1
+    )
     assert "SP401" in capsys.readouterr().out

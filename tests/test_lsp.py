@@ -1,4 +1,4 @@
-"""`shardplan lsp`, spoken to over standard input and output as an editor does."""
+"""`shardplan editor lsp`, spoken to over standard input and output as an editor does."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ class Editor:
 
 @contextmanager
 def editor(*words: str) -> Iterator[Editor]:
-    command = [sys.executable, "-m", "shardplan", "lsp", *words]
+    command = [sys.executable, "-m", "shardplan", "editor", "lsp", *words]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

@@ -1,4 +1,4 @@
-"""The page of `shardplan report`: well formed, complete, and no name of a model or a plan is markup in it."""
+"""The page of `shardplan show --html`: well formed, complete, and no name of a model or a plan is markup in it."""
 
 from html.parser import HTMLParser
 
@@ -209,11 +209,11 @@ def test_the_command(tmp_path, capsys):
     ]
     small += ["--set", "intermediate_size=96", "--set", "num_attention_heads=8", "--set", "num_key_value_heads=4"]
     out = tmp_path / "report.html"
-    assert main(["report", "llama", "llama", *small, "--no-proof", "--no-sequence-parallel", "-o", str(out)]) == 0
+    assert main(["show", "llama", "llama", *small, "--no-proof", "--no-sequence-parallel", "--html", str(out)]) == 0
     page = Page(out.read_text("utf-8"))
     assert "not proven" in page.text and page.tags.count("svg") == 1
-    assert main(["report", "llama", "no.yaml", "-o", str(out)]) == 1
+    assert main(["show", "llama", "no.yaml", "--html", str(out)]) == 1
     assert "SP101" in Page(out.read_text("utf-8")).text
-    assert main(["report", "llama", "llama", "--device", "h100", "-o", str(out)]) == 2
-    assert main(["report", "llama", "llama"]) == 2
-    assert main(["report", "llama", "llama", *small, "--no-proof", "-o", str(tmp_path / "no" / "x.html")]) == 2
+    assert main(["show", "llama", "llama", "--device", "h100", "--html", str(out)]) == 2
+    assert main(["show", "llama", "llama", "--seq-len", "8"]) == 2
+    assert main(["show", "llama", "llama", *small, "--no-proof", "--html", str(tmp_path / "no" / "x.html")]) == 2

@@ -61,17 +61,17 @@ def shown(words: list[str], monkeypatch: pytest.MonkeyPatch, *, terminal: bool =
         ["validate", "llama", "llama", "--mesh", f"{EVIL}=1"],
         ["validate", "llama", "llama", "--tp", EVIL],
         ["validate", "llama", "llama", EVIL],
-        ["lock", "--check", NAMED],
-        ["lock", "--check", f"lock{NAMED}"],
-        ["lock", "--check", f"named{NAMED}"],
-        ["lock", NAMED, "--check", f"named{NAMED}"],
+        ["diff", "--against", NAMED],
+        ["diff", "--against", f"lock{NAMED}"],
+        ["diff", "--against", f"named{NAMED}"],
+        ["diff", NAMED, "--against", f"named{NAMED}"],
         ["fit", "llama", "--gpus", "8", "--global-batch", "8", "--seq-len", "8", "--device", NAMED],
         ["fit", "llama", "--gpus", "8", "--global-batch", "8", "--seq-len", "8", "--device", f"{NAMED}.json"],
         ["fit", "llama", "--gpus", "8", "--global-batch", "8", "--seq-len", "8", "--device", f"device{NAMED}.json"],
         ["convert", f"{NAMED}.json"],
         ["convert", f"loose{NAMED}.yaml"],
-        ["schema", "--install", NAMED],
-        ["report", "llama", "llama", "-o", "x", "--device", NAMED],
+        ["editor", "schema", "--install", NAMED],
+        ["show", "llama", "llama", "--html", "x", "--device", NAMED],
     ],
     ids=lambda words: " ".join(words).encode("unicode_escape").decode(),
 )
@@ -119,5 +119,5 @@ def test_commands_print_through_one_place():
         if isinstance(node, ast.Call)
         and (getattr(node.func, "id", "") == "print" or getattr(node.func, "attr", "") in ("write", "writelines"))
     ]
-    fixed = ("completion_command", "main", "argument_parts")
+    fixed = ("editor_command", "main", "argument_parts")
     assert [place for place in printing if not place.startswith(fixed)] == []

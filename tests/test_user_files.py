@@ -22,7 +22,7 @@ NAMED = {
     "plan": ["lint", "{}.yaml"],
     "plan of a model": ["validate", "llama", "{}.yaml", "--quick"],
     "formatted plan": ["fmt", "{}.yaml"],
-    "lock": ["lock", "--check", "{}"],
+    "lock": ["diff", "--against", "{}"],
     "device": ["fit", "llama", "--gpus", "8", "--global-batch", "8", "--seq-len", "8", "--device", "{}.json"],
     "model": ["list", "{}.json"],
     "foreign plan": ["convert", "{}.json"],
@@ -173,7 +173,7 @@ class TestForm:
         settings = tmp_path / ".vscode" / "settings.json"
         settings.parent.mkdir()
         settings.write_bytes(b'{\r\n  "a": 1\r\n}\r\n')
-        assert main(["schema", "--install", str(tmp_path)]) == 0
+        assert main(["editor", "schema", "--install", str(tmp_path)]) == 0
         text = settings.read_bytes()
         assert text.count(b"\r\n") == text.count(b"\n") and b'"a": 1' in text
 

@@ -106,6 +106,10 @@ def model_and_plan(parser: Parser, *, default: str | None = None) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     number = None if default is None else "?"
     parser.add_argument("plan", metavar="PLAN", nargs=number, default=default, help=PLAN_HELP)
+    derivation(parser)
+
+
+def derivation(parser: Parser) -> None:
     text = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
 

@@ -18,6 +18,7 @@ from .argument_parts import (
     allow_unproven,
     configuration,
     debug,
+    derivation,
     findings_output,
     micro_batches,
     model_and_plan,
@@ -31,7 +32,6 @@ from .argument_parts import (
     tokens,
 )
 from .mesh_arguments import AXIS_HELP, mesh_options
-from .review_arguments import diff_arguments, lock_arguments, report_arguments
 
 BOTH = "check only the plan with, or without, its sequence_parallel section; without the option, both"
 ONE = "with, or without (the default), the plan's sequence_parallel section"
@@ -52,8 +52,16 @@ def build_parser() -> Parser:
     )
     debug(parser, default=False)
     parser.epilog = "example:\n  shardplan validate llama plans/llama.yaml --tp 8"
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (summary, example, add_arguments) in COMMANDS.items():
+    _add_commands(parser, COMMANDS, dest="command")
+    return parser
+
+
+Table = dict[str, tuple[str, str, Callable[[Parser], None]]]  # command -> its summary, an example, its arguments
+
+
+def _add_commands(parser: Parser, table: Table, *, dest: str) -> None:
+    commands = parser.add_subparsers(dest=dest, metavar="COMMAND", required=True)
+    for name, (summary, example, add_arguments) in table.items():
         command = commands.add_parser(
             name,
             help=summary[0].lower() + summary[1:].rstrip("."),
@@ -64,7 +72,11 @@ def build_parser() -> Parser:
         )
         add_arguments(command)
         debug(command, default=argparse.SUPPRESS)  # accepted before or after the command
-    return parser
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands below one; none of a command that has none."""
+    return next((dict(a.choices) for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -73,14 +85,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     from .unknown_words import unexpected_words, unknown_option
 
     parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    name = _first_word(words)
-    command = commands.choices.get(name)
-    if command is not None and (wrong := unknown_option(name, command, words[words.index(name) + 1 :])) is not None:
+    command: argparse.ArgumentParser = parser
+    names, rest = [], list(words)
+    while (word := _first_word(rest)) in (below := commands_of(command)):
+        names.append(word)
+        command, rest = below[word], rest[rest.index(word) + 1 :]
+    name = " ".join(names)
+    if names and not commands_of(command) and (wrong := unknown_option(name, command, rest)) is not None:
         command.error(wrong)
     args, left = parser.parse_known_args(words)
     if left:
-        (command or parser).error(unexpected_words(name, command or parser, left))
+        command.error(unexpected_words(name, command, left))
     return args
 
 
@@ -232,10 +247,56 @@ def _show(parser: Parser) -> None:
     model_and_plan(parser)
     text = "tensor-parallel ranks; without it the smallest size that splits the model"
     mesh_options(parser, help={Axis.TP: text})
-    sequence_parallel(parser, help=ONE)
+    text = "with, or without, the plan's sequence_parallel section; without the option, without, and both with --html"
+    sequence_parallel(parser, help=text)
     model_options(parser)
     parser.add_argument("--all", action="store_true", help="one line for every module, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the same as JSON, every module by itself")
+    text = "write a page instead: modules, flow, findings, proof; with --seq-len memory and communication too"
+    parser.add_argument("--html", metavar="FILE", help=text)
+    text = "with --html: memory and communication of a step with this many tokens in a sequence"
+    parser.add_argument("--seq-len", type=tokens, metavar="N", help=text)
+    _step_of_comparison(parser)
+    text = "with --seq-len: forwards and backwards before the optimizer steps (1): of a pipeline, or accumulated"
+    parser.add_argument("--micro-batches", type=micro_batches, default=1, metavar="N", help=text)
+    text = "with --seq-len: of the pipeline, with pp above 1 (1f1b)"
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help=text)
+    text = "with --html: leave out the numeric proof"
+    parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
+
+
+def _step_of_comparison(parser: Parser) -> None:
+    text = "with --seq-len: sequences in one forward of a data-parallel rank (1)"
+    parser.add_argument("--micro-batch", type=sequences, default=1, metavar="N", help=text)
+    text = "with --seq-len: also the least time of a step on this device, as for estimate"
+    parser.add_argument("--device", metavar="NAME", help=text)
+
+
+def _diff(parser: Parser) -> None:
+    text = "the plan as it was: a file, a built-in plan's name, `auto` or `hf`; with --save MODEL, with --against MODEL where that is code"
+    parser.add_argument("old", nargs="?", metavar="OLD", help=text)
+    parser.add_argument("new", nargs="?", metavar="NEW", help="the plan as it is; with --save PLAN")
+    text = "write what PLAN is bound to for MODEL to this file, instead of comparing two plans"
+    parser.add_argument("--save", metavar="LOCK", help=text)
+    text = (
+        "compare such a file with what its plan is bound to today; exit code 1 where it differs. Code that it names is run where the "
+        "command line names it too (MODEL, --inputs, --reduced, --trust-remote-code)"
+    )
+    parser.add_argument("--against", metavar="LOCK", help=text)
+    text = f"bind both plans to this model; without it their rules are compared as text. {MODEL_HELP}"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    text = "tensor-parallel ranks; without it the smallest size above 1 that the plans allow"
+    mesh_options(parser, help={Axis.TP: text})
+    sequence_parallel(parser, help=BOTH)
+    text = "also estimate memory and communication of a step with this many tokens in a sequence"
+    parser.add_argument("--seq-len", type=tokens, metavar="N", help=text)
+    _step_of_comparison(parser)
+    derivation(parser)
+    model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print them as Markdown, for a comment of a pull request"
+    )
 
 
 def _lint(parser: Parser) -> None:
@@ -277,7 +338,7 @@ def _schema(parser: Parser) -> None:
     parser.add_argument("--install", nargs="?", const=".", metavar="FOLDER", help=text)
 
 
-COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
+COMMANDS: Table = {
     "init": (
         "Write a plan for a model, found from its structure and a run of its reduced model; validated and proven.",
         "shardplan init qwen3 -o plan.yaml --sequence-parallel",
@@ -299,7 +360,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         _verify,
     ),
     "show": (
-        "Show what a plan does to each module of a model: rule, placements, local shapes, collectives.",
+        "Show what a plan does to each module of a model: rule, placements, local shapes, collectives; or a page of all.",
         "shardplan show qwen3 auto --tp 8 --sequence-parallel",
         _show,
     ),
@@ -314,19 +375,9 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         _fit,
     ),
     "diff": (
-        "Say what two plans do differently; exit code 1 where training would differ.",
+        "Say what two plans do differently, or a plan and its lock; exit code 1 where training would differ.",
         "shardplan diff plans/llama.yaml plans/qwen3.yaml qwen3 --mesh dp_shard=8,tp=8 --seq-len 4096 --device h200",
-        diff_arguments,
-    ),
-    "lock": (
-        "Write a plan as it is bound to a model, or check that it still is.",
-        "shardplan lock qwen3 plans/qwen3.yaml --mesh dp_shard=8,tp=8 -o qwen3.lock.json",
-        lock_arguments,
-    ),
-    "report": (
-        "Write a page about a plan for a model: modules, flow, memory, communication, findings, proof.",
-        "shardplan report qwen3 auto --mesh dp_shard=8,tp=8 --seq-len 4096 --device h200 -o report.html",
-        report_arguments,
+        _diff,
     ),
     "lint": (
         "Check plans alone, without a model.",
@@ -338,25 +389,32 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "shardplan fmt plans --check",
         _fmt,
     ),
-    "lsp": (
-        "Serve editors over standard input and output: findings, completion, hover (needs the extra `lsp`).",
-        "shardplan lsp --model qwen3",
-        _lsp,
-    ),
     "list": (
         "List the model types and the built-in plan for each; of one model, what its plan splits and the tp sizes.",
         "shardplan list qwen3 --set num_key_value_heads=4",
         _list,
     ),
+    "explain": ("Explain a diagnostic code.", "shardplan explain SP301", _explain),
+    "editor": (
+        "What shells and editors ask for: completion, the JSON Schema of plans, a language server.",
+        "shardplan editor schema --install",
+        lambda parser: _add_commands(parser, EDITOR, dest="editor"),
+    ),
+}
+EDITOR: Table = {
     "completion": (
         "Print what completes commands, options and plans in a shell.",
-        "shardplan completion bash > ~/.local/share/bash-completion/completions/shardplan",
+        "shardplan editor completion bash > ~/.local/share/bash-completion/completions/shardplan",
         _completion,
     ),
-    "explain": ("Explain a diagnostic code.", "shardplan explain SP301", _explain),
     "schema": (
         "Print the JSON Schema of plans, or install it for VS Code.",
-        "shardplan schema > plan.schema.json",
+        "shardplan editor schema > plan.schema.json",
         _schema,
+    ),
+    "lsp": (
+        "Serve editors over standard input and output: findings, completion, hover (needs the extra `lsp`).",
+        "shardplan editor lsp --model qwen3",
+        _lsp,
     ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from shardplan.language import builtin_plans
 
-from .arguments import COMMANDS, build_parser
+from .arguments import COMMANDS, EDITOR, build_parser, commands_of
 
 PLANS = ("auto", "hf")
 
@@ -19,7 +19,7 @@ def bash() -> str:
         f"    {option}) COMPREPLY=($(compgen -W '{words}' -- \"$current\")); return ;;" for option, words in _choices()
     )
     return f"""\
-# bash completion of shardplan: shardplan completion bash
+# bash completion of shardplan: shardplan editor completion bash
 _shardplan() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="" options="" word
   for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
@@ -31,7 +31,8 @@ _shardplan() {{
   fi
   case "$command:$previous" in
 {choices}
-    completion:completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$current")); return ;;
+    editor:editor) COMPREPLY=($(compgen -W "{" ".join(EDITOR)}" -- "$current")); return ;;
+    editor:completion) COMPREPLY=($(compgen -W "bash zsh fish" -- "$current")); return ;;
   esac
   case "$command" in
 {options}
@@ -57,7 +58,7 @@ def zsh() -> str:
     choices = "\n".join(f"    {option}) compadd -- {words}; return ;;" for option, words in _choices())
     return f"""\
 #compdef shardplan
-# zsh completion of shardplan: shardplan completion zsh
+# zsh completion of shardplan: shardplan editor completion zsh
 _shardplan() {{
   local -a commands options
   commands=(
@@ -73,7 +74,9 @@ _shardplan() {{
   case "$words[2]" in
 {options}
   esac
-  if [[ "$words[2]" == completion ]]; then
+  if [[ "$words[2]" == editor && "$words[CURRENT-1]" == editor ]]; then
+    compadd {" ".join(EDITOR)}
+  elif [[ "$words[2]" == editor && "$words[CURRENT-1]" == completion ]]; then
     compadd bash zsh fish
   elif [[ "$PREFIX" == -* ]]; then
     _describe -o option options
@@ -88,7 +91,7 @@ if [[ "$funcstack[1]" == _shardplan ]]; then _shardplan "$@"; else compdef _shar
 
 def fish() -> str:
     """For fish: a file of ~/.config/fish/completions."""
-    lines = ["# fish completion of shardplan: shardplan completion fish"]
+    lines = ["# fish completion of shardplan: shardplan editor completion fish"]
     for name, (summary, *_) in COMMANDS.items():
         lines.append(f"complete -c shardplan -f -n __fish_use_subcommand -a {name} -d {_fish(summary)}")
     for name, parser in _parsers().items():
@@ -105,8 +108,11 @@ def fish() -> str:
                 else ""
             )
             lines.append(f"complete -c shardplan {seen} {flags}{values} -d {_fish(_first(action))}")
+    below = " ".join(EDITOR)
+    seen = f"__fish_seen_subcommand_from editor; and not __fish_seen_subcommand_from {below}"
+    lines.append(f"complete -c shardplan -f -n '{seen}' -a '{below}'")
     lines.append("complete -c shardplan -f -n '__fish_seen_subcommand_from completion' -a 'bash zsh fish'")
-    taking = " ".join(name for name in COMMANDS if name not in ("completion", "explain", "schema"))
+    taking = " ".join(name for name in COMMANDS if name not in ("explain", "editor"))
     lines.append(f"complete -c shardplan -n '__fish_seen_subcommand_from {taking}' -a '{' '.join(_plans())}'")
     return "\n".join(lines) + "\n"
 
@@ -115,12 +121,13 @@ SCRIPTS: Mapping[str, Callable[[], str]] = {"bash": bash, "zsh": zsh, "fish": fi
 
 
 def _parsers() -> dict[str, argparse.ArgumentParser]:
-    (commands,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(commands.choices)
+    return commands_of(build_parser())
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    return (action for action in parser._actions if action.option_strings)
+    """Of a command, and of those below it; what several have, once."""
+    every = [action for one in (parser, *commands_of(parser).values()) for action in one._actions]
+    return iter({action.option_strings[-1]: action for action in every if action.option_strings}.values())
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:

@@ -1,4 +1,4 @@
-"""`shardplan diff`: what two plans do differently."""
+"""`shardplan diff`: what two plans do differently, or a plan and its lock."""
 
 from __future__ import annotations
 
@@ -24,15 +24,36 @@ def run(args: argparse.Namespace) -> int:
     gc.freeze()  # what was imported stays; what the comparison leaves behind is collected
     gc.enable()
     try:
-        with redirect_stdout(sys.stderr):  # what the model's own code prints
-            made = _made(args)
+        return _with_lock(args) if args.save is not None or args.against is not None else _compare(args)
     except PlanError as error:
-        plans = (args.old, args.new)
+        plans = tuple(plan for plan in (args.old, args.new) if plan is not None)
         return finish(Report(error.diagnostics, sources=sources_of(error), plans=plans, model=args.model), args)
     except ValueError as error:
         raise UsageError(str(error)) from None
     finally:
         progress("")
+
+
+def _with_lock(args: argparse.Namespace) -> int:
+    from .locks import check, save
+
+    if args.save is not None and args.against is not None:
+        raise UsageError("--save writes a lock and --against compares with one: give one of them")
+    if args.seq_len is not None or args.device is not None or args.markdown:
+        raise UsageError("--seq-len, --device and --markdown are for two plans")
+    if args.save is not None and (args.new is None or args.model is not None):
+        raise UsageError("write diff MODEL PLAN --save LOCK")
+    if args.against is not None and args.new is not None:
+        raise UsageError("--against has the model and the plan from the lock: write diff --against LOCK")
+    return save(args) if args.save is not None else check(args)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    if args.new is None:
+        raise UsageError("give OLD and NEW, MODEL PLAN --save LOCK, or --against LOCK")
+    with redirect_stdout(sys.stderr):  # what the model's own code prints
+        made = _made(args)
+    progress("")
     if args.json:
         put(json_text(to_json(made)))
         return FINDINGS if made.differs else CLEAN

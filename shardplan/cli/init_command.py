@@ -48,6 +48,6 @@ def run(args: argparse.Namespace) -> int:
         line = schema_line(Path(args.output))
         write_file(args.output, line + made.text)
         if not line:
-            say("`shardplan schema --install` gives editors the plan's schema")
+            say("`shardplan editor schema --install` gives editors the plan's schema")
         say(f"{args.output}: proven at tp={tp}")
     return CLEAN

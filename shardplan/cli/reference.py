@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
-from .arguments import COMMANDS, build_parser
+from .arguments import COMMANDS, EDITOR, Table, build_parser, commands_of
 
 EXIT_CODES = """\
 ## Exit codes
@@ -25,15 +26,18 @@ a terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on. Tables are folded to 
 def cli_document() -> str:
     """The reference of the command line as Markdown."""
     parser = build_parser()
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    parts = ["# Command line", parser.description or "", _table(parser)]
-    parts += [_command(name, commands.choices[name]) for name in COMMANDS]
+    parts = ["# Command line", parser.description or "", _table(parser), *_commands("shardplan", parser, COMMANDS)]
     return "\n\n".join([*parts, EXIT_CODES])
 
 
-def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    summary, example, _ = COMMANDS[name]
-    return "\n\n".join([f"## shardplan {name}", summary, _table(parser), f"```console\n$ {example}\n```"])
+def _commands(above: str, parser: argparse.ArgumentParser, table: Table) -> Iterator[str]:
+    for name, command in commands_of(parser).items():
+        yield _command(f"{above} {name}", command, *table[name][:2])
+        yield from _commands(f"{above} {name}", command, EDITOR)
+
+
+def _command(name: str, parser: argparse.ArgumentParser, summary: str, example: str) -> str:
+    return "\n\n".join([f"## {name}", summary, _table(parser), f"```console\n$ {example}\n```"])
 
 
 def _table(parser: argparse.ArgumentParser) -> str:

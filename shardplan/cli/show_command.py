@@ -12,13 +12,19 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
-from .exits import CLEAN
+from .exits import CLEAN, UsageError
 from .mesh_arguments import mesh_of
 from .output import columns, finish, put, say, show, warn
 from .validate_command import report_of
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        from .show_page import write_page
+
+        return write_page(args)
+    if args.seq_len is not None or args.device is not None or not args.proof:
+        raise UsageError("--seq-len, --device and --no-proof are for --html FILE")
     args.sequence_parallel = bool(args.sequence_parallel)  # one variant is shown, so one is checked
     findings = report_of(args, layouts=False)  # compiling checks those
     if not findings.ok:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Container, Iterator, Sequence
 
 from shardplan.core.mesh import Axis, canonical_axis
 from shardplan.core.suggest import closest
 
-from .argument_parts import Parser
 from .mesh_arguments import axis_option
 
 NUMBER = re.compile(r"-\.?\d")
 
 
-def unknown_option(name: str, parser: Parser, words: Sequence[str]) -> str | None:
+def unknown_option(name: str, parser: ArgumentParser, words: Sequence[str]) -> str | None:
     """What is wrong with the first option among a command's words that it does not have; None where it has all."""
     options = parser._option_string_actions
     if "-h" in words or "--help" in words:
@@ -22,7 +22,7 @@ def unknown_option(name: str, parser: Parser, words: Sequence[str]) -> str | Non
     return next((_about(word, name, list(options)) for word in _options(words) if not _is_known(word, options)), None)
 
 
-def unexpected_words(name: str, parser: Parser, words: Sequence[str]) -> str:
+def unexpected_words(name: str, parser: ArgumentParser, words: Sequence[str]) -> str:
     """What is said of words that are left over."""
     word = words[0]
     key, equals, _ = word.partition("=")
@@ -67,7 +67,7 @@ def _axis_of(word: str) -> Axis | None:
     return canonical_axis(key) or canonical_axis(key.removesuffix("_size").removesuffix("_degree"))
 
 
-def _usage(parser: Parser) -> str:
+def _usage(parser: ArgumentParser) -> str:
     shown = {"?": "[{}]", "+": "{} ..."}
     positional = (a for a in parser._actions if not a.option_strings)
     return " ".join(shown.get(str(a.nargs), "{}").format(a.metavar or a.dest.upper()) for a in positional)

@@ -1,4 +1,4 @@
-"""The page of `shardplan report` in a real browser: readable on a desk and on a phone, no error, no request, nothing sticks out."""
+"""The page of `shardplan show --html` in a real browser: readable on a desk and on a phone, no error, no request, nothing sticks out."""
 
 import pytest
 
@@ -38,7 +38,7 @@ return [...document.querySelectorAll('svg text')].filter(text => {
 @pytest.mark.parametrize("name", WORDS)
 def test_the_page_is_readable(name, tmp_path):
     file = tmp_path / "report.html"
-    assert main(["report", *WORDS[name], "-o", str(file)]) == (name == "wrong")
+    assert main(["show", *WORDS[name], "--html", str(file)]) == (name == "wrong")
     with browser() as chrome:
         for size, place in ((DESK, "desk"), (PHONE, "phone")):
             look(chrome, file.as_uri(), size, PICTURES / f"report-{name}-{place}.png")

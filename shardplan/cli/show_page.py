@@ -1,4 +1,4 @@
-"""`shardplan report`: a plan for a model on a mesh as one HTML file."""
+"""`shardplan show --html`: a plan for a model on a mesh as one HTML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .mesh_arguments import mesh_of
 from .output import finish, progress, say, write_file
 
 
-def run(args: argparse.Namespace) -> int:
+def write_page(args: argparse.Namespace) -> int:
     if args.device is not None and args.seq_len is None:
         raise UsageError("--device is for an estimate: say --seq-len too")
     step = None
@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
     from shardplan.report.html_report import html_report
 
     shown = (made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow, made.pipeline)
-    write_file(args.output, html_report(*shown))
-    say(f"{args.output}: written; {count_text(made.report.diagnostics)}")
+    write_file(args.html, html_report(*shown))
+    say(f"{args.html}: written; {count_text(made.report.diagnostics)}")
     return CLEAN if made.report.ok else FINDINGS

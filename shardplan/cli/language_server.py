@@ -1,4 +1,4 @@
-"""`shardplan lsp`: a language server over standard input and output."""
+"""`shardplan editor lsp`: a language server over standard input and output."""
 
 from __future__ import annotations
 
