@@ -7,53 +7,54 @@ from typing import TYPE_CHECKING, Any
 
 from .core.version import __version__
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # each name under its own name again: so type checkers know that it is offered
     from .api import (
-        applied,
-        apply_plan,
-        check_lock,
-        compile_plan,
-        coverage,
-        diff_plans,
-        estimate,
-        fit,
-        fix_plan,
-        init_plan,
-        load_plan,
-        lock_plan,
-        plan_report,
-        validate,
-        verify,
+        applied as applied,
+        apply_plan as apply_plan,
+        check_lock as check_lock,
+        compile_plan as compile_plan,
+        coverage as coverage,
+        diff_plans as diff_plans,
+        estimate as estimate,
+        fit as fit,
+        fix_plan as fix_plan,
+        init_plan as init_plan,
+        load_plan as load_plan,
+        lock_plan as lock_plan,
+        plan_report as plan_report,
+        validate as validate,
+        verify as verify,
     )
-    from .compiler.user_inputs import Model
-    from .core.diagnostics import PlanError
-    from .core.estimates import TrainingStep
-    from .core.plan import Plan
-    from .core.plan_changes import PlanDiff
-    from .core.plan_lock import LockedQuestion
-    from .core.report import Report
-    from .runtime.apply import build_mesh, without_sequence_parallel
-    from .runtime.apply.micro_batches import micro_batches
-    from .runtime.pipeline import Pipeline, PipelineOptions
+    from .compiler.user_inputs import Model as Model
+    from .core.diagnostics import PlanError as PlanError
+    from .core.estimates import TrainingStep as TrainingStep
+    from .core.plan import Plan as Plan
+    from .core.plan_changes import PlanDiff as PlanDiff
+    from .core.plan_lock import LockedQuestion as LockedQuestion
+    from .core.report import Report as Report
+    from .runtime.apply import build_mesh as build_mesh, without_sequence_parallel as without_sequence_parallel
+    from .runtime.apply.micro_batches import micro_batches as micro_batches
+    from .runtime.pipeline import Pipeline as Pipeline, PipelineOptions as PipelineOptions
     from .runtime.training import (
-        causal_lm_loss,
-        clip_grad_norm_,
-        context_parallel,
-        count_expert_tokens,
-        pad_to_multiple,
-        unshard,
-        update_expert_bias,
+        causal_lm_loss as causal_lm_loss,
+        clip_grad_norm_ as clip_grad_norm_,
+        context_parallel as context_parallel,
+        count_expert_tokens as count_expert_tokens,
+        pad_to_multiple as pad_to_multiple,
+        unshard as unshard,
+        update_expert_bias as update_expert_bias,
     )
     from .weights import (
-        Loaded,
-        Progress,
-        full_parameters,
-        load_checkpoint,
-        load_training_state,
-        materialize,
-        save_checkpoint,
-        save_training_state,
+        Loaded as Loaded,
+        Progress as Progress,
+        full_parameters as full_parameters,
+        load_checkpoint as load_checkpoint,
+        load_training_state as load_training_state,
+        materialize as materialize,
+        save_checkpoint as save_checkpoint,
+        save_training_state as save_training_state,
     )
+
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
 # and linting a plan import neither torch nor pydantic.
