@@ -121,7 +121,7 @@ def core(wheels, tmp_path_factory) -> Path:
         (["verify", "llama", "llama", "--tp", "2"], 2, "pip install shardplan"),
         (["show", "llama", "llama", "--tp", "2"], 2, "pip install shardplan"),
         (["diff", "llama", "mine.yaml", "llama"], 2, "pip install shardplan"),
-        (["diff", "llama", "mine.yaml"], 2, "pip install shardplan"),
+        (["diff", "llama", "mine.yaml", "--save", "x.json"], 2, "pip install shardplan"),
         (["show", "llama", "mine.yaml", "--html", "x.html"], 2, "pip install shardplan"),
         (["list", "llama"], 2, "pip install shardplan"),
         (["validate", "llama", "mine.yaml", "--fix"], 2, "pip install shardplan"),
