@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardplan.proof.exact import in_precision_of
 from shardplan.proof.steps import reference_steps
+from shardplan.torchlib.modes import CheckedSizes
 
 
 class Lowering(nn.Module):
@@ -57,12 +59,15 @@ def by_grad(loss: Tensor, x: Tensor) -> Tensor | None:
     return torch.autograd.grad(loss, x)[0]
 
 
+@pytest.mark.parametrize("outside", [nullcontext, CheckedSizes])
 @pytest.mark.parametrize("backward", [by_method, by_function, by_grad])
-def test_what_a_checkpoint_computes_again_stays_in_float64(backward: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+def test_what_a_checkpoint_computes_again_stays_in_float64(
+    backward: Callable[[Tensor, Tensor], Tensor | None], outside: Callable[[], AbstractContextManager[object]]
+) -> None:
     model, gradients = Lowering("to").double(), []
     for again in (False, True):
         x = torch.linspace(0, 1, 16, dtype=torch.float64, requires_grad=True)
-        with in_precision_of(model):
+        with outside(), in_precision_of(model):
             output = checkpoint(model, x, use_reentrant=False) if again else model(x)
             gradients.append(backward(output.square().sum(), x))
     once, twice = gradients

@@ -40,7 +40,8 @@ def _of_backward(
 def _started_under(mode: TorchFunctionMode, function: Any) -> Callable[..., Any]:
     """A function of torch.autograd whose engine starts while the mode is active. Torch leaves a mode before it calls the function,
     and the engine keeps the modes of its start for all that it calls: hooks, backwards in Python, the second run of a checkpoint.
-    A copy of the function, since ranks that are threads share torch's own."""
+    A copy of the function, since ranks that are threads share torch's own; it knows itself by its name, as it hands itself to the
+    other modes that are active."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -49,6 +50,7 @@ def _started_under(mode: TorchFunctionMode, function: Any) -> Callable[..., Any]
     names = {**function.__globals__, "_engine_run_backward": run}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
+    names[function.__name__] = copied
     return copied
 
 
