@@ -155,11 +155,6 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     ),
     Attributes("accelerate", "Accelerator", ("_models", "_optimizers", "_schedulers"), "what `save_state` saves"),
     Attributes("argparse", "", ("_HelpAction", "_SubParsersAction"), "completion, and the page of commands"),
-    Attributes(
-        "argparse",
-        "ArgumentParser",
-        ("_actions", "_option_string_actions"),
-        "completion, the page of commands, near options",
-    ),
+    Attributes("argparse", "ArgumentParser", ("_actions", "_option_string_actions"), "completion, unknown options"),
     Attributes("sys", "", ("_getframe",), "the line of code that an operation is of"),
 )
