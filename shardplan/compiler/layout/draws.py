@@ -108,7 +108,7 @@ def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
         return Noise()
     model, lost = with_probabilities(bench, tree)
     with _Drawn(bench).of(copied(model)) as drawn, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         drawn.run(bench.inputs)
     dropouts = tuple(one for one in dict.fromkeys(drawn.drawings) if one.name in ELEMENTWISE | WHOLE_FEATURES)
     known = {(one.module, one.source) for one in dropouts}

@@ -200,7 +200,7 @@ def _acts(model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list
 
 def _seeded(seed: int) -> Redraw:
     def redraw(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return draw()
 
     return redraw
@@ -220,7 +220,7 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], draws: _Draws, seed: int =
     """The tensors that the model returns."""
     model, inputs = copied(model), copy.deepcopy(dict(inputs))
     with _other_generators(seed), torch.random.fork_rng(devices=[]), draws.following(model):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         with draws:
             output = model(**inputs)
     return [value.detach() for value in tensors_in(output)]

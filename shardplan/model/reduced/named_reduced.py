@@ -30,7 +30,7 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             model = reduced()
     except Exception as error:  # the user's own code
         raise refuse(NOT_REDUCED, f"`reduced` of {name} raised", notes=causes(error)) from error

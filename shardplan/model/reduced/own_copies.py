@@ -52,7 +52,7 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
         )
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             original = without_float8(_on_cpu(model, name))
         return maker_of(original, seed, dtype)
     except NotBound as error:
@@ -99,7 +99,7 @@ def checked(inputs: Inputs, name: str) -> Inputs:
     def call(seed: int) -> Mapping[str, Any]:
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
                 made = inputs(seed)
         except Exception as error:  # the user's own code
             raise refuse(NO_INPUTS, f"`inputs` of {name} raised", notes=causes(error)) from error

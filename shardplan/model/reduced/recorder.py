@@ -146,7 +146,7 @@ class Recorder(OperationRecorder):
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
             with torch.random.fork_rng(devices=[]), functions_of(self), self:
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 results = self.model(**inputs)
             self.note_kept()
             return results

@@ -164,5 +164,5 @@ def _construct(
 ) -> PreTrainedModel:
     """A model from a copy of the configuration; the random state outside is left as it was."""
     with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})
