@@ -31,8 +31,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
     ),
     "decays in buffers": (
         own.Hybrid,
-        {"{attn}": {"shares": [{"decay": {"dim": 0}}], "having": "gate"}, "attn.gate": "colwise"},
-        {"{attn}": {"shares": [{"decay": {"dim": 0}}], "having": "gate"}, "attn.o": "rowwise_seq"},
+        {"{attn}": {"shares": ["num_heads", {"decay": {"dim": 0}}], "having": "gate"}, "attn.gate": "colwise"},
+        {"{attn}": {"shares": ["num_heads", {"decay": {"dim": 0}}], "having": "gate"}, "attn.o": "rowwise_seq"},
     ),
     "logits of routers": (
         own.Balanced,

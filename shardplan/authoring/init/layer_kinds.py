@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from shardplan.core.tree import ModuleInfo, ModuleTree, element, full_name, parent
 
@@ -122,12 +123,14 @@ def _joined(rules: Rules, otherwise: Rules, tree: KindedTree) -> Rules | None:
             found[key] = options
         elif key not in found:
             own = {kind: rules.get(kind, otherwise.get(kind, whole)) for kind in named[key]}
-            alike = sorted(own.values(), key=lambda one: (-list(own.values()).count(one), len(one)))
+            alike = sorted(own.values(), key=lambda one: (-list(own.values()).count(one), len(one), len(_shares(one))))
             found[key] = alike[0]
             others = {kind: other for kind, other in own.items() if other != alike[0]}
             if plain(tree.kinds[next(iter(named[key].values()))]) != key and len({one["style"] for one in alike}) == 1:
                 both = (item for item in alike[0].items() if all(item in one.items() for one in alike))
-                found[key], others = dict(both), {}  # the layers tell how many heads they have
+                shares = [one for one in _shares(alike[0]) if all(one in _shares(other) for other in alike)]
+                found[key] = {**dict(both), **({"shares": shares} if shares else {})}
+                others = {}  # the layers tell how many heads they have
             for number, (kind, other) in enumerate(others.items()):
                 below = _alone(tree, named[key], kind, key)
                 if below is None:
@@ -135,6 +138,10 @@ def _joined(rules: Rules, otherwise: Rules, tree: KindedTree) -> Rules | None:
                 place = alternative(key) if len(others) == 1 else further(key, number)
                 found[place] = {**other, "having": below, "override": True}
     return dict(sorted(found.items(), key=lambda item: is_alternative(item[0])))
+
+
+def _shares(options: Options) -> Sequence[Any]:
+    return options.get("shares", ())
 
 
 def _alone(tree: KindedTree, parts: Mapping[str, str], kind: str, key: str) -> str | None:
