@@ -44,8 +44,9 @@ def test_a_mesh_is_sizes_by_axis_in_any_spelling() -> None:
     assert quick(small, {"tp": 2}).sizes == quick(small, {"tensor_parallel": 2}).sizes == MeshSizes(tp=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
         quick(small, tp=2)
+    assert quick(small, quick(small, {"tp": 2}).sizes).sizes == MeshSizes(tp=2)  # as results have it
     with pytest.raises(TypeError, match="mesh must be sizes by axis"):
-        quick(small, MeshSizes(tp=2))
+        quick(small, 2)
     with pytest.raises(TypeError, match="verify needs a tp size"):
         shardplan.verify(small, "llama")
     for wrong, text in (

@@ -249,7 +249,7 @@ def test_each_choice_has_a_script_that_trains(fitted, tmp_path):
 def programs_of(model, settings):
     step = TrainingStep(SEQ)
     named = Model(model, settings)
-    return Programs(named, "auto", {}, Question(model, "auto", False, step), {}, lambda text: None)
+    return Programs(named, "auto", Question(model, "auto", False, step), {}, lambda text: None, derive=True)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def test_an_example_of_a_page(
     Path("mine.yaml").write_text(example)
     file = CASES / "models" / model  # else a model type
     main(["validate", str(file) if file.exists() else model, *options, "--json"])
-    found = json.loads(capsys.readouterr().out)["findings"]
+    found = json.loads(capsys.readouterr().out)["diagnostics"]
     assert {finding["code"] for finding in found if finding["severity"] == "error"} == (
         {code} if word == "Wrong" else set()
     )

@@ -99,7 +99,7 @@ def gated_loss(model: nn.Module, seed: int) -> Tensor:
     return model(**gated_inputs(seed))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"clip": {}, "gated": {"inputs": gated_inputs}}
+INPUTS: dict[str, Callable[[int], dict[str, Any]] | None] = {"clip": None, "gated": gated_inputs}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
     "clip": (clip, clip_loss),
     "gated": (gated, gated_loss),
@@ -153,7 +153,7 @@ def trained(name: str, sizes: dict[str, int], folder: str) -> None:
 
     model = build()
     scalars = {n for n, p in model.named_parameters() if not p.ndim}
-    shardplan.apply_plan(model, mesh, plan, prove=False, **OPTIONS[name])
+    shardplan.apply_plan(shardplan.Model(model, inputs=INPUTS[name]), mesh, plan, prove=False)
     usual = next(p for n, p in model.named_parameters() if n not in scalars)
     for n in scalars:
         stored = model.get_parameter(n)
@@ -167,7 +167,7 @@ def trained(name: str, sizes: dict[str, int], folder: str) -> None:
     dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
     with torch.device("meta"):
         again = build()
-    shardplan.apply_plan(again, mesh, plan, prove=False, **OPTIONS[name])
+    shardplan.apply_plan(shardplan.Model(again, inputs=INPUTS[name]), mesh, plan, prove=False)
     if name == "clip":
         shardplan.materialize(again, "cpu")
     else:

@@ -11,7 +11,9 @@ from shardplan.core.mesh import MeshSizes, named_sizes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AnyMesh = Union[Mapping[str, int], "DeviceMesh"]
+AnyMesh = Union[
+    Mapping[str, int], MeshSizes, "DeviceMesh"
+]  # MeshSizes: as reports, estimates and rows of a fit have them
 
 
 def model_of(model: AnyModel) -> Model:
@@ -28,7 +30,10 @@ def sizes_of(mesh: AnyMesh | None) -> MeshSizes:
     """
     if mesh is None or isinstance(mesh, Mapping):
         return named_sizes(mesh or {})
-    if isinstance(mesh, MeshSizes | str | int):
+    if isinstance(mesh, MeshSizes):
+        mesh.check_world()
+        return mesh
+    if isinstance(mesh, str | int):
         raise TypeError(f'mesh must be sizes by axis, as {{"tp": 8}}, or a DeviceMesh, not {mesh!r}')
     from shardplan.runtime.apply.plan_mesh import read_mesh
 
