@@ -12,7 +12,7 @@ from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import Variants, bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, variant_name
+from shardplan.core.plan import NO_OVERLAYS, Overlays, variant_name
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
@@ -186,6 +186,18 @@ class _Run:
         first = next(iter(variants.resolved.values()))
         return len(stage_sizes(first, self.schedule, sizes.pp, None, self.micro_batches))
 
+    def proven_whole(
+        self, wanted: tuple[Overlays, ...], sizes: MeshSizes, cut: StagedPlan | None
+    ) -> tuple[Overlays, ...]:
+        """The variants of which the whole model is proven, not its stages alone."""
+        if sizes.pp == 1:
+            return wanted
+        if cut is None:
+            return ()
+        if replace(sizes, pp=1).splits_layers:
+            return wanted
+        return wanted[:1] if self.processes else ()  # nothing but stages: processes run them as they run a whole model
+
     def question(self, asked: Question, sizes: MeshSizes, cut: StagedPlan | None) -> Question:
         """What is proven of a plan, which is cut into stages or not."""
         asked = replace(asked, mesh=sizes, processes=self.processes)
@@ -276,10 +288,7 @@ def _proven(report: Report, variants: Variants, given: Given, asked: _Asked) -> 
     wanted, proof = tuple(variants.resolved), None
     if run is not None:
         question = run.question(question, sizes, cut)
-        whole_layers = not replace(sizes, pp=1).splits_layers  # then the stages are all that there is to prove
-        wanted = (
-            wanted if sizes.pp == 1 else () if cut is None else wanted[: int(run.processes)] if whole_layers else wanted
-        )
+        wanted = run.proven_whole(wanted, sizes, cut)
     elif asked.last != "proof" or reduced.tp == 1 or variants.any_error or not variants.layouts or not reduced.runs:
         wanted = ()
     if wanted:

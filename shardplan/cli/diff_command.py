@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from contextlib import redirect_stdout
 
@@ -17,12 +16,11 @@ from shardplan.report.errors import sources_of
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
-from .output import columns, finish, progress, put, show
+from .output import collect_garbage, columns, finish, progress, put, show
 
 
 def run(args: argparse.Namespace) -> int:
-    gc.freeze()  # what was imported stays; what the comparison leaves behind is collected
-    gc.enable()
+    collect_garbage()
     try:
         return _with_lock(args) if args.save is not None or args.against is not None else _compare(args)
     except PlanError as error:

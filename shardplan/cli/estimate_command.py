@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from contextlib import redirect_stdout
 
@@ -16,7 +15,7 @@ from shardplan.report import json_text, to_json, wants_color
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
 from .mesh_arguments import mesh_of
-from .output import columns, finish, progress, put, show
+from .output import collect_garbage, columns, finish, progress, put, show
 
 CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selective": {"mode": "selective"}}
 
@@ -24,8 +23,7 @@ CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selecti
 def run(args: argparse.Namespace) -> int:
     if not mesh_of(args):
         raise UsageError("give a mesh: --tp 8, or --mesh dp_shard=8,tp=8")
-    gc.freeze()  # what was imported stays; what the traces leave behind is collected
-    gc.enable()
+    collect_garbage()
     try:
         with redirect_stdout(sys.stderr):  # what the model's own code prints
             made = _made(args)

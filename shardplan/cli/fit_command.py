@@ -18,7 +18,7 @@ from shardplan.report import json_text, to_json, wants_color
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
 from .mesh_arguments import mesh_of
-from .output import Bar, finish, progress, put, say, show, write_file
+from .output import Bar, collect_garbage, finish, progress, put, say, show, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     def at_work(text: str) -> None:
         if not gc.isenabled() and "torch" in sys.modules:
-            gc.freeze()  # what was imported stays; what traces leave behind is collected
-            gc.enable()
+            collect_garbage()
         bar.progress(text)
 
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,14 +16,13 @@ from shardplan.report import text, wants_color
 from .argument_parts import model_of
 from .editor_settings import schema_line
 from .exits import CLEAN, UsageError
-from .output import finish, progress, put, say, show, write_file
+from .output import collect_garbage, finish, progress, put, say, show, write_file
 
 
 def run(args: argparse.Namespace) -> int:
     if args.output is not None and Path(args.output).exists() and not args.force:
         raise UsageError(f"{args.output} exists; --force overwrites it")
-    gc.freeze()  # what was imported stays; what the trials leave behind is collected
-    gc.enable()
+    collect_garbage()
     tp = args.tp or 2
     try:
         with redirect_stdout(sys.stderr):

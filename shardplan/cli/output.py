@@ -1,8 +1,9 @@
-"""What commands print, and the exit code that follows from it."""
+"""What commands print, and the exit code that follows from it; what they do alike beside their work."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from shutil import get_terminal_size
@@ -35,6 +36,12 @@ def finish(report: Report, args: argparse.Namespace) -> int:
     else:
         show(report_text(report, color=wants_color(sys.stdout), verbose=getattr(args, "verbose", False)))
     return CLEAN if report.ok else FINDINGS
+
+
+def collect_garbage() -> None:
+    """Before work that leaves much behind: from here on it is collected, which `main.console` puts off; what was imported stays."""
+    gc.freeze()
+    gc.enable()
 
 
 def warn(report: Report) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from contextlib import redirect_stdout
 
@@ -15,15 +14,14 @@ from shardplan.report.errors import sources_of
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
-from .output import finish, progress, say, write_file
+from .output import collect_garbage, finish, progress, say, write_file
 
 
 def write_page(args: argparse.Namespace) -> int:
     if args.device is not None and args.seq_len is None:
         raise UsageError("--device is for an estimate: say --seq-len too")
     step = None
-    gc.freeze()  # what was imported stays; what the runs leave behind is collected
-    gc.enable()
+    collect_garbage()
     try:
         if args.seq_len is not None:
             from shardplan.core.estimates import TrainingStep

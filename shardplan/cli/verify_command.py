@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 
 from shardplan import api
 from shardplan.report import wants_color
 
 from .exits import UsageError
-from .output import columns, finish, show
+from .output import collect_garbage, columns, finish, show
 from .validate_command import report_of
 
 
 def run(args: argparse.Namespace) -> int:
     if args.tp is None and (args.pp or 1) == 1:
         raise UsageError("give the size to prove: --tp, --pp or both")
-    gc.freeze()  # what was imported stays; what the proof leaves behind is collected
-    gc.enable()
+    collect_garbage()
     try:
         report = report_of(
             args, api.verify, processes=args.processes, schedule=args.schedule, micro_batches=args.micro_batches

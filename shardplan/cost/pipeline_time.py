@@ -70,10 +70,8 @@ def fullest(schedule: Schedule, pp: int, micro_batches: int, rank: int, stages: 
         return [times * size + min(size, max(0, left - i * size)) for i in range(count)]
 
     def at(backwards: int) -> Moment:
-        forward, backward = (
-            ran(min(first + backwards, total)),
-            ran(backwards)[::-1],
-        )  # the last stage is first to go back
+        forward = ran(min(first + backwards, total))
+        backward = ran(backwards)[::-1]  # the last stage is first to go back
         there = {stage: f - b for stage, f, b in zip(own, forward, backward, strict=True) if f > b}
         return Moment(there, frozenset(stage for stage, b in zip(own, backward, strict=True) if b))
 

@@ -12,7 +12,6 @@ from .table import table
 from .width import printable
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-BOUNDS = "Bounds, not promises: a step takes this long at least, with everything at its full speed and overlapped."
 
 
 def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) -> str:
