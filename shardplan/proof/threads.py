@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardplan.torchlib.fakes import keep_device_guard
 from shardplan.torchlib.private import private
+from shardplan.torchlib.rank_group import BACKEND, RankGroup
 
 T = TypeVar("T")
 OFTEN = 0.1  # seconds between two looks at whether ranks wait for one that has ended
@@ -39,7 +40,7 @@ def rank_threads(ranks: int) -> Iterator[OnRanks]:
 
     What is given calls a function of the rank on every rank, and returns what each returned; the default process group is
     there while it runs. It raises:
-        RuntimeError: a rank has ended, and others wait for it in a collective.
+        RuntimeError: all ranks that have not ended wait for others; what a rank sent is not received.
         Exception: what the first rank that raised did.
     """
     calls: list[Calls] = [SimpleQueue() for _ in range(ranks)]
@@ -74,10 +75,10 @@ def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls) -> None:
             function, result = call
             try:
                 if not dist.is_initialized():
-                    dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+                    dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=store)
                 result.set_result(function(rank))
             except BaseException as error:  # of a rank that waited for one that raised: SystemExit
-                private("ThreadedGroup").exception_handle(error)
+                RankGroup.exception_handle(error)
                 result.set_exception(error)
             del call, function, result  # with the models of the call
     finally:
@@ -92,12 +93,14 @@ def _on_all(calls: Sequence[Calls], function: Callable[[int], T]) -> list[T]:
     try:
         _wait_for(results)
     except BaseException as error:
-        private("ThreadedGroup").exception_handle(error)
+        RankGroup.exception_handle(error)
         wait(results)
         raise
     errors = [raised for result in results if (raised := result.exception()) is not None]
     for raised in sorted(errors, key=lambda raised: isinstance(raised, SystemExit)):
         raise raised
+    if (lost := RankGroup.unreceived()) is not None:
+        raise RuntimeError(lost)
     return [result.result() for result in results]
 
 
@@ -118,7 +121,7 @@ def _threaded_groups() -> Iterator[None]:
             ):  # init_process_group has one that begins lines with "[rank0]:"
                 yield
         finally:
-            private("ThreadedGroup").reset()
+            RankGroup.reset()
             isolate(False)
             private("uninstall_threaded_groups")()
 
@@ -127,13 +130,15 @@ def _wait_for(results: Sequence[Future[Any]]) -> None:
     """Until all are there.
 
     Raises:
-        RuntimeError: some are, without an error, and all other ranks wait in a collective, which then never comes about.
+        RuntimeError: all ranks that are left wait for others, in collectives or for what these should send, which then never comes about.
     """
-    group = private("ThreadedGroup")
+    before: frozenset[object] = frozenset()
     while left := wait(results, OFTEN).not_done:
-        waiting: list[Any] = list(group._cur_coll_on_pgs.values())
-        stuck = any(one._count == len(left) < one._world_size for one in waiting)
+        now, count = RankGroup.waiting()
         ended = [rank for rank, result in enumerate(results) if result not in left]
-        if stuck and ended and all(results[rank].exception() is None for rank in ended):
+        alive = all(results[rank].exception() is None for rank in ended)  # else the others are told to end
+        if alive and count == len(left) and now == before:
             names = ", ".join(f"rank {rank}" for rank in ended)
-            raise RuntimeError(f"{names} ended, but the other ranks wait in a collective")
+            who = f"{names} ended, but the other ranks" if ended else "all ranks"
+            raise RuntimeError(f"{who} wait in a collective, or for what another rank should send")
+        before = now

@@ -123,7 +123,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     Attributes(
         "torch.testing._internal.distributed.multi_threaded_pg",
         "ProcessLocalGroup",
-        ("_cur_coll_on_pgs",),
+        ("_coll_lock", "_cur_coll_on_pgs", "_terminate"),
         "ranks as threads of which one has ended",
     ),
     Attributes(
