@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-Verdict = Literal["right", "wrong", "refused", "unproven"]
+import shardplan
+
+Verdict = Literal["right", "wrong", "refused", "unproven", "raises"]
 
 
 def tensors(value: Any) -> list[tuple[str, Tensor]]:
@@ -53,16 +56,24 @@ class Adversary:
         inputs: a seed -> keyword arguments of the model's `forward`; also what `validate` is given.
         plan: a plan document, or the name of a built-in plan.
         verdict: what `validate` must say. "right": no error. "wrong": an error. "refused": an error by design, whatever
-            the numbers are. "unproven": an error as long as nobody says `allow_unproven`.
+            the numbers are. "unproven": an error as long as nobody says `allow_unproven`. "raises": no error, but what is done
+            after it is: applying or a step raises our own error, or everything is right.
         why: what is right or wrong in it, in a sentence.
         codes: one of these is among the errors. For a right plan: it may be refused by these, and by no other.
         loss: what is run backward, from the output.
-        tp, sequence_parallel: how it is applied.
+        mesh: the sizes of its axes, as `build_mesh` has them.
+        sequence_parallel: how it is applied.
+        validated: makes the model that `validate` is given, where it is not the one that the plan is applied to afterwards in
+            the same process.
+        after: done to the model after the plan was applied to it; to each stage of a pipeline.
+        auxiliary: the part of the loss that is no mean over tokens, from the output: of a pipeline, the mean over micro-batches.
+        stage_loss: (logits, labels) -> the sum over tokens: the loss of a pipeline in place of the model's own.
+        schedule: of a pipeline.
         seeds: of the batches, one a step.
         before: done to the model before each step, with the step's number.
         optimizer: makes it from the trained parameters.
         max_norm: clip gradients to this norm before each step.
-        micro_batches: the gradients of that many batches are added up in each step.
+        micro_batches: the gradients of that many batches are added up in each step; of a pipeline, the parts of its batch.
         rounding: what two correct runs may differ by, of the largest value, where the model itself computes in another
             dtype than float32 or float64.
         exact: judged in float64 alone, to 1e-9: what is wrong in it is smaller than float32's roundings.
@@ -79,8 +90,13 @@ class Adversary:
     why: str
     codes: tuple[str, ...] = ()
     loss: Callable[[Any], Tensor] = squares
-    tp: int = 2
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"tp": 2})
     sequence_parallel: bool = False
+    validated: Callable[[], nn.Module] | None = None
+    after: Callable[[nn.Module], None] | None = None
+    auxiliary: Callable[[Any], Tensor] | None = None
+    stage_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    schedule: str = "1f1b"
     seeds: tuple[int, ...] = (0, 1, 2)
     before: Callable[[nn.Module, int], None] | None = None
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd
@@ -92,10 +108,32 @@ class Adversary:
     stirred: bool = True
     own_inputs: bool = False
 
-    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The model in training mode, the same at each call; in float64 if that is asked for."""
+    @property
+    def ranks(self) -> int:
+        """`ep` is a view of the other axes."""
+        return prod(size for axis, size in self.mesh.items() if axis != "ep")
+
+    @property
+    def staged(self) -> bool:
+        return self.mesh.get("pp", 1) > 1
+
+    @property
+    def applying(self) -> dict[str, Any]:
+        """Keyword arguments of `apply_plan`."""
+        given: dict[str, Any] = {"sequence_parallel": self.sequence_parallel}
+        if self.staged:
+            count = max(self.micro_batches, self.mesh["pp"])
+            given["pipeline"] = shardplan.PipelineOptions(self.schedule, count, loss_fn=self.stage_loss)
+        return given
+
+    def model(self, dtype: torch.dtype = torch.float32, *, validated: bool = False) -> nn.Module:
+        """The model in training mode, the same at each call; in float64 if that is asked for.
+
+        Args:
+            validated: the one that `validate` is given.
+        """
         torch.manual_seed(0)
-        model = self.build().train()
+        model = (self.build if self.validated is None or not validated else self.validated)().train()
         if self.stirred:
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():

@@ -9,11 +9,14 @@ from shardplan import load_plan
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.user_inputs import Model, find_model, read_plan
-from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts
-from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, overlays_of
+from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, prove_stages
+from shardplan.core.plan import overlays_of, without_sequence
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.pipeline import Pipeline
+from shardplan.runtime.pipeline.apply_stages import apply_stages
+from shardplan.runtime.pipeline.layout_of_stages import lay_out
+from shardplan.runtime.pipeline.pipeline_options import read_pipeline
 
 from .adversary import Adversary
 
@@ -22,7 +25,7 @@ class NotAppliedError(Exception):
     """The plan cannot be applied at all: it does not bind to the model, or not at this size."""
 
 
-def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn.Module | Pipeline:
     """What `apply_plan` does, whatever the layout check finds.
 
     Raises:
@@ -33,11 +36,21 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     plan = load_plan(adversary.plan) if adversary.plan not in ("auto", "hf") else adversary.plan
     given = read_plan(plan, found)
     read, about = given.plan, given.findings
-    on = overlays_of(adversary.sequence_parallel)
-    variants = check_variants(bind_variants(read, found.tree, MeshSizes(tp=adversary.tp), {NO_OVERLAYS, on}))
+    meshed = read_mesh(mesh)
+    sizes = meshed.sizes
+    on = overlays_of(adversary.sequence_parallel and (sizes.tp or 1) > 1, sizes)
+    variants = check_variants(bind_variants(read, found.tree, sizes, {without_sequence(on), on}))
     errors = [d for d in (*about, *variants.findings[on]) if d.is_error]
     if errors:
         raise NotAppliedError(" ".join(f"{d.code} {d.message}" for d in errors))
-    layouts = prove_layouts(variants, read, ModelLayouts(found, adversary.tp), allow_unproven=True)
-    program = program_of(layouts, on)
-    return apply_program(model, read_mesh(mesh), program, src_data_rank=0)
+    reduced = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp)
+    variants = prove_layouts(variants, read, reduced, allow_unproven=True)
+    if adversary.staged:
+        variants, staged = prove_stages(variants, read, reduced, allow_unproven=True, anyway=True)
+        if staged is None or not staged.ok:
+            raise NotAppliedError("the model has no stages")
+    program, stages = program_of(variants, on), read_pipeline(adversary.applying.get("pipeline"), meshed)
+    if stages is None:
+        return apply_program(model, meshed, program, src_data_rank=0)
+    layout = lay_out(meshed, program.resolved, stages.record, stages.stages_per_rank, stages.micro_batches)
+    return apply_stages(model, layout, program, stages.micro_batches, stages.loss_fn, compare=True, src_data_rank=0)

@@ -12,6 +12,7 @@ from . import (
     hooks,
     inputs,
     live,
+    meshes,
     noise,
     outputs,
     sequence,
@@ -37,6 +38,7 @@ PARTS = (
     sequence,
     inputs,
     live,
+    meshes,
 )
 CASES: tuple[Adversary, ...] = tuple(case for part in PARTS for case in part.CASES)
 assert len({case.name for case in CASES}) == len(CASES)

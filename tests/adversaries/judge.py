@@ -7,27 +7,32 @@ applied by the compiler itself (`tests/adversaries/anyway.py`).
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardplan
 from tests.processes import RanksFailed, on_ranks
 
-from .adversary import Adversary, tensors
+from .adversary import Adversary
 from .anyway import NotAppliedError, apply_anyway
+from .runs import Sharded, Unsharded, data_rank_of, parameters, parts_of, whole
 
-Truth = Literal["right", "wrong", "crashed", "not applied"]
+Truth = Literal["right", "wrong", "raised", "crashed", "not applied"]
 FLOAT32, FLOAT64, EXACT = (
     1e-5,
     1e-6,
     1e-9,
 )  # the largest difference of two equal tensors, of the largest reference value
 NOTHING = 1e-12  # of the largest gradient: a gradient below it everywhere says nothing
+OURS = ("RuntimeError", "ValueError", "TypeError", "PlanError")  # what shardplan says with
+PACKAGE = Path(shardplan.__file__).parent
+CAUSED = "The above exception was the direct cause of the following exception"
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Judgement:
     """What the reference says.
 
     Args:
-        truth: "right"; "wrong"; "crashed": a rank raised; "not applied": the plan does not bind to the model.
+        truth: "right"; "wrong"; "raised": shardplan itself said that something is wrong; "crashed": a rank raised anything else;
+            "not applied": the plan does not bind to the model.
         worst: the tensor that differs most, or the exception.
         error: by how much, of its largest reference value.
     """
@@ -65,96 +71,71 @@ def judge(adversary: Adversary, *, anyway: bool) -> Judgement:
 
 def _judge(adversary: Adversary, dtype: torch.dtype, tolerance: float, anyway: bool) -> Judgement:
     try:
-        found = on_ranks(adversary.tp, errors, adversary, dtype, anyway, seconds=100.0)
+        found = on_ranks(adversary.ranks, errors, adversary, dtype, anyway, seconds=100.0)
     except RanksFailed as failed:
-        lines = [text.strip().splitlines() for text in failed.errors.values()]
-        worst = next((said[-1] for said in lines if said and "no answer" not in said[-1]), "no answer in time")
-        kind = "not applied" if NotAppliedError.__name__ in worst else "crashed"
-        return Judgement(kind, worst.rpartition(f"{NotAppliedError.__name__}: ")[2][:200])
-    worst, error = max((pair for rank in found for pair in rank.items()), key=lambda pair: pair[1])
+        said = [text for text in failed.errors.values() if text.strip() and "no answer" not in text]
+        worst = said[0].strip().splitlines()[-1] if said else "no answer in time"
+        if NotAppliedError.__name__ in worst:
+            return Judgement("not applied", worst.rpartition(f"{NotAppliedError.__name__}: ")[2][:200])
+        return Judgement("raised" if any(map(said_by_us, said)) else "crashed", worst[:200])
+    missing = frozenset.intersection(*(absent for _, absent in found))
+    if missing:
+        return Judgement("wrong", f"on no rank: {min(missing)}", float("inf"))
+    worst, error = max((pair for rank, _ in found for pair in rank.items()), key=lambda pair: pair[1])
     return Judgement("right" if error <= tolerance else "wrong", worst, error)
 
 
-def errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> dict[str, float]:
-    """Of this rank: the error of every output, loss, gradient, buffer and parameter, the largest of all steps."""
-    mesh = init_device_mesh("cpu", (adversary.tp,), mesh_dim_names=("tp",))
-    reference, model = adversary.model(dtype), adversary.model(dtype)
+def said_by_us(text: str) -> bool:
+    """Whether the first error of a traceback was raised in the package, and is none of its own bugs."""
+    first = text.partition(CAUSED)[0]
+    frames = re.findall(r'^  File "([^"]+)"(?:.*\n(?: .*\n)*)([\w.]+)', first, re.MULTILINE)
+    return bool(frames) and f"{PACKAGE}/" in frames[-1][0] and frames[-1][1].rpartition(".")[2] in OURS
+
+
+def errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dict[str, float], frozenset[str]]:
+    """Of this rank: the error of every output, loss, gradient, buffer and parameter, the largest of all steps; and the names of
+    the parameters and buffers that it does not have."""
+    mesh = shardplan.build_mesh(**{"tp": 1, "dp_shard": 1, **adversary.mesh})
+    own, shares = data_rank_of(mesh)
+    copies = [adversary.model(dtype) for _ in range(shares)]
+    model = adversary.model(dtype)
     sharded = _applied(adversary, model, mesh, anyway)
-    orders = {name: _order(p.detach(), whole(dict(_parameters(sharded))[name])) for name, p in _parameters(reference)}
-    runs = [_Run(adversary, reference, dtype, False, {}), _Run(adversary, sharded, dtype, True, orders)]
+    there = {name: value for part in parts_of(sharded) for name, value in parameters(part)}
+    held = there.keys() | {n for part in parts_of(sharded) for n, _ in part.named_buffers(remove_duplicate=False)}
+    orders = {n: _order(p.detach(), whole(there[n])) for n, p in parameters(copies[own]) if n in there}
+    if adversary.after is not None:
+        for one in (*copies, *parts_of(sharded)):
+            adversary.after(one)
+    runs = [Unsharded(adversary, copies, own, dtype), Sharded(adversary, sharded, own, dtype, orders)]
     result: dict[str, float] = {}
+    absent: set[str] = set()
     for step in range(len(adversary.seeds)):
         expected, seen = (run.step(step) for run in runs)
         floor = NOTHING * max((_size(v) for k, v in expected.items() if k.startswith("gradient ")), default=0.0)
         for name in expected.keys() | seen.keys():
+            kind, _, module = name.partition(" ")
+            if kind in ("gradient", "parameter", "buffer") and module not in held:
+                absent.add(module)
+                continue
             error = _error(seen.get(name), expected.get(name), floor)
             result[name] = max(error, result.get(name, 0.0))
-    return result
+    return result, frozenset(absent)
 
 
-def _applied(adversary: Adversary, model: nn.Module, mesh: DeviceMesh, anyway: bool) -> nn.Module:
-    if anyway:
+def _applied(adversary: Adversary, model: nn.Module, mesh: DeviceMesh, anyway: bool) -> nn.Module | shardplan.Pipeline:
+    options = adversary.applying
+    if adversary.validated is not None:
+        other = shardplan.Model(adversary.model(validated=True), inputs=adversary.given_inputs)
+        shardplan.validate(
+            other, adversary.plan, {"tp": 1, **adversary.mesh}, sequence_parallel=adversary.sequence_parallel
+        )
+    given = shardplan.Model(model, inputs=adversary.given_inputs)
+    try:
+        return shardplan.apply_plan(given, mesh, adversary.plan, **options, prove=adversary.validated is not None)
+    except shardplan.PlanError:
+        if not anyway:
+            raise
         return apply_anyway(adversary, model, mesh)
-    return shardplan.apply_plan(
-        shardplan.Model(model, inputs=adversary.given_inputs),
-        mesh,
-        adversary.plan,
-        sequence_parallel=adversary.sequence_parallel,
-        prove=False,
-    )
-
-
-@dataclass
-class _Run:
-    """One of the two runs."""
-
-    adversary: Adversary
-    model: nn.Module
-    dtype: torch.dtype
-    sharded: bool
-    orders: dict[str, tuple[int, Tensor] | None]
-
-    def __post_init__(self) -> None:
-        self.optimizer = self.adversary.optimizer([p for p in self.model.parameters() if p.requires_grad])
-
-    def step(self, number: int) -> dict[str, Tensor]:
-        """Forward, backward and a step of the optimizer; everything that can be compared, by kind and name."""
-        adversary, seen = self.adversary, {}
-        if adversary.before is not None:
-            adversary.before(self.model, number)
-        self.optimizer.zero_grad()
-        for micro in range(adversary.micro_batches):
-            torch.manual_seed(number + 1000)
-            output = self.model(**adversary.batch(adversary.seeds[number] + 100 * micro, self.dtype))
-            loss = adversary.loss(output) / adversary.micro_batches
-            loss.backward()
-            values = {f"output{place}": value for place, value in tensors(output) if value.is_floating_point()}
-            seen |= {f"{name} of {micro}": whole(value) for name, value in {**values, "loss": loss}.items()}
-        if adversary.max_norm is not None:
-            clip = shardplan.clip_grad_norm_ if self.sharded else nn.utils.clip_grad_norm_
-            norm = clip([p for p in self.model.parameters() if p.requires_grad], adversary.max_norm)
-            seen["norm"] = whole(norm) if isinstance(norm, Tensor) else torch.tensor(norm)
-        for name, parameter in _parameters(self.model):
-            if parameter.grad is not None:
-                seen[f"gradient {name}"] = self._own_order(name, whole(parameter.grad))
-        self.optimizer.step()
-        seen |= {f"parameter {n}": self._own_order(n, whole(p)) for n, p in _parameters(self.model)}
-        seen |= {f"buffer {n}": whole(b) for n, b in self.model.named_buffers(remove_duplicate=False)}
-        return {name: value.detach().clone() for name, value in seen.items()}
-
-    def _own_order(self, name: str, value: Tensor) -> Tensor:
-        order = self.orders.get(name)
-        return value if order is None else value.index_select(*order)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A DTensor as the whole tensor; a plain one as it is."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """With every name of those that have several."""
-    return list(model.named_parameters(remove_duplicate=False))
 
 
 def _order(before: Tensor, after: Tensor) -> tuple[int, Tensor] | None:

@@ -36,9 +36,9 @@ def validate(adversary: Adversary, *, allow_unproven: bool = False) -> Said:
     start = time.process_time()
     try:
         report = shardplan.validate(
-            shardplan.Model(adversary.model(), inputs=adversary.given_inputs),
+            shardplan.Model(adversary.model(validated=True), inputs=adversary.given_inputs),
             adversary.plan,
-            {"tp": adversary.tp},
+            {"tp": 1, **adversary.mesh},
             sequence_parallel=adversary.sequence_parallel,
             allow_unproven=allow_unproven,
         )
@@ -53,7 +53,7 @@ def as_expected(adversary: Adversary, said: Said) -> bool:
     """Whether `validate` says what it must."""
     if "RAISED" in said.codes:
         return False
-    if adversary.verdict == "right":
+    if adversary.verdict in ("right", "raises"):
         return said.passed or (bool(adversary.codes) and set(said.codes) <= set(adversary.codes))
     expected = adversary.codes or (UNPROVEN if adversary.verdict == "unproven" else said.codes)
     return not said.passed and bool(set(said.codes) & set(expected))
