@@ -13,8 +13,20 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardplan.core.schedules import Schedule
 
-from .hand_over import Handed, Handing
+from .hand_over import Ahead, Handed, Handing
 from .micro_batch_inputs import Inputs
+
+
+class _Stage(PipelineStage):
+    """A stage of which the first micro-batch may have run. Schedules run the forwards of a stage in their order."""
+
+    ahead: Ahead | None = None
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        if self.ahead is None:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+        ahead, self.ahead = self.ahead, None
+        return ahead.taken(args)
 
 
 class Engine:
@@ -38,8 +50,8 @@ class Engine:
     ):
         self.micro_batches, self.has_last = micro_batches, stages - 1 in parts
         loss = Handed((), torch.float32, True)
-        made = [
-            PipelineStage(
+        self.made = {
+            stage: _Stage(
                 part,
                 stage,
                 stages,
@@ -49,7 +61,8 @@ class Engine:
                 group=group,
             )
             for stage, part in parts.items()
-        ]
+        }
+        made = [*self.made.values()]
         cls: Any = get_schedule_class(schedule.torch_class)
         self.schedule = cls(
             made if schedule.multiple else made[0],
@@ -58,8 +71,14 @@ class Engine:
             scale_grads=False,
         )
 
-    def run(self, inputs: Inputs) -> list[Tensor]:
-        """Forward and backward of all micro-batches. Returns the losses where the last stage is."""
+    def run(self, inputs: Inputs, ahead: Mapping[int, Ahead]) -> list[Tensor]:
+        """Forward and backward of all micro-batches. Returns the losses where the last stage is.
+
+        Args:
+            ahead: stage -> what the first micro-batch gave, where it has run.
+        """
+        for stage, one in self.made.items():
+            one.ahead = ahead.get(stage)
         losses: list[Tensor] = []
         # torch asks for a target of each micro-batch wherever the last stage is.
         target = torch.zeros(self.micro_batches) if self.has_last else None

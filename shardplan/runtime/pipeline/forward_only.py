@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .hand_over import Handing
+from .hand_over import Ahead, Handing, Sent, sending
 from .micro_batch_inputs import Inputs
-
-Sent = tuple[Tensor, ...]
 
 
 def forward_only(
@@ -21,6 +19,7 @@ def forward_only(
     inputs: Inputs,
     micro_batches: int,
     handing: Handing,
+    ahead: Mapping[int, Ahead],
     group: ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
@@ -29,30 +28,25 @@ def forward_only(
     Args:
         parts: the stages of this rank, by number.
         owners: stage -> its rank on the pp axis.
+        ahead: stage -> what the first micro-batch gave, where it has run.
     """
     batches = inputs.split(micro_batches)
     waiting: list[dist.Work] = []
     losses: list[Tensor] = []
     kept: list[Tensor] = []  # until it is sent
     for stage, part in parts.items():
-        for batch in batches:
+        for i, batch in enumerate(batches):
             received: Sent = ()
             if stage:
                 received = tuple(torch.empty(one.shape, dtype=one.dtype, device=device) for one in handing[stage - 1])
                 for x in received:
                     dist.recv(x, group=group, group_src=owners[stage - 1])
-            sent = part(*received, **batch)
+            sent = ahead[stage].taken(received) if i == 0 and stage in ahead else part(*received, **batch)
             if stage + 1 not in owners:
                 losses.append(sent)
             else:
                 kept += sent
-                waiting += [_sending(x, group, owners[stage + 1]) for x in sent]
+                waiting += [sending(x, group, owners[stage + 1]) for x in sent]
     for work in waiting:
         work.wait()
     return losses
-
-
-def _sending(x: Tensor, group: ProcessGroup, peer: int) -> dist.Work:
-    work = dist.isend(x, group=group, group_dst=peer)
-    assert work is not None  # this rank is in the group
-    return work

@@ -1,15 +1,17 @@
 """The shapes of what stages hand on. They follow from the shapes of a step's arguments, which all ranks have.
 
-New shapes are measured: each stage runs a micro-batch in turn, and the others learn what it sends. Where two measured steps
-differ in the sequence length alone, those of any other length follow.
+In a step with new shapes the first micro-batch runs ahead of the schedule, through a stage after the other, and all ranks learn what is
+sent. The schedule takes what it gave: no forward runs that the unsharded model would not run, so nothing counts it. Where two
+measured steps differ in the sequence length alone, those of any other length follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shardplan.torchlib.modes import uncompiled
-
 from .micro_batch_inputs import Inputs
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # of a step's arguments
-Mode = tuple[Hashable, ...]  # what else they depend on: the variant that runs, and autocast
+Mode = tuple[Hashable, ...]  # what else they depend on
+Sent = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,30 @@ class Handed:
 Handing = tuple[tuple[Handed, ...], ...]  # of each stage but the last
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """The forward of a stage on a micro-batch, ahead of the schedule.
+
+    Args:
+        received: what it got, leaves of its graph.
+        sent: what it gave.
+    """
+
+    received: Sent
+    sent: Any
+
+    def taken(self, received: Sequence[Tensor]) -> Any:
+        """What was sent, in the place of a forward on the same numbers. The gradients of what was received go to `received`."""
+        for one, other in zip(self.received, received, strict=True):
+            if one.requires_grad:
+                one.register_post_accumulate_grad_hook(partial(_pass_on, other))
+        return self.sent
+
+
+def _pass_on(other: Tensor, one: Tensor) -> None:
+    other.grad, one.grad = one.grad, None
+
+
 @dataclass
 class HandOvers:
     """What is known of the shapes.
@@ -64,29 +89,34 @@ class HandOvers:
     device: torch.device
     known: dict[Mode, dict[Shapes, Handing]] = field(default_factory=dict)
 
-    def of(self, inputs: Inputs, micro_batches: int, mode: Mode) -> Handing:
-        """What the stages send in a step with these arguments. A collective over pp where the shapes are new."""
+    def of(self, inputs: Inputs, micro_batches: int, mode: Mode) -> tuple[Handing, dict[int, Ahead]]:
+        """What the stages send in a step with these arguments, and the forwards of the first micro-batch that have run: none where
+        the shapes are known. A collective over pp where they are new."""
         key, known = inputs.shapes, self.known.setdefault(mode, {})
+        ahead: dict[int, Ahead] = {}
         if key not in known:
             found = next((found for one in known if (found := _predicted(known, key, one)) is not None), None)
-            known[key] = found if found is not None else self._measured(inputs.split(micro_batches)[0])
-        return known[key]
+            known[key] = found if found is not None else self._measured(inputs.split(micro_batches)[0], ahead)
+        return known[key], ahead
 
-    def _measured(self, inputs: Mapping[str, Any]) -> Handing:
+    def _measured(self, inputs: Mapping[str, Any], ahead: dict[int, Ahead]) -> Handing:
         found: list[tuple[Handed, ...]] = []
+        waiting: list[dist.Work] = []
         for stage in range(self.stages - 1):
             box: list[Any] = [None]
             if stage in self.parts:
-                received = [_zeros(one, self.device) for one in (found[-1] if stage else ())]
+                received = tuple(self._received(stage, one) for one in (found[-1] if stage else ()))
                 try:
-                    with _without_traces(self.parts[stage]):
-                        sent = self.parts[stage](*received, **inputs)
+                    part = self.parts[stage]
+                    with part.no_sync() if isinstance(part, nn.parallel.DistributedDataParallel) else nullcontext():
+                        sent = part(*received, **inputs)
                     box = [tuple(Handed(tuple(x.shape), x.dtype, x.requires_grad) for x in sent)]
                 except Exception as error:
                     box = [f"{type(error).__name__}: {error}"]
                     failure: Exception | None = error
                 else:
                     failure = None
+                    ahead[stage] = Ahead(received, sent)
             owner = dist.get_global_rank(self.group, self.owners[stage])
             dist.broadcast_object_list(box, src=owner, group=self.group)
             if isinstance(box[0], str):
@@ -94,7 +124,23 @@ class HandOvers:
                     raise failure
                 raise RuntimeError(f"pipeline stage {stage} failed on rank {owner}: {box[0]}")
             found.append(box[0])
+            if stage in self.parts and stage < self.stages - 2:  # the last stage does not run ahead
+                waiting += [sending(x.detach(), self.group, self.owners[stage + 1]) for x in sent]
+        for work in waiting:
+            work.wait()
         return tuple(found)
+
+    def _received(self, stage: int, one: Handed) -> Tensor:
+        x = torch.empty(one.shape, dtype=one.dtype, device=self.device)
+        dist.recv(x, group=self.group, group_src=self.owners[stage - 1])
+        return x.requires_grad_(one.requires_grad)
+
+
+def sending(x: Tensor, group: ProcessGroup, peer: int) -> dist.Work:
+    """Send a tensor to a rank of a group, without waiting."""
+    work = dist.isend(x, group=group, group_dst=peer)
+    assert work is not None  # this rank is in the group
+    return work
 
 
 def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Handing | None:
@@ -111,23 +157,6 @@ def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Han
         if all(value is not None for sent in made for value in sent):
             return tuple(tuple(value for value in sent if value is not None) for sent in made)
     return None
-
-
-def _zeros(one: Handed, device: torch.device) -> Tensor:
-    return torch.zeros(one.shape, dtype=one.dtype, device=device, requires_grad=one.requires_grad)
-
-
-@contextmanager
-def _without_traces(part: nn.Module) -> Any:
-    """Run a module so that nothing of it is left: no random number is drawn, no running mean changes, nothing is compiled."""
-    training = [module for module in part.modules() if module.training]
-    part.eval()
-    try:
-        with uncompiled(), torch.enable_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _length(key: Shapes, other: Shapes) -> tuple[int | None, int]:

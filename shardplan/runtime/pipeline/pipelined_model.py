@@ -23,7 +23,7 @@ from shardplan.runtime.apply.same_inputs import comparing
 from .cut_model import Absent
 from .engine import Engine
 from .forward_only import forward_only
-from .hand_over import Handing, HandOvers
+from .hand_over import Ahead, Handing, HandOvers, Mode
 from .micro_batch_inputs import Inputs, read_inputs
 from .stage_forward import Call
 from .step_failures import StepFailures, in_words
@@ -233,8 +233,8 @@ class Pipeline(Parted):
         self._call.constants = given.constants
         self._call.loss = StepLoss(tokens, self.micro_batches * calls, replicas, self.loss_function)
         try:
-            handing = self._hand_overs.of(given, self.micro_batches, self._mode)
-            losses = self._engine_for(handing).run(given) if train else self._evaluated(given, handing)
+            handing, ahead = self._hand_overs.of(given, self.micro_batches, self._mode(given))
+            losses = self._engine_for(handing).run(given, ahead) if train else self._evaluated(given, handing, ahead)
         except Exception as error:
             self._failed = in_words(error)
             first = self._failures.tell(error) or "Where it is a communication that failed, another rank did first"
@@ -263,12 +263,12 @@ class Pipeline(Parted):
                 "the last call of step had accumulate=True: call it once more without, which ends the step"
             )
 
-    @property
-    def _mode(self) -> tuple[Any, ...]:
-        """What hand-overs depend on besides the arguments: equal on all ranks."""
+    def _mode(self, given: Inputs) -> Mode:
+        """What hand-overs depend on besides the shapes of the arguments: equal on all ranks."""
         shared, device = self.record.parts[0].shared, self.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return (shared.regime.variant if shared is not None else "", autocast)
+        variant = shared.regime.variant if shared is not None else ""
+        return variant, autocast, torch.is_grad_enabled(), self._first.training, given.flags
 
     def _trainable(self) -> frozenset[str]:
         return frozenset(name for name, parameter in self.named_parameters() if parameter.requires_grad)
@@ -330,9 +330,9 @@ class Pipeline(Parted):
             self._engine = handing, engine
         return self._engine[1]
 
-    def _evaluated(self, given: Inputs, handing: Handing) -> list[Tensor]:
+    def _evaluated(self, given: Inputs, handing: Handing, ahead: Mapping[int, Ahead]) -> list[Tensor]:
         owners = self.layout.owners
-        return forward_only(self._called, owners, given, self.micro_batches, handing, self.group, self.device)
+        return forward_only(self._called, owners, given, self.micro_batches, handing, ahead, self.group, self.device)
 
     def _mean(self, losses: list[Tensor], replicas: int) -> Tensor:
         """The sum of the micro-batches' shares, on all ranks."""

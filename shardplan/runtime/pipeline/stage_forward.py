@@ -45,7 +45,8 @@ class StageForward:
         given = {**self.call.constants, **self.fixed, **inputs}
         taken = tuple(_Taken.apply(x) for x in received)
         if not self.stage.is_last:
-            given.pop("labels", None)
+            if self.call.loss.function is not None:
+                given.pop("labels", None)  # the function's: no stage's model gets them
             return tuple(_sent(x) for x in self.stage.run(taken, self.own, **given))
         return self.call.loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
 
