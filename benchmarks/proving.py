@@ -40,7 +40,7 @@ from tests.model_settings import find
 found = find(sys.argv[1])
 built = process_time()
 plan = auto_plan(found.tree).plan
-reduced, wanted = ModelLayouts(found, 2), wanted_variants(plan, None)
+reduced, wanted = ModelLayouts(found, 2), wanted_variants(plan, None, MeshSizes(tp=2))
 compile_for(reduced, plan, MeshSizes(tp=2), wanted)
 typed = process_time()
 prove_stage(Question(reduced, Model(sys.argv[1]), plan), wanted)

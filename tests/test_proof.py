@@ -158,6 +158,43 @@ def test_buffers_that_a_slice_of_the_sequence_changes_differ() -> None:
     assert validate(Keeping(), SEQUENCE, sequence_parallel=False).proven
 
 
+class Renormed(Model):
+    """Its forward changes a parameter: rows of a table, or a scale that every call makes smaller."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16, max_norm=0.5 if way == "rows" else None)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "scale":
+            self.scale.data.mul_(0.5)
+        return super().forward(self.embed(x)) * self.scale
+
+
+def token_ids(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(seed))}
+
+
+def changed(way: str, plan: Any) -> tuple[list[str], dict[str, str]]:
+    """The findings, and the verdicts about parameters that a forward changes."""
+    report = validate(shardplan.Model(Renormed(way), inputs=token_ids), plan)
+    return codes(report), {row.name: row.verdict for row in report.proof.rows if row.kind == "parameter"}
+
+
+def test_a_parameter_that_a_forward_changes_is_compared() -> None:
+    """A rank looks up its first row for the ids of other ranks, and so shortens that row too."""
+    split = {**PLAN, "tensor_parallel": {**PLAN["tensor_parallel"], "embed": "embedding_rowwise"}}
+    assert changed("rows", split) == (["SP420"], {"embed.weight": "differs"})
+    assert changed("rows", PLAN) == ([], {"embed.weight": "equal"})
+    assert changed("none", split) == ([], {})
+
+
+def test_each_rank_has_memory_of_its_own_where_a_forward_writes() -> None:
+    assert changed("scale", PLAN) == ([], {"scale": "equal"})
+
+
 class Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

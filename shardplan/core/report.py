@@ -15,7 +15,7 @@ from .sources import SourceMap
 
 Variant = Section
 Stage = Literal["plan", "names", "structure", "layouts", "proof"]
-Compared = Literal["output", "gradient", "buffer"]
+Compared = Literal["output", "gradient", "buffer", "parameter"]
 Verdict = Literal["equal", "differs", "unproven"]
 
 
@@ -166,8 +166,7 @@ class Comparison:
     """One tensor of the sharded model against the same tensor of the unsharded one.
 
     Args:
-        name: of an output its path in what the model returns ("loss", "logits", "0"), of a gradient or a buffer the full
-            name.
+        name: of an output its path in what the model returns ("loss", "logits", "0"), of all else the full name.
         kind: what the tensor is.
         error: the largest difference over the largest reference value, the worst over all ranks; without a
             unit.
@@ -190,7 +189,7 @@ class VariantProof:
 
     Args:
         variant: which one.
-        rows: what was compared: every output, every gradient, every buffer.
+        rows: what was compared: every output, every gradient, every buffer, every parameter that a forward changes.
         parameters: the number of parameters (elements) of the model that was compared.
         sharded: how many of them are split over tp.
         unreached: full names of the model's parameters and modules that no run reached and that the plan does not change.

@@ -46,7 +46,8 @@ def compare(
 
 
 def compare_steps(reference: Steps, ranks: Mapping[str, Left]) -> tuple[Comparison, ...]:
-    """Compare what ranks have with the unsharded steps: every output of each, every gradient, every buffer, whole.
+    """Compare what ranks have with the unsharded steps: every output of each, every gradient, every buffer, and every parameter that
+    a forward changed, whole.
 
     A tensor that only one of the two models has counts as different.
 
@@ -59,6 +60,9 @@ def compare_steps(reference: Steps, ranks: Mapping[str, Left]) -> tuple[Comparis
         rows += _all("output", expected, {rank: left.outputs[i] for rank, left in ranks.items()})
     rows += _all("gradient", reference.gradients, {rank: left.gradients for rank, left in ranks.items()}, floor)
     rows += _all("buffer", reference.buffers, {rank: left.buffers for rank, left in ranks.items()})
+    changed = {name for left in ranks.values() for name in left.parameters}
+    parameters = {name: value for name, value in reference.parameters.items() if name in changed}
+    rows += _all("parameter", parameters, {rank: left.parameters for rank, left in ranks.items()})
     return worst_of(rows)
 
 

@@ -19,7 +19,7 @@ DIFFERS = Code("SP420")
 UNREACHED = Code("SP421")
 
 MOST_ROWS = 5  # of what differs, in a finding's notes
-ORDER = {"output": 0, "buffer": 1, "gradient": 2}
+ORDER = {"output": 0, "buffer": 1, "parameter": 2, "gradient": 3}
 
 
 def findings_of(
@@ -66,7 +66,7 @@ def _differing(proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts) -
 
 
 def _in_model(row: Comparison, reduced: ModelLayouts) -> tuple[str, ...]:
-    if row.kind == "gradient":
+    if row.kind in ("gradient", "parameter"):
         return reduced.names_in_model([row.name])
     owner, leaf = parent(row.name), row.name.rpartition(".")[2]
     return tuple(full_name(name, leaf) for name in reduced.names_in_model([owner]))

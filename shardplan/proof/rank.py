@@ -3,13 +3,16 @@ tensors, which are compared with those of the unsharded steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.lower.program import Program
+from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.slices import Packing
@@ -27,11 +30,13 @@ class Left:
         outputs: of each step, by path.
         gradients: by full parameter name.
         buffers: by full name.
+        parameters: by full name; those that the forward of any rank, or of the unsharded model, changes.
     """
 
     outputs: Sequence[Mapping[str, Tensor]]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
 
 
 def rank_steps(
@@ -47,21 +52,35 @@ def rank_steps(
     Args:
         model: on the CPU, with the weights of the reference; it is used up.
         batches: this rank's own.
-        joined: whether the caller makes the whole of a gradient that ranks have parts of; else it is whole, as all else is.
+        joined: whether the caller makes the whole of a gradient or a parameter that ranks have parts of; else it is whole, as all
+            else is.
     """
     apply_program(model, mesh, program, src_data_rank=0)
     given = iter(reference.directions)
+    written = writes_to(model)
     outputs = run_steps(model, batches, lambda results: next(given))
     packed = packed_parameters(program)
-    gradients = {
-        name: gradient
-        if isinstance(gradient, DTensor) and joined(gradient)
-        else whole(gradient, packed.get(name), mesh.tp_size)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if (gradient := parameter.grad) is not None
+
+    def made(name: str, value: Tensor) -> Tensor:
+        parts = isinstance(value, DTensor) and joined(value)
+        return value if parts else whole(value, packed.get(name), mesh.tp_size)
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    gradients = {name: made(name, p.grad) for name, p in parameters.items() if p.grad is not None}
+    changed = {
+        name: made(name, parameters[name].detach())
+        for name in _on_any_rank(reference.written | written(), sorted(reference.parameters))
+        if name in parameters
     }
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return Left([{name: whole(value) for name, value in step.items()} for step in outputs], gradients, buffers)
+    return Left([{name: whole(value) for name, value in step.items()} for step in outputs], gradients, buffers, changed)
+
+
+def _on_any_rank(mine: Collection[str], names: Sequence[str]) -> list[str]:
+    """Those of the names that are among any rank's. A collective."""
+    found = torch.tensor([name in mine for name in names], dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [name for name, hit in zip(names, found.tolist(), strict=True) if hit]
 
 
 def whole(value: Tensor, packed: Packing | None = None, tp: int = 1) -> Tensor:

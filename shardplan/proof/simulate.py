@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,7 +42,7 @@ def simulate(
     # What other ranks are sent is a matter of the exchange alone: the ranks of tp stand for all.
     ep = tp if "expert_parallel" in program.resolved.overlays else 1
     first = build()
-    models = [first, *(_copy_of(first) for _ in range(tp - 1))]
+    models = [first, *(_copy_of(first, reference.written) for _ in range(tp - 1))]
 
     def steps(rank: int) -> Left:
         mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), ep=ep)
@@ -55,14 +55,24 @@ def simulate(
     with in_precision_of(first):  # the default dtype is no thread's own
         ranks = on_ranks(steps)
     packed = packed_parameters(program)
-    joined = {}
-    for name, gradient in ranks[0].gradients.items():
-        parts = [part for left in ranks if isinstance(part := left.gradients.get(name), DTensor)]
-        if isinstance(gradient, DTensor) and len(parts) == tp:  # else some rank has none, and differs
-            joined[name] = _joined(parts, packed.get(name))
+
+    def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        made = {}
+        for name, value in each[0].items():
+            parts = [part for one in each if isinstance(part := one.get(name), DTensor)]
+            if isinstance(value, DTensor) and len(parts) == tp:  # else some rank has none, and differs
+                made[name] = _joined(parts, packed.get(name))
+        return made
+
+    gradients, parameters = joined([left.gradients for left in ranks]), joined([left.parameters for left in ranks])
     return compare_steps(
         reference,
-        {f"rank {i}": replace(left, gradients={**left.gradients, **joined}) for i, left in enumerate(ranks)},
+        {
+            f"rank {i}": replace(
+                left, gradients={**left.gradients, **gradients}, parameters={**left.parameters, **parameters}
+            )
+            for i, left in enumerate(ranks)
+        },
     )
 
 
@@ -82,9 +92,12 @@ def _joined(parts: Sequence[DTensor], packed: Packing | None) -> Tensor:
     return unpack(whole, packed.dim, packed.parts, len(parts)) if packed is not None else whole
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    """A copy on the memory of the trained parameters, which no forward changes. Applying leaves each rank its part."""
-    return copied(model, {id(p): type(p)(p.data, requires_grad=True) for p in model.parameters() if p.requires_grad})
+def _copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:
+    """A copy on the memory of the trained parameters but those that a forward changes. Applying leaves each rank its part."""
+    own = {
+        id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written or not p.requires_grad
+    }
+    return copied(model, {id(p): type(p)(p.data, requires_grad=True) for p in model.parameters() if id(p) not in own})
 
 
 def _copied(batch: Batch) -> Batch:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.precision import cast as in_precision
+from shardplan.model.reduced.weights import writes_to
 from shardplan.torchlib.private import private
 
 from .exact import in_precision_of
@@ -35,6 +36,8 @@ class Steps:
         gradients: the sum over the steps, by full parameter name, tied parameters under each name; every parameter that
             got a gradient.
         buffers: by full name, after the last step.
+        parameters: by full name, after the last step.
+        written: the parameters that are others by then: a forward changed them.
         zero: the parameters whose gradient is exactly zero.
     """
 
@@ -42,6 +45,8 @@ class Steps:
     directions: Sequence[Directions]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    written: frozenset[str] = frozenset()
     zero: frozenset[str] = frozenset()
 
 
@@ -58,6 +63,7 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
         made.append({name: direction_of(name, result, len(made)) for name, result in results.items()})
         return made[-1]
 
+    written = writes_to(model)
     outputs = run_steps(model, batches, directions)
     gradients = {
         name: parameter.grad.detach()
@@ -66,7 +72,8 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
     }
     zero = frozenset(name for name, gradient in gradients.items() if not gradient.any())
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return Steps(outputs, made, gradients, buffers, zero)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return Steps(outputs, made, gradients, buffers, parameters, written(), zero)
 
 
 def run_steps(

@@ -5,7 +5,7 @@ No process group is needed: a move's result is known from the unsharded run, who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -238,9 +238,12 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
     return whole.narrow(dim, *chunk(whole.shape[dim], ranks, rank)).clone()
 
 
-def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, rank: int) -> nn.Module:
-    """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
-    local = copied(model, {id(p): p for p in model.parameters()})  # each is exchanged below
+def rank_model(
+    model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, rank: int, written: Collection[str] = ()
+) -> nn.Module:
+    """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own. What stays whole is the
+    model's own, but for the parameters that a forward changes."""
+    local = copied(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     for bound in plan.values():
         module = local.get_submodule(bound.name)
         for parameter in bound.parameters:
@@ -293,6 +296,8 @@ def run_rank(
     probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
 ) -> Trace:
     """Run one rank and record it."""
-    recorder = RankRecorder(rank_model(model, plan, ranks, rank), atoms, plan, reference, ranks, rank, probes)
+    recorder = RankRecorder(
+        rank_model(model, plan, ranks, rank, reference.written), atoms, plan, reference, ranks, rank, probes
+    )
     recorder.run(inputs)
     return recorder.trace

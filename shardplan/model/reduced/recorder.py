@@ -18,6 +18,7 @@ from .nests import named_results, replaced, tensors_in
 from .probing import parts_of
 from .recorded_operations import OperationRecorder
 from .trace import Event, Trace
+from .weights import writes_to
 
 
 class Recorder(OperationRecorder):
@@ -166,8 +167,9 @@ def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = (
     Raises:
         Exception: what the model raises.
     """
-    recorder = Recorder(model, atoms)
+    recorder, written = Recorder(model, atoms), writes_to(model)
     recorder.run(inputs)
+    recorder.trace.written = written()
     if recorder.trace.crash is not None:
         model(**inputs)
         raise AssertionError(f"the model raises only when it is recorded: {recorder.trace.crash.message}")

@@ -83,6 +83,7 @@ class Trace:
         parameters: value -> full name, of those that are parameters.
         at: place -> event.
         kept: values that code read as numbers, or kept behind the run (in an attribute), beside its results.
+        written: the parameters that the run changed, by full name.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -93,6 +94,7 @@ class Trace:
     parameters: dict[int, str] = field(default_factory=dict)
     at: dict[Place, Event] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
+    written: frozenset[str] = frozenset()
 
     def argument(self, module: str, call: int, name: str) -> Tensor | None:
         """The value of a module's argument."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardplan.model.build_tree import kind_of
 
@@ -82,3 +84,22 @@ def without_noise(model: nn.Module) -> None:
                 vars(module)[name] = 0.0
         if kind_of(module) == "dropout":
             vars(module)["p"] = 0.0
+
+
+def writes_to(model: nn.Module) -> Callable[[], frozenset[str]]:
+    """What says later which parameters have other values than now, by full name; of a DTensor it looks at this rank's part. Values
+    are compared: a write through `.data` leaves no trace in a version counter."""
+    before = {name: part.clone() for name, part in _local_parameters(model)}
+
+    def written() -> frozenset[str]:
+        return frozenset(
+            name for name, part in _local_parameters(model) if name not in before or not torch.equal(part, before[name])
+        )
+
+    return written
+
+
+def _local_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part = parameter.detach()
+        yield name, part.to_local() if isinstance(part, DTensor) else part
