@@ -13,6 +13,7 @@ from . import (
     inputs,
     live,
     meshes,
+    mixtures,
     noise,
     outputs,
     sequence,
@@ -39,6 +40,7 @@ PARTS = (
     inputs,
     live,
     meshes,
+    mixtures,
 )
 CASES: tuple[Adversary, ...] = tuple(case for part in PARTS for case in part.CASES)
 assert len({case.name for case in CASES}) == len(CASES)
