@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +86,68 @@ def nll(logits: Tensor, labels: Tensor) -> Tensor:
 
 def divided(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
     return nll(logits, labels) / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+# What somebody puts on a model, and reads: `told` has what the last one collects.
+
+
+def wrapped(model: Net) -> None:
+    """Forwards of the model and of its blocks by functions that hold the bound ones, and count."""
+    model.forward = _counting(model.forward, calls := [], 1.0)
+    for block in model.blocks:
+        block.forward = _counting(block.forward, calls, 0.1)
+        block.up.forward = functools.partial(_scaled, block.up.forward)
+    told[:] = [calls]
+
+
+told: list[Any] = []
+
+
+def _counting(own: Callable[..., Any], calls: list[str], by: float) -> Callable[..., Any]:
+    count = 0
+
+    @functools.wraps(own)
+    def forward(x: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        calls.append(f"{by} {count}")
+        return own(**kwargs) if x is None else own(x * (1 + by * count), *args, **kwargs)
+
+    return forward
+
+
+def _scaled(own: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return 0.5 * own(x)
+
+
+class Recorder:
+    """A hook that is an object, which its caller reads."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * (1 + 0.1 * self.calls)
+
+
+def hooked(model: Net) -> None:
+    """Hooks on the model and on blocks: they change arguments and results, and count."""
+    recorder, seen = Recorder(), []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append("before")
+        assert "input_ids" in kwargs, kwargs
+        return args, {**kwargs, "input_ids": (kwargs["input_ids"] + len(kwargs["input_ids"])) % VOCABULARY}
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        seen.append("after")
+        assert "input_ids" in kwargs, kwargs
+        return output * 0.5
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True)
+    model.register_forward_hook(lambda module, args, output: output * (1 + len(model.blocks)))
+    for block in model.blocks:
+        block.register_forward_hook(recorder if block is model.blocks[0] else Recorder())
+    told[:] = [seen, recorder]

@@ -11,7 +11,21 @@ import pytest
 import torch
 from processes import on_ranks
 from small_models import whole
-from staged_models import IGNORED, LENGTH, ROWS, VOCABULARY, Block, Counts, Drops, Net, ReadsLabels, nll
+from staged_models import (
+    IGNORED,
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    Block,
+    Counts,
+    Drops,
+    Net,
+    ReadsLabels,
+    hooked,
+    nll,
+    told,
+    wrapped,
+)
 from torch import Tensor, nn
 
 import shardplan
@@ -81,6 +95,9 @@ def staged(case: Case) -> dict[str, Any]:
         pipeline=shardplan.PipelineOptions(case.schedule, MICRO_BATCHES, loss_fn=None if case.own else nll),
         prove=False,
     )
+    for one in told:
+        if isinstance(one, list):
+            one.clear()  # of the runs of the reduced model
     mesh = pipeline.layout.mesh.mesh
     replica = mesh.get_local_rank("dp_shard") if case.replicas > 1 else 0
     losses, gradients = [], []
@@ -90,7 +107,13 @@ def staged(case: Case) -> dict[str, Any]:
         pipeline.zero_grad()
     with torch.no_grad():
         losses.append(pipeline.eval().step(tokens=tokens_of(STEPS, case.replicas), **batch(STEPS, replica)).item())
-    return {"losses": losses, "gradients": gradients, "replica": replica, "state": _state(pipeline.parts)}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "replica": replica,
+        "state": _state(pipeline.parts),
+        "told": [*told],
+    }
 
 
 def _state(parts: list[nn.Module]) -> dict[str, Any]:
@@ -157,6 +180,8 @@ CASES = {
     "labels in a block": Case(ReadsLabels, own=True),
     "counters and means": Case(Counts),
     "tokens dropped in training": Case(Drops),
+    "wrapped forwards": Case(change=wrapped),
+    "hooks": Case(change=hooked),
 }
 
 
@@ -165,6 +190,29 @@ CASES = {
 @pytest.mark.proves("pp")
 def test_models(name: str) -> None:
     compare(CASES[name])
+
+
+@pytest.mark.slow
+def test_what_hooks_and_forwards_collect_is_where_their_owner_looks() -> None:
+    """Hooks before the model run in every stage, those after it in the last; once for each micro-batch."""
+    runs, forwards = on_ranks(2, staged, CASES["hooks"]), MICRO_BATCHES * (STEPS + 1)
+    seen, recorders = zip(*(run["told"] for run in runs), strict=True)
+    assert seen == (["before"] * forwards, ["before", "after"] * forwards)
+    assert [recorder.calls for recorder in recorders] == [forwards, 0]  # of the first block
+    for run in on_ranks(2, staged, CASES["wrapped forwards"]):
+        calls = run["told"][0]
+        assert len(calls) == 3 * forwards and calls.count(f"1.0 {forwards}") == 1, "the model and two blocks"
+
+
+def with_a_backward_hook() -> None:
+    case = Case(change=lambda model: model.register_full_backward_hook(lambda *_: None))
+    with pytest.raises(ValueError, match="Net has a backward hook, and no pipeline stage has both"):
+        staged(case)
+
+
+@pytest.mark.slow
+def test_a_backward_hook_on_the_model_is_refused() -> None:
+    on_ranks(2, with_a_backward_hook)
 
 
 @pytest.mark.exhaustive

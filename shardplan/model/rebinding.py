@@ -34,11 +34,13 @@ class HeldParameter(NotBound):
     """An attribute of a module has a Parameter in a list or another container, where no plan can replace it."""
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping[int, Any] | None = None) -> nn.Module:
     """A deep copy of a model whose functions and hooks use the copy where they captured the original.
 
     Args:
         memo: as for `copy.deepcopy`: the id of an object -> its replacement.
+        shared: id -> object: the copy has it itself, and all that it captured besides the model; None: functions of the copy that
+            captured the model capture values of their own.
 
     Raises:
         NotBound: a function reads the model through a global name, or uses a parameter directly; an attribute was computed from
@@ -51,13 +53,17 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         memo |= _computed_by_hooks(module)
         # copy.deepcopy takes most of its time for their empty dictionaries of hooks
         memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
+    shared = {} if shared is None else {key: one for key, one in shared.items() if key not in memo}
+    memo |= shared
     try:
         result = copy.deepcopy(model, memo)
     except RuntimeError:  # torch copies no tensor that was computed from parameters
         refuse_computed(model, memo)
         raise
     # deepcopy does not copy functions: those in the copy are still the original's.
-    rebinding = Rebinding(memo, model)
+    for key in shared:
+        del memo[key]
+    rebinding = Rebinding(memo, model, cells=bool(shared))
     held = names_of(result)
     rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # what deepcopy went into has the copy's
     for name, module in result.named_modules():
@@ -151,10 +157,11 @@ class Rebinding:
     Args:
         counterparts: the id of an object of the original -> its replacement.
         original: the model whose modules and tensors no function may still use.
+        cells: whether variables that hold nothing of the original stay the same ones, with all who assign to them.
     """
 
-    def __init__(self, counterparts: Mapping[int, Any], original: nn.Module):
-        self.counterparts = counterparts
+    def __init__(self, counterparts: Mapping[int, Any], original: nn.Module, *, cells: bool = False):
+        self.counterparts, self.cells = counterparts, cells
         self.names = names_of(original)
         self._done: dict[int, Any] = {}
         self._kept: list[Any] = []  # an id is valid while its object is alive
@@ -252,7 +259,7 @@ class Rebinding:
             function.__globals__,
             function.__name__,
             None,
-            tuple(CellType(next(contents)) if _filled(cell) else CellType() for cell in cells),
+            tuple(self._cell(cell, next(contents)) if _filled(cell) else CellType() for cell in cells),
         )
         new.__defaults__ = tuple(contents) or None
         new.__kwdefaults__ = keywords
@@ -262,6 +269,9 @@ class Rebinding:
         new.__qualname__, new.__module__, new.__doc__ = function.__qualname__, function.__module__, function.__doc__
         new.__annotations__ = function.__annotations__
         return new
+
+    def _cell(self, cell: CellType, content: Any) -> CellType:
+        return cell if self.cells and cell.cell_contents is content else CellType(content)
 
     def _captured(self, function: FunctionType, content: Any, depth: int) -> Any:
         known = id(content) in self.counterparts or id(content) in self.names

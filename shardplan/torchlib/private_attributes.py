@@ -105,8 +105,18 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     Attributes(
         "torch.nn",
         "Module",
-        ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters"),
-        "replacing parameters where getattr does not see it, and buffers that no checkpoint has",
+        (
+            "_backward_pre_hooks",
+            "_buffers",
+            "_forward_hooks",
+            "_forward_hooks_with_kwargs",
+            "_forward_pre_hooks",
+            "_forward_pre_hooks_with_kwargs",
+            "_modules",
+            "_non_persistent_buffers_set",
+            "_parameters",
+        ),
+        "replacing parameters where getattr does not see it, buffers that no checkpoint has, and a model's own hooks in a pipeline stage",
     ),
     Attributes(
         "torch._subclasses.fake_tensor",

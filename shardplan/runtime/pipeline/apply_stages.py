@@ -13,14 +13,12 @@ from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import AppliedParts, applied, mark_unusable
 from shardplan.runtime.apply.phases import apply_program
 
-from .cut_model import absent_of, cut_model, empty, state_of
+from .cut_model import CUT, absent_of, cut_model, empty, state_of
 from .pipelined_model import Layout, Pipeline, Whole
-from .stage_forward import Call, set_stage_forward
+from .stage_forward import Call, refuse_backward_hooks, set_stage_forward
 from .stage_programs import program_of_stage
 from .stage_ranks import StageRanks
 from .step_loss import LossFunction
-
-CUT = "it was cut into pipeline stages: use the Pipeline that apply_plan returned"
 
 
 def apply_stages(
@@ -40,8 +38,10 @@ def apply_stages(
         options: of `apply_program`.
 
     Raises:
+        ValueError: the model has a backward hook itself; as `cut_model`.
         as `apply_program`; then the model and all parts are unusable.
     """
+    refuse_backward_hooks(model)
     stage_mesh = layout.mesh.within_stage
     ranks = StageRanks(stage_mesh.mesh, layout.mesh.mesh)
     call = Call()
@@ -49,8 +49,7 @@ def apply_stages(
         made = cut_model(model, layout.cut, layout.own)
         whole = Whole(state_of(unwrapped(model)), {stage: absent_of(model, layout.cut, stage) for stage in layout.own})
         mark_unusable(model, "the cut into stages", CUT)
-        empty(model)
-        model.__dict__["forward"] = _refused
+        empty(model, [module for absent in whole.absent.values() for module in absent.modules.values()])
     if program.experts:
         # Makes process groups, whose names torch counts: on all ranks, also where a rank's stages have no experts.
         stage_mesh.ep  # noqa: B018
@@ -70,10 +69,6 @@ def apply_stages(
     )
     record = AppliedParts(title, program, layout.mesh, tuple(applied(part) for part in parts.values()))
     return Pipeline(parts, layout, micro_batches, call, loss_function, record, whole, compare=compare)
-
-
-def _refused(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(f"this model is unusable: {CUT}")
 
 
 def _has_cache(model: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,10 @@ from torch import Tensor, nn
 from shardplan.core.stages import PipelineCut
 from shardplan.core.tree import full_name
 from shardplan.model.adapters import unwrapped
-from shardplan.model.stage_stubs import Stage, stage_of
+from shardplan.model.rebinding import NotBound, copied
+from shardplan.model.stage_stubs import HOOKS, Stage, stage_of
+
+CUT = "it was cut into pipeline stages: use the Pipeline that apply_plan returned"
 
 
 def cut_model(model: nn.Module, cut: PipelineCut, stages: Iterable[int]) -> list[tuple[nn.Module, Stage]]:
@@ -23,6 +25,9 @@ def cut_model(model: nn.Module, cut: PipelineCut, stages: Iterable[int]) -> list
     Args:
         model: as the caller has it; it is not changed.
         stages: those of this rank.
+
+    Raises:
+        ValueError: a function that was put on the model holds something of it that a copy does not have.
     """
     return [_one(model, cut, stage) for stage in stages]
 
@@ -31,8 +36,19 @@ def _one(model: nn.Module, cut: PipelineCut, stage: int) -> tuple[nn.Module, Sta
     inner = unwrapped(model)
     kept: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     kept |= {id(buffer): buffer for name, buffer in inner.named_buffers() if cut.stage_of(name) is not None}
-    part = copy.deepcopy(model, kept)
+    try:
+        part = copied(model, kept, _put_there(model))
+    except NotBound as error:
+        raise ValueError(f"the model cannot be cut into pipeline stages: {error}") from error
     return part, stage_of(unwrapped(part), cut, stage)
+
+
+def _put_there(model: nn.Module) -> dict[int, Any]:
+    """What somebody put on the modules to be called, by id: what it collects is to be where its owner looks."""
+    names = [name for name in HOOKS if "forward" in name or "backward" in name]
+    found = [hook for module in model.modules() for name in names for hook in vars(module)[name].values()]
+    found += [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+    return {id(one): one for one in found if callable(one) and not isinstance(one, nn.Module)}
 
 
 @dataclass(frozen=True)
@@ -72,8 +88,21 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def empty(model: nn.Module) -> None:
-    """Take everything out of a module, so that what no stage of this rank has is freed."""
-    model._modules.clear()
-    model._parameters.clear()
-    model._buffers.clear()
+def empty(model: nn.Module, kept: Iterable[nn.Module]) -> None:
+    """Take everything out of a model, so that what no stage of this rank has is freed, and no function that holds one of its modules
+    computes with it.
+
+    Args:
+        kept: modules that stay as they are.
+    """
+    stay = {id(module) for one in kept for module in one.modules()}
+    for module in [*model.modules()]:
+        if id(module) not in stay:
+            module._modules.clear()
+            module._parameters.clear()
+            module._buffers.clear()
+            vars(module)["forward"] = _refused
+
+
+def _refused(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(f"this model is unusable: {CUT}")

@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
+from shardplan.model.reduced.live import FLAGS
 from shardplan.model.stage_stubs import Stage
 
 from .step_loss import StepLoss
@@ -31,7 +32,7 @@ class StageForward:
     """Stands in the place of a part's forward: positional arguments are what the stage before sent.
 
     Args:
-        own: the model's forward.
+        own: the call of the model, with its hooks.
         without_cache: whether it has an argument `use_cache`.
     """
 
@@ -68,9 +69,52 @@ def _sent(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x._is_view() or not x.is_contiguous() else x
 
 
+class _Called:
+    """The call of a model: its own hooks around its forward, as torch runs them. A stage before the last ends in the forward, so that
+    the hooks after it run in the last alone.
+
+    Args:
+        part: the model; its forward hooks are taken off.
+    """
+
+    def __init__(self, part: nn.Module):
+        self.part, self.own = part, part.forward
+        self.before = [
+            (hook, key in part._forward_pre_hooks_with_kwargs) for key, hook in part._forward_pre_hooks.items()
+        ]
+        self.after = [(hook, key in part._forward_hooks_with_kwargs) for key, hook in part._forward_hooks.items()]
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            hooks.clear()
+        for flags in FLAGS:
+            if "forward" in flags:
+                getattr(part, flags).clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for hook, with_kwargs in self.before:
+            changed = hook(self.part, args, kwargs) if with_kwargs else hook(self.part, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        output = self.own(*args, **kwargs)
+        for hook, with_kwargs in self.after:
+            changed = hook(self.part, args, kwargs, output) if with_kwargs else hook(self.part, args, output)
+            output = output if changed is None else changed
+        return output
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise ValueError where a model itself has backward hooks: no stage has its inputs and its outputs."""
+    if model._backward_hooks or model._backward_pre_hooks:
+        raise ValueError(
+            f"{type(model).__name__} has a backward hook, and no pipeline stage has both its inputs and its outputs: put the hook "
+            "on a module inside, or on tensors"
+        )
+
+
 def set_stage_forward(part: nn.Module, stage: Stage, call: Call, *, without_cache: bool) -> None:
-    """Put a `StageForward` in the place of the part's forward."""
-    part.__dict__["forward"] = StageForward(stage, part.forward, call, without_cache=without_cache)
+    """Put a `StageForward` in the place of the part's forward, around its forward hooks."""
+    part.__dict__["forward"] = StageForward(stage, _Called(part), call, without_cache=without_cache)
     if hasattr(part, "generate"):
         part.__dict__["generate"] = _refuse_generate
 
