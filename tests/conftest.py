@@ -15,18 +15,6 @@ ROOT = str(Path(__file__).parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-# Files whose tests start several processes. Two of them at a time would fight for the cores, and every step that waits
-# for the slowest rank would take many times as long: they run one after the other, in one worker.
-SEVERAL_PROCESSES = (
-    "test_adversaries",
-    "test_checkpoints",
-    "test_demo",
-    "test_example",
-    "test_materialize",
-    "test_more_examples",
-    "test_processes_",
-)
-
 # The files of `make quick`: their tests need no torch, but for those that are marked `torch`.
 QUICK = {
     "test_bind",
@@ -112,6 +100,13 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.by_file import ByFile
+
+    return ByFile(config, log)
+
+
 @pytest.hookimpl(trylast=True)  # of those that -m and -k leave
 def pytest_collection_modifyitems(config, items):
     from tests.sampling import share_of
@@ -120,6 +115,3 @@ def pytest_collection_modifyitems(config, items):
         kept = share_of(items, config.option)
         config.hook.pytest_deselected(items=list({*items} - {*kept}))
         items[:] = kept
-    for item in items:
-        if item.path.name.startswith(SEVERAL_PROCESSES) or "on_ranks" in item.name:
-            item.add_marker(pytest.mark.xdist_group("several processes"))

@@ -1,0 +1,36 @@
+"""How the workers of pytest-xdist share the tests: each takes a file at a time, whose models are then built in one process only."""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+# Files whose tests start several processes. Two of them at a time would fight for the cores, and every step that waits
+# for the slowest rank would take many times as long: the first worker begins with them, the others with the rest.
+SEVERAL_PROCESSES = (
+    "test_adversaries",
+    "test_checkpoints",
+    "test_demo",
+    "test_example",
+    "test_materialize",
+    "test_more_examples",
+    "test_processes_",
+)
+
+
+class ByFile(LoadScopeScheduling):
+    """Files with many tests come first, so that all workers end at about the same time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        several = node is self.nodes[0]
+        wanted = [file for file in self.workqueue if _starts_several(file) == several]
+        if wanted:  # else it helps the others
+            self.workqueue.move_to_end(wanted[0], last=False)
+        super()._assign_work_unit(node)
+
+
+def _starts_several(file: str) -> bool:
+    return file.rpartition("/")[2].startswith(SEVERAL_PROCESSES)
