@@ -22,6 +22,7 @@ CPU = (
     "stage_memory",
     "host",
     "states",
+    "watching",
     "steps",
     "startup",
     "growth",

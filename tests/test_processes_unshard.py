@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -157,14 +158,10 @@ def nested_and_broken() -> bool:
     assert state_of(model) == before
     model.model.layers[0].reshard()
 
-    def fail(module: nn.Module, args: Any, kwargs: Any) -> None:
-        raise KeyError("in the middle")
-
     before = state_of(model)
-    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail, with_kwargs=True)
-    with pytest.raises(KeyError, match="in the middle"), torch.no_grad(), unshard(model):
+    failing = patch.object(type(model.model.layers[1].mlp.act_fn), "forward", side_effect=KeyError("in the middle"))
+    with failing, pytest.raises(KeyError, match="in the middle"), torch.no_grad(), unshard(model):
         recipe.check_logs(0)
-    hook.remove()
     assert state_of(model) == before
     recipe.check_logs(0)
     with torch.no_grad(), unshard(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 import torch
@@ -12,46 +11,49 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.core.diagnostics import Diagnostic
 
+from .fingerprints import Fingerprint, NotStable
 from .prove import references
 
 _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 
 
-def digest_of(reduced: ModelLayouts, program: Program, allow_unproven: bool) -> str:
-    """What decides a proof's outcome: the program on the reduced model, and that model unsharded - every operation of its
-    recorded run with its line of code, and every gradient of its steps - on each kind of input."""
-    digest = hashlib.sha256()
+def digest_of(reduced: ModelLayouts, program: Program, allow_unproven: bool) -> str | None:
+    """What decides a proof's outcome: the program, the reduced model, and what that does unsharded. Of the model the values of parameters and
+    buffers, all attributes of modules, hooks, and the code of forwards and of classes with what it captured and names (`Fingerprint`); of
+    its runs every operation with its line of code, and on each kind of input the inputs, outputs, gradients and buffers.
 
-    def add(*words: object) -> None:
-        digest.update("\n".join(map(str, words)).encode())
-
-    add(
-        torch.__version__,
-        transformers.__version__,
-        reduced.tp,
-        reduced.reduced_model.kinds,
-        allow_unproven,
-        program.describe(),
-    )
-    for name, parameter in reduced.benches[0].model.named_parameters(remove_duplicate=False):
-        add(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-    for bench in reduced.benches:
-        run = bench.reference
-        for event in run.events:
-            add(event.kind, event.name, event.place, event.source, [tuple(run.values[i].shape) for i in event.outputs])
-    reference = references(reduced.reduced_model)
-    for kind in reduced.reduced_model.kinds:
-        _, steps = reference(kind, torch.float32)
-        for name, gradient in steps.gradients.items():
-            add(name, gradient.double().sum().item(), gradient.double().square().sum().item())
+    None: something among them cannot be read, and so nothing says that another model has the same; its proof is not remembered.
+    """
+    digest = Fingerprint()
+    model = reduced.reduced_model
+    try:
+        digest.add(torch.__version__, transformers.__version__, torch.get_default_dtype())
+        digest.add(reduced.tp, model.kinds, allow_unproven, program.describe())
+        everywhere = vars(torch.nn.modules.module)  # hooks of all modules
+        digest.add(
+            [list(everywhere[n].values()) for n in everywhere if n.startswith("_global") and n.endswith("hooks")]
+        )
+        digest.add(model.build())
+        for bench in reduced.benches:
+            run = bench.reference
+            for event in run.events:
+                shapes = [tuple(run.values[i].shape) for i in event.outputs]
+                digest.add(f"{event.kind} {event.name} {event.place} {event.source} {shapes}")
+        reference = references(model)
+        for kind in model.kinds:
+            batches, steps = reference(kind, torch.float32)
+            digest.add(kind, batches, steps.outputs, steps.gradients, steps.buffers)
+    except NotStable:
+        return None
     return digest.hexdigest()
 
 
-def known(digest: str) -> tuple[Diagnostic, ...] | None:
+def known(digest: str | None) -> tuple[Diagnostic, ...] | None:
     """What the proof of a digest found; None where it was not made."""
-    return _KNOWN.get(digest)
+    return None if digest is None else _KNOWN.get(digest)
 
 
-def remember(digest: str, findings: Iterable[Diagnostic]) -> None:
+def remember(digest: str | None, findings: Iterable[Diagnostic]) -> None:
     """Keep what a proof found."""
-    _KNOWN[digest] = tuple(findings)
+    if digest is not None:
+        _KNOWN[digest] = tuple(findings)

@@ -20,6 +20,7 @@ from .same_inputs import is_compared, same_inputs
 from .same_kinds import same_kinds
 from .same_weights import same_weights
 from .sampling import sample_alike
+from .unchanged import unchanged
 from .watched import Look, Looks, Watched
 
 Kind = Literal["program", "stage", "model"]
@@ -62,6 +63,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(no_later_adapters, "program", in_graphs=True),
     Guard(weights_are_there, "stage"),
     Guard(no_later_float8, "model", some=True),
+    Guard(unchanged, "stage"),
     Guard(same_weights, "stage", compares=True),
     Guard(same_kinds, "model", compares=True),
     Guard(same_inputs, "model", compares=True),

@@ -319,7 +319,8 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
-    guard(Watched(result, work.inner, mesh, work.split or work.result is not None, work.parts), kind, compare=compare)
+    split, regime = work.split or work.result is not None, None if work.shared is None else work.shared.regime
+    guard(Watched(result, work.inner, mesh, split, work.parts, program, regime), kind, compare=compare)
     order_hooks(result)
     steps = tuple(work.steps)
     record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)

@@ -78,17 +78,17 @@ def refuse_adapter_changes(model: nn.Module, inner: nn.Module) -> None:
 def no_later_adapters(watched: Watched) -> Looks:
     """RuntimeError where adapters came into the model after its plan was applied: what peft adds is no part of the plan, and nothing
     reduces its gradients."""
-    known = dict(_adapters_of(watched.inner))
+    known = dict(adapters_of(watched.inner))
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        for name, adapter in _adapters_of(module).items():
+        for name, adapter in adapters_of(module).items():
             if known.get(name) is not adapter:
                 raise RuntimeError(f"the adapter {name!r} was added after a plan was applied to this model; {_ADD}")
 
     return {watched.inner: look} if watched.split else {}
 
 
-def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
+def adapters_of(model: nn.Module) -> Mapping[str, Any]:
     """peft's configurations of the adapters in a model, by name."""
     return getattr(model, "peft_config", None) or {}
 
@@ -112,7 +112,7 @@ HARMLESS: dict[str, Callable[..., bool]] = {
     "set_input_embeddings": lambda model, value: value is model.get_input_embeddings(),
     "set_output_embeddings": lambda model, new_embeddings: new_embeddings is model.get_output_embeddings(),
     "save_pretrained": lambda model, *args, state_dict=None, **options: state_dict is not None,
-    "load_adapter": lambda model, *args, **options: _name_of_adapter(*args, **options) in _adapters_of(model),
+    "load_adapter": lambda model, *args, **options: _name_of_adapter(*args, **options) in adapters_of(model),
 }
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from shardplan.compiler.lower.program import Program
+from shardplan.runtime.parallel.regime import Regime
+
 from .plan_mesh import PlanMesh
 
 # Called in front of a module's forward, with its arguments. It raises where something is wrong, and returns True where it need not be
@@ -25,6 +28,8 @@ class Watched:
         inner: the model that the program is for.
         mesh: of all ranks that run the model.
         parts: the hooks of modules that may be called by themselves.
+        program: as it was applied.
+        regime: the switches of the tensor-parallel styles; None where there are none.
         split: whether it runs on several tp ranks, or a data-parallel backend has it.
     """
 
@@ -33,3 +38,5 @@ class Watched:
     mesh: PlanMesh
     split: bool
     parts: Looks
+    program: Program
+    regime: Regime | None

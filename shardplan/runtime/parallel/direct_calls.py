@@ -8,7 +8,7 @@ and raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardplan.torchlib.private import private
 from .fsdp_units import Unit
 from .left_steps import put_right
 from .regime import NOT_ALONE, Regime
+from .whole_values import unfit
 
 _current_graph_task_id = private("current_graph_task_id")
 _top_hooks = private("top_saved_tensors_hooks")
@@ -45,7 +46,7 @@ def hooks_of_parts(
     around = {a for name in planned for a in ancestors(name) if a}
     hooks = {}
     for name in sorted(planned | around):
-        module, why = model.get_submodule(name), _unfit(name, variants[plain]) if plain in variants else _ONE_VARIANT
+        module, why = model.get_submodule(name), unfit(name, variants[plain]) if plain in variants else _ONE_VARIANT
         if why:
             why = f"{name} was called by itself, outside of the model's forward: {why}"
         if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):
@@ -125,6 +126,8 @@ class _Part:
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         regime, before = self.regime, self.regime.variant
+        if regime.look is not None:
+            regime.look()
         if regime.unreadable and before != self.plain:
             raise RuntimeError(
                 f"{self.name} was called by itself: the plan stores {regime.unreadable} otherwise without sequence parallelism, so it "
@@ -171,40 +174,3 @@ def _with_moves(forward: Callable[..., Any], regime: Regime, variant: str, /, *a
         return forward(*args, **kwargs)
     finally:
         regime.variant, regime.inside = before
-
-
-def _unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
-    """Why a module cannot take and return whole values in the variant without sequence parallelism; empty where it can."""
-    for above in ancestors(name):
-        if (one := plain.get(above)) is not None and (one.enter or one.slices or one.experts):
-            return (
-                f"what it takes or returns is this tp rank's share of what {above or 'the model'} computes. Call "
-                f"{above or 'the model'}, or a module around it"
-            )
-    instead = "Call a module around it, or the model that the plan was applied to"
-    own = plain.get(name)
-    if own is not None and not _takes_whole(own):
-        return f"it takes a tp rank's share, or returns one. {instead}"
-    if any(one.leave is not None and one.leave.dst.kind == "R" for one in _between_blocks(name, plain)):
-        return f"its output has readers whose gradients are partial sums. {instead}"
-    return ""
-
-
-def _takes_whole(own: ModuleProgram) -> bool:
-    if any(move.src.kind not in "IP" for move in own.enter) or (own.leave and own.leave.dst.kind not in "IR"):
-        return False
-    kinds = {parameter.computed.kind for parameter in own.parameters}
-    if "V" in kinds:
-        returns = own.leave is not None or own.logits is not None
-        return returns and (bool(own.enter) or own.vocabulary is not None)
-    return bool(own.enter) or kinds <= {"I"}
-
-
-def _between_blocks(name: str, plain: Mapping[str, ModuleProgram]) -> Iterator[ModuleProgram]:
-    """The module and those in it whose values are whole."""
-    for other, one in plain.items():
-        if other != name and not other.startswith(f"{name}."):
-            continue
-        above = (plain.get(a) for a in ancestors(other) if a == name or a.startswith(f"{name}."))
-        if not any(a is not None and (a.enter or a.slices or a.experts) for a in above):
-            yield one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +38,7 @@ class Regime:
         inside: whose forward runs: the model's own, one of a part that is called by itself, one that a checkpoint of the plan keeps or
             runs again; empty: none.
         recording: whether the outermost of these began with gradients.
+        look: called where a part is called by itself, as the guards are in front of the model's forward.
     """
 
     variant: str
@@ -50,6 +51,7 @@ class Regime:
     unreadable: str = ""
     inside: Literal["", "model", "part", "checkpoint"] = ""
     recording: bool = False
+    look: Callable[[], None] | None = None
 
     def check_alone(self, module: nn.Module) -> None:
         """Called where a module reads its parameters, and no forward around it has read them.

@@ -1,0 +1,229 @@
+"""Whether a model is still the one that was proven: its modules, their classes, forwards and hooks, its parameters, and those that were
+frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from shardplan.core.plan import variant_name, without_sequence
+from shardplan.core.tree import ancestors, full_name, parent
+from shardplan.runtime.parallel.whole_values import whole_values
+
+from .refusals import adapters_of
+from .watched import Looks, Watched
+
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+# What their hooks do is known to be right: they gather, measure, record what a model returns, or change what leaves a table of
+# embeddings, which is whole.
+KNOWN = ("shardplan", "transformers", "accelerate", "peft", "torch.distributed", "torch.utils")
+
+
+def unchanged(watched: Watched) -> Looks:
+    """Look at every forward, and where a part is called by itself. RuntimeError, with the line to write, for what would be wrong without a
+    word: a parameter that was frozen when the plan was applied, and is trained now; and of a model whose values or experts are split a
+    hook that came later where values are split, a forward set on a module, a module or a parameter in the place of another, another class.
+
+    Right, and let pass: freezing; adapters of peft that take turns; hooks of the model itself, where values are whole, and of parameters;
+    FSDP2, checkpoints and torch.compile around modules.
+    """
+    checks: list[Callable[[], None]] = []
+    if watched.mesh.tp_size > 1 or watched.program.experts:
+        checks = [_Modules(watched).check, _Parameters(watched).check, _Frozen(watched, split=True).check]
+    elif watched.split:
+        checks = [_Frozen(watched, split=False).check]
+
+    def look(*_: Any) -> None:
+        for check in checks:
+            check()
+
+    if watched.regime is not None:
+        watched.regime.look = look
+    return dict.fromkeys((watched.outer, watched.inner), look) if checks else {}
+
+
+class _Modules:
+    """The modules of the inner model. Lists are compared as wholes, and what differs is looked for only then."""
+
+    def __init__(self, watched: Watched):
+        self.names = {module: name for name, module in watched.inner.named_modules()}
+        self.modules = list(self.names)
+        self.classes = list(map(type, self.modules))
+        self.slots = [
+            (m._modules, leaf) for m in self.modules for leaf, child in m._modules.items() if child is not None
+        ]
+        self.children: list[nn.Module | None] = [items[leaf] for items, leaf in self.slots]
+        inside = self.modules[1:]  # the model's own forward is wrapped by many, after it was planned too
+        self.attributes = [vars(module) for module in inside]
+        self.forwards = ["forward" in one for one in self.attributes]
+        whole = _whole(watched, self.names.values())
+        self.hooked = [(m, kind) for m in inside if self.names[m] not in whole for kind in HOOKS]
+        self.hooks = [vars(module)[kind] for module, kind in self.hooked]
+        self.known = list(map(tuple, self.hooks))
+        self.registered = RemovableHandle.next_id
+
+    def check(self) -> None:
+        if (classes := list(map(type, self.modules))) != self.classes:
+            self._other_classes(classes)
+        if (children := [items.get(leaf) for items, leaf in self.slots]) != self.children:
+            self._other_children(children)
+        if (forwards := ["forward" in one for one in self.attributes]) != self.forwards:
+            self._other_forwards(forwards)
+        if RemovableHandle.next_id != self.registered:  # a number for each hook that anything got, tensors too
+            if (hooks := list(map(tuple, self.hooks))) != self.known:
+                self._other_hooks(hooks)
+            self.registered = RemovableHandle.next_id
+
+    def _other_classes(self, classes: list[type]) -> None:
+        for module, before, now in zip(self.modules, self.classes, classes, strict=True):
+            if now is not before and not (issubclass(now, FSDPModule) and issubclass(now, before)):
+                raise RuntimeError(
+                    f"{self.names[module] or 'the model'} is a {now.__name__} now, and was a {before.__name__} when the plan was applied, "
+                    "whose code was proven: set its class before apply_plan"
+                )
+        self.classes = classes
+
+    def _other_children(self, children: list[nn.Module | None]) -> None:
+        for (items, leaf), before, now in zip(self.slots, self.children, children, strict=True):
+            if now is not before and not _is_around(now, before):
+                owner = next(module for module in self.modules if module._modules is items)
+                what = "was removed" if now is None else f"was replaced by a {type(now).__name__}"
+                raise RuntimeError(
+                    f"{full_name(self.names[owner], leaf)} {what} after apply_plan, which has split and proven the one that was there: "
+                    "replace it before apply_plan"
+                )
+        self.children = children
+
+    def _other_forwards(self, forwards: list[bool]) -> None:
+        for module, before, now in zip(self.modules[1:], self.forwards, forwards, strict=True):
+            if now and not before:
+                raise RuntimeError(
+                    f"{self.names[module]} got a forward of its own after apply_plan: the plan's moves do not run around it, and what it "
+                    "computes is not proven. Set it before apply_plan, which then proves and runs it"
+                )
+        self.forwards = forwards
+
+    def _other_hooks(self, hooks: list[tuple[int, ...]]) -> None:
+        for (module, kind), before, now in zip(self.hooked, self.known, hooks, strict=True):
+            for number in now:
+                if number not in before and not _is_known(hook := vars(module)[kind][number]):
+                    raise RuntimeError(
+                        f"{self.names[module]} got a {HOOKS[kind]} ({_shown(hook)}) after apply_plan: there it meets this rank's share of the "
+                        "values, and it is not proven. Register it before apply_plan, which then proves the plan with it; or on a module "
+                        "whose values are whole, such as the model"
+                    )
+        self.known = hooks
+
+
+class _Parameters:
+    """The parameters that the program stores over tp or ep: what takes their place is stored alike."""
+
+    def __init__(self, watched: Watched):
+        names = [full_name(m.name, p.name) for m in watched.program.modules.values() for p in m.parameters]
+        slots = (_slot(watched.inner, name) for name in names)
+        self.slots = [slot for slot in slots if isinstance(slot.now, DTensor)]
+        self.places = [(slot.items, slot.leaf) for slot in self.slots]
+        self.known = [slot.now for slot in self.slots]
+        self.stored = list(map(_stored, self.known))
+
+    def check(self) -> None:
+        now = [items.get(leaf) for items, leaf in self.places]
+        if all(map(is_, now, self.known)):
+            return
+        for slot, stored, parameter in zip(self.slots, self.stored, now, strict=True):
+            if _stored(parameter) != stored:
+                raise RuntimeError(
+                    f"the parameter {slot.name} was replaced after apply_plan, and the new one is not stored as the plan stores it: replace it "
+                    "before apply_plan, or copy the values into the one that is there"
+                )
+        self.known = now
+
+
+class _Frozen:
+    """The parameters that were frozen: nobody reduces their gradients, or as nobody has proven. What FSDP2 shards, where nothing else is
+    split, it reduces whenever it is trained; adapters have the layouts of their styles, of which one is active at a time.
+
+    Args:
+        split: whether values or experts are split.
+    """
+
+    def __init__(self, watched: Watched, *, split: bool):
+        adapters = set(adapters_of(watched.inner))
+        sharded = not split and isinstance(watched.outer, FSDPModule)
+        self.slots = [
+            slot
+            for name, parameter in watched.inner.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+            and not (sharded and isinstance(parameter, DTensor))
+            and not adapters.intersection(name.split("."))
+            for slot in (_slot(watched.inner, name),)
+        ]
+        self.places = [(slot.items, slot.leaf) for slot in self.slots]
+
+    def check(self) -> None:
+        for items, leaf in self.places:
+            if (parameter := items.get(leaf)) is not None and parameter.requires_grad:
+                trained = [slot.name for slot in self.slots if slot.now is not None and slot.now.requires_grad]
+                raise RuntimeError(
+                    f"{trained[0]} is trained now ({len(trained)} in all), and was frozen when the plan was applied: its gradient is not proven, "
+                    "and may be reduced by nobody. Call requires_grad_(True) before apply_plan for all that is trained at any time, and "
+                    "requires_grad_(False) afterwards for what is not trained yet"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a module keeps a parameter."""
+
+    items: dict[str, Any]
+    leaf: str
+    name: str
+
+    @property
+    def now(self) -> Any:
+        return self.items.get(self.leaf)
+
+
+def _slot(model: nn.Module, name: str) -> _Slot:
+    return _Slot(model.get_submodule(parent(name))._parameters, name.rpartition(".")[2], name)
+
+
+def _stored(parameter: object) -> object:
+    """How the last axis of a parameter's mesh, which is the plan's, stores it; FSDP2's come before."""
+    return (parameter.shape, parameter.placements[-1]) if isinstance(parameter, DTensor) else type(parameter)
+
+
+def _whole(watched: Watched, names: Iterable[str]) -> frozenset[str]:
+    program = watched.program
+    if watched.mesh.tp_size == 1:  # tokens are exchanged inside of experts
+        return frozenset(name for name in names if not set(program.experts).intersection(ancestors(name)))
+    overlays = program.resolved.overlays
+    return whole_values(names, program.by_name, variant_name(overlays), variant_name(without_sequence(overlays)))
+
+
+def _is_around(module: nn.Module | None, inner: nn.Module | None) -> bool:
+    """Whether a module of torch has another one alone in it: a checkpoint's wrapper, one that torch.compile has made."""
+    return module is not None and type(module).__module__.startswith("torch.") and list(module.children()) == [inner]
+
+
+def _is_known(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return f"{hook.__module__}.".startswith(tuple(f"{one}." for one in KNOWN))
+
+
+def _shown(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__qualname__)

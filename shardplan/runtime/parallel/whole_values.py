@@ -1,0 +1,71 @@
+"""At which modules of a planned model values are whole on every tp rank, and their gradients complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from shardplan.core.module_program import ModuleProgram
+from shardplan.core.tree import ancestors, parent
+
+
+def whole_values(
+    names: Iterable[str], variants: Mapping[str, Mapping[str, ModuleProgram]], home: str, plain: str
+) -> frozenset[str]:
+    """Those of these modules that take and return whole values while the model runs as `home`: code that reads or changes them there does
+    what it does to the unsharded model. A module beside one that takes or returns a rank's share is none of them, as the program does not
+    say what passes it.
+
+    Args:
+        variants: `Program.by_name`.
+        home: the variant that the plan was applied with.
+        plain: the one without sequence parallelism.
+    """
+    if plain not in variants:
+        return frozenset()
+    programs, running = variants[plain], variants[home]
+    around = {above for name in programs for above in ancestors(name)}
+    beside = {parent(name) for name in programs if name not in around and unfit(name, programs)}
+    whole = {name for name in names if (name in around or parent(name) not in beside) and not unfit(name, programs)}
+    if home != plain:  # between the embedding and the end of the scope, values are split over the sequence
+        scopes = {name for name, one in running.items() if one.link == "scope"}
+        sources = {name for name, one in running.items() if one.link == "source"}
+        inside = {name for name in whole if scopes.intersection(ancestors(name)) or unfit(name, running)}
+        whole = whole - inside | sources if scopes else set()
+    return frozenset(whole)
+
+
+def unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
+    """Why a module cannot take and return whole values in the variant without sequence parallelism; empty where it can."""
+    for above in ancestors(name):
+        if (one := plain.get(above)) is not None and (one.enter or one.slices or one.experts):
+            return (
+                f"what it takes or returns is this tp rank's share of what {above or 'the model'} computes. Call "
+                f"{above or 'the model'}, or a module around it"
+            )
+    instead = "Call a module around it, or the model that the plan was applied to"
+    own = plain.get(name)
+    if own is not None and not _takes_whole(own):
+        return f"it takes a tp rank's share, or returns one. {instead}"
+    if any(one.leave is not None and one.leave.dst.kind == "R" for one in _between_blocks(name, plain)):
+        return f"its output has readers whose gradients are partial sums. {instead}"
+    return ""
+
+
+def _takes_whole(own: ModuleProgram) -> bool:
+    if any(move.src.kind not in "IP" for move in own.enter) or (own.leave and own.leave.dst.kind not in "IR"):
+        return False
+    kinds = {parameter.computed.kind for parameter in own.parameters}
+    if "V" in kinds:
+        returns = own.leave is not None or own.logits is not None
+        return returns and (bool(own.enter) or own.vocabulary is not None)
+    return bool(own.enter) or kinds <= {"I"}
+
+
+def _between_blocks(name: str, plain: Mapping[str, ModuleProgram]) -> Iterator[ModuleProgram]:
+    """The module and those in it whose values are whole."""
+    for other, one in plain.items():
+        if other != name and not other.startswith(f"{name}."):
+            continue
+        above = (plain.get(a) for a in ancestors(other) if a == name or a.startswith(f"{name}."))
+        if not any(a is not None and (a.enter or a.slices or a.experts) for a in above):
+            yield one
