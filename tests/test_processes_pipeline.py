@@ -49,13 +49,16 @@ FAMILIES = {
     "gpt2": Recipe("gpt2", TP, tied=True, section=GPT2, settings={"n_layer": 4}),
     "experts": replace(ROUTED, sizes={**DP, "ep": 2}),
     "experts, tp": replace(ROUTED, sizes=TP, sequence_parallel=True),
+    "experts on slices of tokens": replace(
+        ROUTED, sizes={**TP, "ep": 2}, sequence_parallel=True, schedule="interleaved"
+    ),
     "state spaces": Recipe("bamba", TP, settings={"attn_layer_indices": [1, 3]}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.proves("pp tp sp", "pp tp", "pp ep fsdp2")
+@pytest.mark.proves("pp tp sp", "pp tp", "pp ep fsdp2", "pp tp sp ep")
 def test_families(name: str) -> None:
     compare(FAMILIES[name])
 

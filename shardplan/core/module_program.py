@@ -206,6 +206,22 @@ class OutputMove:
 
 
 @dataclass(frozen=True, slots=True)
+class OutsideReads:
+    """Results of a module that are read outside of its block, whole: each is moved to I.
+
+    Args:
+        positions: in the module's output.
+        source: their layout: R; I where every rank has all tokens, and nothing is moved; V(0) where each has a slice of them.
+        by_hooks: only hooks of the module read them (a recorder of a router's logits), as far as was seen: slices are gathered while
+            it has some.
+    """
+
+    positions: tuple[int, ...]
+    source: Layout = R
+    by_hooks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureMeans:
     """A mean over features of which several ranks have a part each.
 
@@ -260,7 +276,7 @@ class ModuleProgram:
         reads_in: the module around this one in each call of which a tensor is moved I -> R once for all that read it.
         logits: the length of the whole vocabulary, where the output is a DTensor Shard(-1).
         tail: how many trailing output features pass a move I -> R; 0: none do.
-        outside: positions in the output that are read outside (R -> I).
+        outside: where positions in the output are read outside of the block.
         divide: attributes of the instance, and by what each is divided; `config.x` is a number of this instance's config.
         settings: attributes of the instance, and what each is on a rank.
         fused: whether its code may compute modules below it in one kernel.
@@ -291,7 +307,7 @@ class ModuleProgram:
     reads_in: str | None = None
     logits: int | None = None
     tail: int = 0
-    outside: tuple[int, ...] = ()
+    outside: OutsideReads | None = None
     divide: tuple[tuple[str, int], ...] = ()
     settings: tuple[tuple[str, int], ...] = ()
     fused: bool = True

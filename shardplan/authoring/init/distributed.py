@@ -131,12 +131,11 @@ class Distribution:
     def _token_wise(self) -> Rules:
         """Modules beside the experts whose gradients are partial sums where the experts are split."""
         patterns = {self.tree.pattern(name) for name in self.tree.modules if name.startswith(f"{self.block}.")}
-        partial = [
-            pattern
+        return {
+            pattern: {"style": "token_wise", **{k: v for k, v in options.items() if k == "read_outside"}}
             for pattern, options in self.draft.tensor_parallel.items()
             if options["style"] == PARTIAL["style"] and pattern in patterns
-        ]
-        return {pattern: {"style": "token_wise"} for pattern in partial}
+        }
 
     def _beside(self) -> tuple[str, ...]:
         """Children of the block that are split, and have no input and reduction of their own."""

@@ -235,13 +235,16 @@ class Crossings:
             self.known.maker[moved] = bound.name
 
     def _type_outside_reads(self, event: Event, position: int) -> None:
+        """What follows the module's tokens is as they are: slices of them are gathered."""
         found = self.known.type_of(event.inputs[position])
-        if found.kind not in ("R", "whole"):
-            ndim = self.known.run.values[event.inputs[position]].ndim
-            actual = found.describe(ndim)
-            self.known.find(
-                "result", event, event.module, event.inputs[position : position + 1], actual=actual, wanted="R"
-            )
+        style, ndim = self.plan[event.module].style, self.known.run.values[event.inputs[position]].ndim
+        wanted = self.incoming.get(event.module, R) if style is not None and style.as_input else R
+        fits = found.kind in (wanted.kind, "whole")
+        if found.kind == "V":
+            fits = fits and found.spread.dim in range(min(2, ndim - 1)) and found.spread.copies == 1
+        if not fits:
+            number, actual = event.inputs[position : position + 1], found.describe(ndim)
+            self.known.find("result", event, event.module, number, actual=actual, wanted=str(wanted))
         self.known.types[event.outputs[position]] = Type("I")
         self.known.maker[event.outputs[position]] = event.module
 

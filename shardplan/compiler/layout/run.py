@@ -27,6 +27,7 @@ from .reads import first_readers, same_arguments
 from .spreads import Spreads
 from .typed_modules import boundaries
 from .typing_result import Proof
+from .unread_results import find_unread_results
 
 # One multiplication or look-up: what they do inside, with their adapters, is one operation.
 ATOMS = ("linear", "conv1d", "embedding")
@@ -61,6 +62,7 @@ class Workbench:
         self.random = acting_sites(model, inputs) if watch.drew else ()
         self.cross_module_reads = find_cross_module_reads(self.reference, tree.tied)
         self.same_arguments = same_arguments(model, self.reference)
+        self.unread_results = find_unread_results(self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
 
 

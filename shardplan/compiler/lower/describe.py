@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from shardplan.core.layout import I, LayoutKind
+from shardplan.core.layout import I, LayoutKind, R
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import (
     ArgumentSlice,
@@ -12,6 +12,7 @@ from shardplan.core.module_program import (
     ExpertsProgram,
     InputMove,
     ModuleProgram,
+    OutsideReads,
     ParameterProgram,
 )
 from shardplan.core.plan import Overlays, ResolvedPlan
@@ -70,8 +71,8 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
         yield f"  means over all {module.means.features} features: P -> R"
     if module.tail:
         yield f"  out, last {module.tail}: I -> R"
-    for position in module.outside:
-        yield f"  out[{position}]: R -> I"
+    if module.outside is not None:
+        yield from (f"  out[{position}]: {reading(module.outside)}" for position in module.outside.positions)
     if module.experts is not None:
         yield f"  {experts(module.experts)}"
     for attribute, by in module.divide:
@@ -86,6 +87,13 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
         yield f"  one gather from {one.copies} ranks: " + ", ".join(_member(*names) for names in one.parameters)
     if module.group is not None:
         yield "  one gradient all-reduce: " + ", ".join(_member(*names) for names in module.group.parameters)
+
+
+def reading(outside: OutsideReads) -> str:
+    """How a result gets to its readers outside of the block, in words."""
+    if outside.source == I:
+        return "I"
+    return f"{outside.source} -> I" + (", where a hook reads it" if outside.source != R and outside.by_hooks else "")
 
 
 def experts(program: ExpertsProgram) -> str:

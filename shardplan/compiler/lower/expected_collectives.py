@@ -51,6 +51,8 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
         yield Axis.TP, "identity", "all_gather"  # of that of the weights
         if program.also_reads:
             yield Axis.TP, "identity", "all_reduce"  # of those of the parameters that all experts share
+    if program.outside is not None and program.outside.source.kind == "V" and not program.outside.by_hooks:
+        yield from ((Axis.TP, "all_gather", "identity") for _ in program.outside.positions)
     if program.tail:
         yield Axis.TP, "identity", "all_reduce"
 

@@ -13,6 +13,7 @@ from shardplan.core.module_program import (
     InputMove,
     ModuleProgram,
     OutputMove,
+    OutsideReads,
     ParameterProgram,
     SharedGroup,
 )
@@ -22,6 +23,7 @@ from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.styles.bound import BoundModule, bound_modules
 from shardplan.styles.stored_parameters import lower_parameters
 from shardplan.styles.style_record import FeatureStyle
+from shardplan.styles.token_layouts import tokens_layout
 
 from .homes import home_of
 from .incoming_layouts import IncomingLayouts
@@ -116,7 +118,7 @@ def _lower_module(
         link=one.link,
         logits=one.width if features.dtensor else None,
         tail=one.tail,
-        outside=one.boundary.outside,
+        outside=_outside(plan, one),
         divide=one.divide,
         settings=one.settings,
         fused=one.assignment is None or one.assignment.rule.fused,
@@ -181,6 +183,15 @@ def _enter(plan: ResolvedPlan, incoming: IncomingLayouts, one: BoundModule) -> t
                 first = one.name
             moves.append(InputMove(src, dst, given.argument, given.regather, first))
     return tuple(moves)
+
+
+def _outside(plan: ResolvedPlan, one: BoundModule) -> OutsideReads | None:
+    positions = one.boundary.outside
+    if not positions:
+        return None
+    follows = one.style is not None and one.style.as_input
+    unread = plan.unread_results.get(one.name, frozenset())
+    return OutsideReads(positions, tokens_layout(plan, one.name) if follows else R, unread.issuperset(positions))
 
 
 def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:

@@ -193,7 +193,7 @@ class RuleOptions(Strict):
         default=None,
         min_length=1,
         description="Positions in the module's output that are also read outside the tensor-parallel region "
-        "by something that every rank computes in full, like an auxiliary loss on router logits.",
+        "by something that every rank computes in full, like an auxiliary loss on router logits. Slices of tokens are gathered there.",
         examples=[[0]],
     )
     exchange: Given[Exchange] = Field(

@@ -17,6 +17,7 @@ from shardplan.torchlib.attributes import owner_of
 
 from .collectives import all_gather
 from .forward import arguments_of
+from .handed_out import hand_out
 from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
 from .regather import note
@@ -134,10 +135,8 @@ class Leave:
                 output = _plus(output, read(bias, parameter, self.shared.regime))
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
-        if program.outside:
-            output = tuple(
-                move(x, mesh, R, I) if i in program.outside and x is not None else x for i, x in enumerate(output)
-            )
+        if program.outside is not None:
+            output = hand_out(output, program.outside, module, self.shared.tokens, mesh)
         if program.logits is not None:
             output = as_dtensor(output, program.logits, mesh)
         return output
@@ -181,7 +180,7 @@ def acts(program: ModuleProgram) -> bool:
     return bool(
         program.leave
         or program.tail
-        or program.outside
+        or program.outside is not None
         or program.logits is not None
         or any(p.withheld for p in program.parameters)
     )

@@ -13,8 +13,9 @@ from shardplan.compiler.lower.homes import home_of
 from shardplan.core.layout import P
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.plan import ResolvedPlan, variant_name
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import ancestors, block
 
+from .handed_out import Tokens
 from .regime import PartialEmbedding, Regime, Shared
 from .shared_reads import SharedReads
 from .style import ModuleStyle
@@ -55,11 +56,14 @@ def make_styles(
     regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan), ep=ep, expert_share=expert_share, experts=experts)
     modules = variants[regime.variant]
     around = frozenset(a for m in modules.values() if m.link == "scope" for a in (m.name, *ancestors(m.name)))
-    shared = Shared(regime, _link(modules), around, waiting, tables)
+    link = _link(modules)
+    noted, tokens = _noted(variants), Tokens(seq_dim=link.seq_dim if link is not None else 1)
+    shared = Shared(regime, link, around, waiting, tables, tokens, noted)
     reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
     for name in plan.tree.modules:
-        if name in reads or name in tables or name in around or any(name in modules for modules in variants.values()):
+        special = name in reads or name in tables or name in around or name in noted
+        if special or any(name in modules for modules in variants.values()):
             programs: dict[str, ModuleProgram] = {
                 variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()
             }
@@ -78,6 +82,18 @@ def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[t
             home = home_of(name, units)
             found[home][variant] += [(name[len(home) :].lstrip(".") if home else name, p) for p in module.parameters]
     return {home: modes for home, modes in found.items() if any(len(reads) > 1 for reads in modes.values())}
+
+
+def _noted(variants: Variants) -> frozenset[str]:
+    """The modules that hand slices of tokens out of their blocks, and those around them in these."""
+    return frozenset(
+        above
+        for modules in variants.values()
+        for name, module in modules.items()
+        if module.outside is not None and module.outside.source.kind == "V"
+        for above in (name, *ancestors(name))
+        if above == name or above.startswith(block(name))
+    )
 
 
 def _link(modules: Mapping[str, ModuleProgram]) -> PartialEmbedding | None:

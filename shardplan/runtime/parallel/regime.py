@@ -14,6 +14,7 @@ from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
+from .handed_out import Tokens
 from .shared_reads import SharedReads
 from .waiting_sums import Waiting
 
@@ -172,6 +173,8 @@ class Shared:
         around: the module around both of its ends, and those around that.
         waiting: by variant and module, what is reduced with its own partial sum.
         reads: by module, what is moved once in each call of it for all that read it there.
+        tokens: the shape of what runs in a block.
+        noted: the modules whose arguments tell it.
     """
 
     regime: Regime
@@ -179,3 +182,5 @@ class Shared:
     around: frozenset[str] = frozenset()
     waiting: Mapping[tuple[str, str | None], Waiting] = field(default_factory=dict)
     reads: Mapping[str | None, SharedReads] = field(default_factory=dict)
+    tokens: Tokens = field(default_factory=Tokens)
+    noted: frozenset[str] = frozenset()

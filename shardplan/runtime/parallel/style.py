@@ -138,7 +138,11 @@ class ModuleStyle(ParallelStyle):
         if any(pr.enter or pr.slices for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
-            module.register_forward_hook(Leave(module, self.programs, self.shared, mesh), with_kwargs=True)
+            # In front of hooks that the module had: they see what a reader sees.
+            leave = Leave(module, self.programs, self.shared, mesh)
+            module.register_forward_hook(leave, with_kwargs=True, prepend=True)
+        if self.program.name in self.shared.noted:
+            module.register_forward_pre_hook(self.shared.tokens.note, with_kwargs=True)
 
     def _hook_scope(self, module: nn.Module) -> None:
         link = self.shared.link

@@ -1,0 +1,81 @@
+"""What a module hands out of its block, where it is read whole: an auxiliary loss reads the logits of its router.
+
+Where the module runs on slices of the tokens, these are gathered, with a gradient that is complete: each rank's readers have all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.layout import I, V
+from shardplan.core.module_program import OutsideReads
+
+from .tensor_moves import move
+
+_OURS = ("shardplan.runtime.", "torch.")  # modules whose hooks read nothing
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Batch and sequence of what runs now in a block, on this rank, of which code in it may make one row.
+
+    Args:
+        seq_dim: the sequence dimension.
+        shape: of the first two dims of what its modules read last.
+    """
+
+    seq_dim: int = 1
+    shape: tuple[int, ...] = ()
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Forward pre-hook of the modules around, behind the moves of their arguments."""
+        values = (*args, *kwargs.values())
+        shapes = (x.shape for x in values if isinstance(x, Tensor) and x.is_floating_point())
+        shape = next(shapes, ())
+        if len(shape) > 2:
+            self.shape = tuple(shape[:2])
+
+    def gather(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The slices of all ranks.
+
+        Args:
+            x: [batch, sequence, ...] of this rank, in the order of `seq_dim`, or [batch * sequence, ...].
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if tuple(x.shape[:2]) == self.shape:
+            return move(x, mesh, V(self.seq_dim), I)
+        if x.ndim < 2 or not self.shape or x.shape[0] != self.shape[0] * self.shape[1]:
+            raise ValueError(
+                f"a result {list(x.shape)} is read outside of its block, and does not say which tokens it is of: its module has tokens "
+                f"{list(self.shape)}"
+            )
+        return move(x.unflatten(0, self.shape), mesh, V(self.seq_dim), I).flatten(0, 1)
+
+
+def hand_out(output: Any, reads: OutsideReads, module: nn.Module, tokens: Tokens, mesh: DeviceMesh) -> Any:
+    """A module's output with the results that are read outside moved to I."""
+    sliced = reads.source.kind == "V"
+    if reads.source == I or (sliced and reads.by_hooks and not _has_readers(module)):
+        return output
+
+    def whole(x: Tensor) -> Tensor:
+        return tokens.gather(x, mesh) if sliced else move(x, mesh, reads.source, I)
+
+    if isinstance(output, Tensor):
+        return whole(output)
+    return tuple(whole(x) if i in reads.positions and x is not None else x for i, x in enumerate(output))
+
+
+def _has_readers(module: nn.Module) -> bool:
+    """Whether it has hooks that may read its results."""
+    return any(
+        not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_OURS)
+        for hook in module._forward_hooks.values()
+    )
