@@ -7,6 +7,7 @@ This module recreates each such function over the copies of what it captured.
 from __future__ import annotations
 
 import copy
+import copyreg
 import dis
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,14 @@ from torch.utils.hooks import RemovableHandle
 # Attributes of every module that contain no functions. The dictionaries of hooks are not among them.
 STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
+ATOMIC = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype))
+REDUCING = (
+    "__new__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__getstate__",
+    "__setstate__",
+)  # what copying an object goes through
 # Lists that torch's recurrent modules keep of their parameters: each forward makes them anew where a parameter is another.
 FLAT = ("_flat_weights", "_flat_weight_refs")
 DEEPEST = 8  # functions in objects in functions
@@ -51,11 +60,11 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
     for module in model.modules():
         memo |= handles_in(vars(module).values())
         memo |= _computed_by_hooks(module)
-        # copy.deepcopy takes most of its time for their empty dictionaries of hooks
-        memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
     shared = {} if shared is None else {key: one for key, one in shared.items() if key not in memo}
     memo |= shared
     try:
+        for module, copy_of in tuple(_begun(model, memo)):
+            copy_of.__setstate__({key: _copy_of(value, memo) for key, value in module.__getstate__().items()})
         result = copy.deepcopy(model, memo)
     except RuntimeError:  # torch copies no tensor that was computed from parameters
         refuse_computed(model, memo)
@@ -68,7 +77,14 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
     rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # what deepcopy went into has the copy's
     for name, module in result.named_modules():
         recurrent = isinstance(module, nn.RNNBase)
-        attributes = {key: value for key, value in vars(module).items() if not (recurrent and key in FLAT)}
+        attributes = {
+            key: value
+            for key, value in vars(module).items()
+            if key not in STATE
+            and type(value) not in ATOMIC
+            and not _nothing(value)
+            and not (recurrent and key in FLAT)
+        }
         try:
             for key, value in attributes.items():
                 refuse_held(key, value, held)
@@ -79,6 +95,38 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
         except NotBound as error:
             raise type(error)(f"{name or type(module).__name__}: {error}") from None
     return result
+
+
+def _begun(module: nn.Module, memo: dict[int, Any]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The modules that are copied as `copy.deepcopy` would, and their empty copies, which `memo` has from here on. They are filled in
+    one go: deepcopy asks for each key and number of each module whether it was copied."""
+    kind = type(module)
+    if id(module) in memo or not _copied_by_state(kind):
+        return
+    memo[id(module)] = begun = kind.__new__(kind)
+    yield module, begun
+    for child in module._modules.values():
+        if child is not None:
+            yield from _begun(child, memo)
+
+
+def _copied_by_state(kind: type[nn.Module]) -> bool:
+    return (
+        not hasattr(kind, "__deepcopy__")
+        and kind not in copyreg.dispatch_table
+        and all(getattr(kind, name) is getattr(nn.Module, name) for name in REDUCING)
+    )
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    if type(value) in ATOMIC:
+        return value
+    return OrderedDict() if _nothing(value) else copy.deepcopy(value, memo)
+
+
+def _nothing(value: Any) -> bool:
+    """An empty dictionary of hooks, of which each module has ten."""
+    return type(value) is OrderedDict and not value
 
 
 def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:

@@ -1,0 +1,106 @@
+"""Copies of models (shardplan/model/rebinding.py): as `copy.deepcopy` makes them, whatever modules say of their own copies."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardplan.model.rebinding import copied
+
+
+class Counted(nn.Linear):
+    """Says how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made = Counted(self.in_features, self.out_features)
+        made.load_state_dict(self.state_dict())
+        made.copies = getattr(self, "copies", 0) + 1
+        return made
+
+
+class Kept(nn.Linear):
+    """Says what of it is kept."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "seen"}
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.counted, self.kept = nn.Linear(4, 4), Counted(4, 4), Kept(4, 4)
+        self.kept.seen = [1]
+        self.again = nn.ModuleList([self.one, nn.BatchNorm1d(4)])
+        self.lstm = nn.LSTM(4, 4)
+        self.above = [self]  # no child, which would be a cycle
+        self.numbers, self.names = {"a": [1, 2]}, ("x", {3})
+        self.register_buffer("none", None)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.kept(self.counted(self.again[1](self.again[0](x))))
+        return self.tied(self.lstm(inner)[0])
+
+
+def shown(value: Any, model: nn.Module) -> Any:
+    """What an attribute holds, without identities."""
+    if isinstance(value, nn.Module):
+        return next((name for name, module in model.named_modules() if module is value), type(value))
+    if isinstance(value, torch.Tensor):
+        return type(value), value.requires_grad, value.tolist()
+    if isinstance(value, dict):
+        return type(value), [(key, shown(item, model)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [shown(item, model) for item in value]
+    return value
+
+
+def test_a_copy_is_what_deepcopy_makes():
+    model = Whole()
+    copy_of, expected = copied(model), copy.deepcopy(model)
+    assert [name for name, _ in copy_of.named_modules()] == [name for name, _ in expected.named_modules()]
+    for (name, made), right in zip(copy_of.named_modules(), expected.modules(), strict=True):
+        one, other = vars(made), vars(right)
+        for key in one.keys() | other.keys():
+            if key != "_flat_weight_refs":
+                assert shown(one[key], copy_of) == shown(other[key], expected), (name, key)
+    assert copy_of.counted.copies == 1
+    assert copy_of.tied.weight is copy_of.one.weight
+    x = torch.randn(3, 4)
+    assert torch.equal(copy_of(x), model(x))
+
+
+def test_nothing_is_shared_with_the_original():
+    model = Whole()
+    copy_of = copied(model)
+    mine = {
+        id(value) for module in model.modules() for value in vars(module).values() if isinstance(value, (dict, list))
+    }
+    theirs = {id(value) for module in copy_of.modules() for value in vars(module).values()}
+    assert not mine & theirs
+    memory = {p.data_ptr() for p in (*model.parameters(), *model.buffers())}
+    assert not memory & {p.data_ptr() for p in (*copy_of.parameters(), *copy_of.buffers())}
+
+
+def test_what_is_below_a_module_that_is_replaced_is_not_copied(monkeypatch):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(3, 3)))
+    made = []
+    monkeypatch.setattr(
+        nn.Parameter, "__deepcopy__", lambda p, memo: memo.setdefault(id(p), made.append(p) or p.clone())
+    )
+    stub = nn.Identity()
+    assert copied(model, {id(model[1]): stub})[1] is stub
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("attribute", ["lists", "hooks"])
+def test_a_module_that_only_an_attribute_has_is_copied_once(attribute):
+    model, inner = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    model.held = [inner, inner]
+    if attribute == "hooks":
+        model.register_forward_hook(lambda module, args, output: output)
+    copy_of = copied(model)
+    assert copy_of.held[0] is copy_of.held[1] is not inner
