@@ -1,6 +1,6 @@
-"""What the proof costs in `validate`: `python -m benchmarks.proving [--repeats N] [TYPE ...]`.
+"""What the proof costs in `validate`: `python -m benchmarks.proving [--share N --seed S] [--repeats N] [TYPE ...]`.
 
-Without types, one for each built-in plan: half an hour.
+Without types, one for each built-in plan, or a share of them: hours for all of them, so rather with a share.
 """
 
 from __future__ import annotations
@@ -8,95 +8,132 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from .page import table
 
 TYPES = Path(__file__).parents[1] / "docs" / "model-types.json"
-SHOWN = 12  # of the plans with the largest ratios
+SHOWN = 8  # of the types with the largest ratios, for each mesh
+GOALS = {"tp": (1.4, 3.0), "ep": (2.0, 4.0), "pp": (2.0, 4.0)}  # the median, the worst
 SECTION = """## The proof
 
-`python -m benchmarks.proving{types}`: processor time of `validate TYPE auto --tp 2`, both variants, over importing torch,
-transformers and the package and building the model on the meta device; with the numeric proof and without it (`--no-proof`).
-A process for each plan, which takes the time at each of the three ends: what comes before is the same. {count} of {all} built-in
-plans: with the proof the median of the ratios is {median:.2f} (goal 1.6), the largest {worst:.2f} (goal 3); without it {without:.2f}.
-The largest:
+`python -m benchmarks.proving{words}`: processor time of `validate TYPE auto` with the numeric proof, all variants of the plan, over that of
+the same process that only imports torch, transformers and the package and builds the model on the meta device; and without the
+proof (`--no-proof`). A process for each plan and mesh, which takes the time at both ends: what comes before is the same. {count} of
+{all} built-in plans; those with experts that ranks share have the meshes with ep as well.
 """
-# As `validate`, for the nearest configuration to a type's default that can be built. Prints the processor time at three ends.
+# As `validate`, for the nearest configuration to a type's default that can be built. Prints the processor time at both ends,
+# and how the report is.
 VALIDATE = """
+import json
 import sys
 from time import process_time
-from shardplan.compiler.layout import ModelLayouts
-from shardplan.compiler.automatic import auto_plan
-from shardplan.compiler.user_inputs import Model
-from shardplan.compiler.variants import wanted_variants
-from shardplan.core.mesh import MeshSizes
-from shardplan.proof.prove import compile_for
-from shardplan.proof.stage import Question, prove_stage
+from shardplan import validate
+from shardplan.compiler.user_inputs import FoundOnce
 from tests.model_settings import find
-found = find(sys.argv[1])
+class Built(FoundOnce):
+    _found = find(sys.argv[1])
+name, mesh, proof = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "proof"
 built = process_time()
-plan = auto_plan(found.tree).plan
-reduced, wanted = ModelLayouts(found, 2), wanted_variants(plan, None, MeshSizes(tp=2))
-compile_for(reduced, plan, MeshSizes(tp=2), wanted)
-typed = process_time()
-prove_stage(Question(reduced, Model(sys.argv[1]), plan), wanted)
-print("seconds", built, typed, process_time())
+report = validate(Built(name), "auto", mesh, proof=proof)
+print("seconds", built, process_time(), *sorted({found.code for found in report.diagnostics if found.is_error}))
 """
 
 
-def one_of_each_plan() -> list[str]:
-    """A model type for each built-in plan that is right at tp 2."""
-    known = {
-        row["plan"]: row["name"]
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A mesh that plans are validated on; `goal` names its row of GOALS."""
+
+    sizes: dict[str, int]
+    goal: str
+
+    @property
+    def shown(self) -> str:
+        return " ".join(f"--{axis.replace('_', '-')} {size}" for axis, size in self.sizes.items())
+
+
+MESHES = (
+    Mesh({"tp": 2}, "tp"),
+    Mesh({"tp": 4}, "tp"),
+    Mesh({"dp_shard": 2, "tp": 2}, "tp"),
+    Mesh({"tp": 2, "ep": 2}, "ep"),
+    Mesh({"dp_shard": 2, "ep": 2}, "ep"),
+    Mesh({"pp": 2}, "pp"),
+    Mesh({"pp": 2, "tp": 2}, "pp"),
+)
+
+
+def one_of_each_plan() -> dict[str, bool]:
+    """A model type for each built-in plan that is right at tp 2; whether ranks share its experts."""
+    known: dict[str, tuple[str, bool]] = {
+        row["plan"]: (row["name"], row["experts"] == "right")
         for row in json.loads(TYPES.read_text("utf-8"))
         if row["verdicts"].get("tp2") == "right"
     }
-    return sorted(known.values())
+    return dict(sorted(known.values()))
 
 
-def measured(name: str) -> tuple[float, float, float]:
-    """Seconds of processor time: when the model was built, when the layouts were proven, at the end.
+def measured(name: str, mesh: Mesh, proof: str) -> tuple[float, str]:
+    """The ratio, and the codes of what was found.
 
     Raises:
         RuntimeError: the process failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", VALIDATE, name]
+    command = [sys.executable, "-c", VALIDATE, name, json.dumps(mesh.sizes), proof]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         raise RuntimeError(f"{name}: {ended.stderr}")
     *_, last = ended.stdout.splitlines()
-    built, typed, proven = map(float, last.split()[1:])
-    return built, typed, proven
+    built, whole, *codes = last.split()[1:]
+    return float(whole) / float(built), " ".join(codes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--share", type=int, default=1, metavar="N", help="one in N of the plans")
+    parser.add_argument("--seed", type=int, default=0, help="what they are drawn by")
+    parser.add_argument("--mesh", nargs="*", choices=GOALS, default=list(GOALS), help="with which axis")
     args = parser.parse_args()
-    rows = []
-    for name in args.types or one_of_each_plan():
-        runs = [measured(name) for _ in range(args.repeats)]
-        layouts, proof = (statistics.median(run[at] / run[0] for run in runs) for at in (1, 2))
-        rows.append((name, layouts, proof))
-        print(f"{name} {layouts:.2f} {proof:.2f}", file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: -row[2])
-    facts = {
-        "types": "".join(f" {name}" for name in args.types),
-        "count": len(rows),
-        "all": len(one_of_each_plan()),
-        "median": statistics.median(row[2] for row in rows),
-        "worst": rows[0][2],
-        "without": statistics.median(row[1] for row in rows),
-    }
-    print(SECTION.format(**facts))
-    lines = [[name, f"{without:.2f}", f"{proof:.2f}"] for name, without, proof in rows[:SHOWN]]
-    print(table(["type", "without the proof", "with it"], lines))
+    known = one_of_each_plan()
+    drawn = sorted(random.Random(args.seed).sample(sorted(known), max(1, len(known) // args.share)))
+    names = args.types or drawn
+    words = f" --share {args.share} --seed {args.seed}" if args.share > 1 else ""
+    print(SECTION.format(words="".join(f" {name}" for name in args.types) or words, count=len(names), all=len(known)))
+    summary, worst = [], []
+    for mesh in (one for one in MESHES if one.goal in args.mesh):
+        rows = []
+        for name in (one for one in names if mesh.goal != "ep" or known.get(one, True)):
+            ratios = {}
+            for proof in ("none", "proof"):
+                runs = [measured(name, mesh, proof) for _ in range(args.repeats)]
+                ratios[proof], codes = statistics.median(ratio for ratio, _ in runs), runs[0][1]
+            rows.append((ratios["proof"], ratios["none"], name, codes))
+            print(
+                f"{mesh.shown} {name} {ratios['none']:.2f} {ratios['proof']:.2f} {codes}", file=sys.stderr, flush=True
+            )
+        if not rows:
+            continue
+        rows.sort(reverse=True)
+        right = [row for row in rows if not row[3]]
+        median, without = (statistics.median(row[at] for row in right or rows) for at in (0, 1))
+        most, goal = rows[0][0], GOALS[mesh.goal]
+        summary.append(
+            [mesh.shown, len(right), f"{without:.2f}", f"{median:.2f}", f"{most:.2f}", f"{goal[0]} and {goal[1]:.0f}"]
+        )
+        worst += [[mesh.shown, name, f"{less:.2f}", f"{more:.2f}", codes] for more, less, name, codes in rows[:SHOWN]]
+    print(
+        table(["mesh", "plans that are right", "median without the proof", "with it", "the largest", "goals"], summary)
+    )
+    print("\nThe largest:\n")
+    print(table(["mesh", "type", "without the proof", "with it", "refused with"], worst))
 
 
 if __name__ == "__main__":
