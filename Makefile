@@ -68,6 +68,7 @@ soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate a
 adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past validate, judged in real processes; half an hour
 	$(BIN)/python -m tests.adversaries $(DRAWN)
 	$(BIN)/python -m tests.adversaries.random_modules --examples 200 $(DRAWN)
+	$(BIN)/python -m tests.adversaries.generated --count 150 $(or $(DRAWN),--seed $(SEED))
 
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md $(DRAWN)

@@ -1,9 +1,12 @@
 """All adversaries."""
 
 from . import (
+    afterwards,
     attention,
     branches,
     buffers,
+    calls,
+    constants,
     diffusion,
     dtypes,
     experts,
@@ -18,6 +21,7 @@ from . import (
     outputs,
     sequence,
     shared,
+    stages,
     training,
 )
 from .adversary import Adversary
@@ -39,8 +43,8 @@ PARTS = (
     sequence,
     inputs,
     live,
-    meshes,
-    mixtures,
 )
-CASES: tuple[Adversary, ...] = tuple(case for part in PARTS for case in part.CASES)
+WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants)
+ON_MESHES: tuple[Adversary, ...] = tuple(case for part in WITH_AXES for case in part.CASES)
+CASES: tuple[Adversary, ...] = (*(case for part in PARTS for case in part.CASES), *ON_MESHES)
 assert len({case.name for case in CASES}) == len(CASES)

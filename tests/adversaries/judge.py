@@ -88,7 +88,7 @@ def _judge(adversary: Adversary, dtype: torch.dtype, tolerance: float, anyway: b
 def said_by_us(text: str) -> bool:
     """Whether the first error of a traceback was raised in the package, and is none of its own bugs."""
     first = text.partition(CAUSED)[0]
-    frames = re.findall(r'^  File "([^"]+)"(?:.*\n(?: .*\n)*)([\w.]+)', first, re.MULTILINE)
+    frames = re.findall(r'^  File "([^"]+)".*\n(?:    .*\n)*([\w.]+)', first, re.MULTILINE)
     return bool(frames) and f"{PACKAGE}/" in frames[-1][0] and frames[-1][1].rpartition(".")[2] in OURS
 
 

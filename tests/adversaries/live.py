@@ -18,7 +18,7 @@ def llama(**settings: Any) -> nn.Module:
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **settings))
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **settings}))
 
 
 def qwen3() -> nn.Module:

@@ -23,25 +23,27 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 
+EAGER = {"experts_implementation": "eager"}  # the others have no float64
+
 
 def mixtral(**settings: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 4, **settings}))
+    return MixtralForCausalLM._from_config(MixtralConfig(**{**SIZES, "num_local_experts": 4, **settings}), **EAGER)
 
 
 def qwen3_moe(**settings: Any) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     own = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **own, **settings}))
+    return Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**{**SIZES, **own, **settings}), **EAGER)
 
 
 def gpt_oss(**settings: Any) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     own = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 4}
-    return GptOssForCausalLM(GptOssConfig(**{**SIZES, **own, **settings}))
+    return GptOssForCausalLM._from_config(GptOssConfig(**{**SIZES, **own, **settings}), **EAGER)
 
 
 def rows(seed: int, padded: str = "", **flags: Any) -> dict[str, Any]:

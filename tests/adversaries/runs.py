@@ -197,10 +197,13 @@ def _parts(adversary: Adversary) -> int:
 
 
 def _split(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
-    """The rows of each micro-batch."""
+    """The rows of each micro-batch. Lengths of documents are none."""
     rows = next(value.shape[0] for value in batch.values() if isinstance(value, Tensor)) // parts
     return [
-        {n: v[i * rows : (i + 1) * rows] if isinstance(v, Tensor) else v for n, v in batch.items()}
+        {
+            n: v[i * rows : (i + 1) * rows] if isinstance(v, Tensor) and "cu_seq" not in n else v
+            for n, v in batch.items()
+        }
         for i in range(parts)
     ]
 

@@ -1,0 +1,249 @@
+"""Pipelines of models that keep state, read their labels early, or were changed after they were built."""
+
+from __future__ import annotations
+
+import types
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from .adversary import Adversary
+from .live import OwnMlp, llama
+from .meshes import MESHES, on, rows
+from .parts import WIDTH, MlpBlock, Stack
+
+
+class Early(LlamaForCausalLM):
+    """What it embeds depends on the labels."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **more: Any) -> Any:
+        x = self.model.embed_tokens(input_ids)
+        if labels is not None:
+            x = x * (1 + 0.5 * (labels != -100).to(x.dtype))[..., None]
+        return super().forward(inputs_embeds=x, labels=labels, **more)
+
+
+class Lengths(LlamaForCausalLM):
+    """Reads one entry more than there are documents, which here are as many as rows."""
+
+    def forward(self, input_ids: Tensor, cu_seq_lens_q: Tensor | None = None, **more: Any) -> Any:
+        x = self.model.embed_tokens(input_ids)
+        if cu_seq_lens_q is not None:
+            x = x * (1 + cu_seq_lens_q.diff().to(x.dtype).mean() / 10)
+        return super().forward(inputs_embeds=x, **more)
+
+
+def of_class(cls: type) -> nn.Module:
+    model = llama()
+    return cls(model.config)
+
+
+def documents(seed: int) -> dict[str, Any]:
+    return rows(seed, cu_seq_lens_q=torch.tensor([0, 2, 5, 8]))
+
+
+class Counted(nn.Module):
+    """Counts its calls, and divides by them."""
+
+    def __init__(self, inner: nn.Module, used: bool) -> None:
+        super().__init__()
+        self.used = used
+        self.up_proj, self.gate_proj, self.down_proj = inner.up_proj, inner.gate_proj, inner.down_proj
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.calls.add_(1)
+        y = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y / self.calls.clamp(min=1) if self.used else y
+
+
+class Running(Counted):
+    """Keeps the mean of what it gets, and takes it off."""
+
+    def __init__(self, inner: nn.Module, used: bool) -> None:
+        super().__init__(inner, used)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().mean((0, 1)).to(self.mean.dtype), 0.5)
+        return super().forward(x - self.mean)
+
+
+def with_state(cls: type, used: bool, which: tuple[int, ...] = (0, 1)) -> nn.Module:
+    model = llama()
+    for number in which:
+        model.model.layers[number].mlp = cls(model.model.layers[number].mlp, used)
+    return model
+
+
+def mean_loss(logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
+    """Whatever number of items is given, the mean over its own tokens."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).double(), labels[:, 1:].flatten())
+
+
+def with_loss(function: Any) -> nn.Module:
+    model = llama()
+    model.loss_function = function
+    return model
+
+
+def wrapped(*names: str) -> nn.Module:
+    """Instance forwards that call the bound one and change something."""
+    model = llama()
+
+    def wrap(module: nn.Module) -> None:
+        own = module.forward
+        module.forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5
+
+    for name in names:
+        wrap(model.get_submodule(name))
+    return model
+
+
+def wrapped_root() -> nn.Module:
+    model = llama()
+    own = model.forward
+
+    def forward(self: nn.Module, input_ids: Tensor, **more: Any) -> Any:
+        return own(input_ids=input_ids.clamp(max=30), **more)
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def root_hooked(before: bool) -> nn.Module:
+    model = llama()
+    if before:
+
+        def clamp(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+            return args, {**kwargs, "input_ids": kwargs["input_ids"].clamp(max=30)}
+
+        model.register_forward_pre_hook(clamp, with_kwargs=True)
+    else:
+
+        def halve(module: nn.Module, args: tuple, output: Any) -> Any:
+            output.loss = output.loss / 2
+            return output
+
+        model.register_forward_hook(halve)
+    return model
+
+
+class Dropping(OwnMlp):
+    """In training every third token is left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        keep = torch.arange(x.shape[1]) % 3 != 2
+        return y * keep[:, None] if self.training else y
+
+
+def dropping() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = Dropping(model.config, False)
+    return model
+
+
+class Own(Stack):
+    """A model without a loss of its own."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.trunk(x)
+
+
+def own() -> nn.Module:
+    return Own(MlpBlock(), MlpBlock())
+
+
+def pairs(seed: int) -> dict[str, Tensor]:
+    x, labels = torch.randn(2, 4, 8, WIDTH, generator=torch.Generator().manual_seed(seed)).unbind()
+    return {"x": x, "labels": labels}
+
+
+def squared(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits - labels).square().sum()
+
+
+OWN_PLAN = {
+    "version": "1",
+    "name": "own",
+    "tensor_parallel": {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"},
+    "data_parallel": {"backend": "fsdp2", "units": ["layers.*"]},
+    "pipeline_parallel": {"layers": "layers.*"},
+}
+ONE_BY_ONE = "as the unsharded model on the same micro-batches"
+# Live models with code of their own: what cannot be carried over to the reduced model is said so by name.
+LIVE = {"codes": ("SP524",)}
+BUILDS = {
+    "labels_early": partial(of_class, Early),
+    "counter": partial(with_state, Counted, False),
+    "counter_used": partial(with_state, Counted, True),
+    "counter_first": partial(with_state, Counted, True, (0,)),
+    "counter_last": partial(with_state, Counted, True, (1,)),
+    "running": partial(with_state, Running, False),
+    "mean_loss": partial(with_loss, mean_loss),
+    "wrapped": partial(wrapped, "model.layers.0.mlp", "model.layers.1.self_attn.o_proj"),
+    "wrapped_root": wrapped_root,
+    "hooked_before": partial(root_hooked, True),
+    "hooked_after": partial(root_hooked, False),
+    "dropping": dropping,
+}
+TWO = ("pp_dp", "pp_tp")
+CASES = (
+    *(on("pp", "llama", build, f"stage_{name}", "right", ONE_BY_ONE, **LIVE) for name, build in BUILDS.items()),
+    *(
+        on(mesh, "llama", BUILDS[name], f"stage_{name}", "right", ONE_BY_ONE, **LIVE)
+        for name, mesh in (
+            ("labels_early", "pp_tp"),
+            ("counter_used", "pp_dp"),
+            ("running", "pp_tp"),
+            ("mean_loss", "pp_dp"),
+            ("wrapped_root", "pp_dp"),
+            ("dropping", "pp_tp"),
+        )
+    ),
+    on(
+        "pp",
+        "llama",
+        partial(of_class, Lengths),
+        "stage_lengths",
+        "right",
+        "lengths are no rows",
+        inputs=documents,
+        **LIVE,
+    ),
+    on(
+        "pp",
+        "llama",
+        partial(with_state, Counted, True),
+        "stage_counter_gpipe",
+        "right",
+        ONE_BY_ONE,
+        schedule="gpipe",
+        **LIVE,
+    ),
+    on(
+        "pp",
+        "llama",
+        partial(llama, num_hidden_layers=4),
+        "stage_interleaved",
+        "right",
+        ONE_BY_ONE,
+        schedule="interleaved",
+    ),
+    *(
+        Adversary(
+            f"stage_own_loss/{mesh}", own, pairs, OWN_PLAN, "right", ONE_BY_ONE, mesh=MESHES[mesh], stage_loss=squared
+        )
+        for mesh in ("pp", *TWO)
+    ),
+)
