@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adversary import Adversary, squares
-from .live import llama, loss_of
-from .meshes import MESHES, auxiliary_of, gpt_oss, mixtral, on, qwen3_moe, rows
+from .adversary import Adversary, document, squares
+from .live import llama
+from .meshes import auxiliary_of, gpt_oss, mixtral, on, qwen3_moe, rows
+from .parts import MLP, WIDTH, MlpBlock, Stack
 
 
 def routed(seed: int) -> dict[str, Any]:
@@ -62,6 +63,27 @@ def all_of(output: Any) -> Tensor:
     return output.loss + squares(output.hidden_states) / 10
 
 
+class Looked(Stack):
+    """A table whose rows are scaled down in place."""
+
+    def __init__(self) -> None:
+        super().__init__(MlpBlock(), MlpBlock())
+        self.embed = nn.Embedding(64, WIDTH, max_norm=0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.trunk(self.embed(ids))
+
+
+def ids(seed: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(seed))}
+
+
+WHOLE: dict[str, Any] = {
+    "version": "1",
+    "extends": "llama",
+    "tensor_parallel": {"model.embed_tokens": "none"},
+    "sequence_parallel": {"model.embed_tokens": "none"},
+}
 GATHERED = "what is handed out of the layers is gathered"
 KINDS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
 EXPERTS = ("ep", "ep_over_tp", "ep_beside_tp")
@@ -168,20 +190,24 @@ CASES: tuple[Adversary, ...] = (
         on(mesh, "llama", partial(bounded, 0.05), "call_max_norm", "wrong", "the norm of a part of a row, or of a copy")
         for mesh in ("dp_tp", "dp")
     ),
+    *(
+        on(
+            mesh,
+            WHOLE,
+            partial(bounded, 0.05),
+            "call_max_norm_whole",
+            "wrong",
+            "what a forward writes into what FSDP2 has gathered is lost",
+        )
+        for mesh in ("dp_tp", "dp")
+    ),
+    Adversary("call_max_norm_whole/tp", Looked, ids, document(MLP), "right", "every rank has the whole table"),
     Adversary(
-        "call_max_norm/tp_whole",
-        partial(bounded, 0.05),
-        rows,
-        {
-            "version": "1",
-            "extends": "llama",
-            "tensor_parallel": {"model.embed_tokens": "none"},
-            "sequence_parallel": {"model.embed_tokens": "none"},
-        },
-        "right",
-        "every rank has the whole table",
-        loss=loss_of,
-        own_inputs=True,
+        "call_max_norm_sharded/tp",
+        Looked,
+        ids,
+        document({**MLP, "embed": "embedding_colwise"}),
+        "wrong",
+        "parts of rows",
     ),
 )
-assert set(MESHES) >= {*EXPERTS, *SLICED}

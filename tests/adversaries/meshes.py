@@ -88,11 +88,11 @@ MESHES: dict[str, Mapping[str, int]] = {
 
 
 def on(
-    mesh: str, model: str, build: Callable[[], nn.Module], name: str, verdict: Any, why: str, **more: Any
+    mesh: str, plan: Any, build: Callable[[], nn.Module], name: str, verdict: Any, why: str, **more: Any
 ) -> Adversary:
-    """A model with the built-in plan of its type."""
+    """A model of transformers with a plan, a built-in one by its name."""
     inputs = more.pop("inputs", rows)
-    return Adversary(f"{name}/{mesh}", build, inputs, model, verdict, why, mesh=MESHES[mesh], **{**OPTIONS, **more})
+    return Adversary(f"{name}/{mesh}", build, inputs, plan, verdict, why, mesh=MESHES[mesh], **{**OPTIONS, **more})
 
 
 DENSE = tuple(name for name in MESHES if "ep" not in name)
