@@ -14,11 +14,13 @@ class HandedOn:
         module: its full name.
         positions: of the tensors in its output, where that is a tuple; else (0,).
         length: of the tuple; 0: the output is one tensor.
+        unread: no code was seen to read it: it is handed on where a hook reads it (of transformers, for an auxiliary loss).
     """
 
     module: str
     positions: tuple[int, ...] = (0,)
     length: int = 0
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class PipelineCut:
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """The modules whose output is handed on."""
-        return tuple(one.module for one in self.handed)
+        """The modules whose output is handed on, whoever reads it."""
+        return tuple(one.module for one in self.handed if not one.unread)
 
     def handed_at(self, stage: int) -> tuple[HandedOn, ...]:
         """What a stage hands to the next besides its last block's first result: of its own modules and of earlier ones."""

@@ -72,6 +72,9 @@ class Stage:
     cut: PipelineCut
     index: int
     _flow: _Flow
+    _hooks: dict[str, frozenset[int]] = field(
+        default_factory=dict
+    )  # of what no code reads: those of the plan, by number
     _watched: bool = False
 
     @property
@@ -82,14 +85,23 @@ class Stage:
         """See the results of the last block and of carried modules. To be called once, after all other hooks are there."""
         assert not self._watched, "called twice"
         self._watched = True
-        if self.is_last:
-            return
-        names = (
-            self.cut.blocks_of(self.index)[-1],
-            *(n for n in self.cut.carried if self.cut.stage_of(n) == self.index),
-        )
-        for name in dict.fromkeys(names):
+        handed = tuple(one.module for one in self.cut.handed)
+        names = (self.cut.blocks_of(self.index)[-1], *(n for n in handed if self.cut.stage_of(n) == self.index))
+        for name in () if self.is_last else dict.fromkeys(names):
             self.model.get_submodule(name).register_forward_hook(self._capturing(name))
+        self._hooks = {
+            one.module: frozenset(self.model.get_submodule(one.module)._forward_hooks)
+            - self._hooks.get(one.module, frozenset())
+            for one in self.cut.handed
+            if one.unread
+        }
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a hook reads what no code was seen to read."""
+        return any(
+            not self.model.get_submodule(name)._forward_hooks.keys() <= ours for name, ours in self._hooks.items()
+        )
 
     def _capturing(self, name: str) -> Callable[..., None]:
         flow = self._flow
@@ -144,10 +156,10 @@ class Stage:
         for one in self.cut.handed_at(self.index):
             if one.module in flow.carried:
                 sent += [value.view_as(value) for value in flow.carried[one.module]]
-            elif one.module in flow.captured:
+            elif one.module in flow.captured and (not one.unread or self.hooked):
                 output = flow.captured[one.module]
                 sent += [_position(output, position) for position in one.positions]
-            else:  # this kind of input does not need it, and no later stage does
+            else:  # this call does not need it, and no later stage does
                 sent += [sent[0].new_empty(0) for _ in one.positions]
         return tuple(sent)
 
@@ -167,7 +179,8 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
         index: which stage, from 0.
     """
     flow = _Flow()
-    stage = Stage(model, cut, index, flow)
+    given = {one.module: frozenset(model.get_submodule(one.module)._forward_hooks) for one in cut.handed if one.unread}
+    stage = Stage(model, cut, index, flow, given)
     own = cut.blocks_of(index)
     inlet = cut.blocks[cut.blocks.index(own[0]) - 1] if index else None
     carried = {one.module: one for one in (cut.handed_at(index - 1) if index else ())}

@@ -84,7 +84,7 @@ def prove_pipeline(reduced: ModelLayouts, cut: PipelineCut) -> PipelineProof:
     """
     model = reduced.reduced_model
     run = partial(_rows, model, references(model), cut)
-    return PipelineProof(cut.sizes, tuple(one.module for one in cut.handed), settle(run))
+    return PipelineProof(cut.sizes, cut.carried, settle(run))
 
 
 def _rows(model: ReducedModel, reference: References, cut: PipelineCut, dtype: torch.dtype) -> tuple[Comparison, ...]:

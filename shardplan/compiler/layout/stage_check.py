@@ -29,7 +29,6 @@ class CutFacts:
         apart: blocks that do not read what the block before them returns.
         shared: modules of a block that ran while another block did.
         handed: what is handed on of carried modules.
-        idle: carried modules of whose output no later stage reads anything.
         unnamed: carried modules whose output is neither a tensor nor a tuple of tensors.
         written: as `PipelineCut.written`.
         results: as `PipelineCut.results`; None where the blocks return something else than a tensor or a tuple.
@@ -43,7 +42,6 @@ class CutFacts:
     apart: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     handed: tuple[HandedOn, ...] = ()
-    idle: tuple[str, ...] = ()
     unnamed: tuple[str, ...] = ()
     results: int | None = 0
     written: tuple[str, ...] = ()
@@ -87,10 +85,13 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
     of_blocks = {lengths.get(name) for name in parts.blocks}
     crossings: dict[tuple[int, str], Crossing] = {}
     apart, shared, written, used = set[str](), set[str](), set[str](), set[tuple[str, str]]()
+    results: dict[str, set[str]] = {name: set() for name in parts.carried}
     first_run = None
     for run in (StageRun(bench.reference, tree, whole) for bench in benches):
         shared.update(_shared(run))
         written |= run.written()
+        for name, position in run.carried_results():
+            results[name].add(position)
         for cut in range(len(parts.blocks)):
             for last in (False, True):
                 reads = run.reads_of(cut, last=last)
@@ -102,14 +103,17 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
                 used |= reads.used
                 if not reads.connected:
                     apart.add(parts.blocks[cut])
-    handed, unnamed = _handed(parts.carried, used, lengths)
+    # What no code was seen to read in any layer, a hook may, which a flag of the call turns on.
+    read = {tree.pattern(module) for module, _ in used}
+    idle = frozenset(name for name in parts.carried if tree.pattern(name) not in read)
+    used |= {(name, position) for name in idle for position in results[name]}
+    handed, unnamed = _handed(parts.carried, used, lengths, idle)
     return replace(
         facts,
         crossings=tuple(crossings.values()),
         apart=tuple(name for name in parts.blocks if name in apart),
         shared=tuple(sorted(shared)),
         handed=handed,
-        idle=tuple(name for name in parts.carried if not any(module == name for module, _ in used)),
         unnamed=unnamed,
         written=tuple(name for name in whole.first if name in written),
         results=next(iter(of_blocks)) if len(of_blocks) == 1 else None,
@@ -128,7 +132,7 @@ def _shared(run: StageRun) -> Iterable[str]:
 
 
 def _handed(
-    carried: Iterable[str], used: set[tuple[str, str]], lengths: Mapping[str, int | None]
+    carried: Iterable[str], used: set[tuple[str, str]], lengths: Mapping[str, int | None], idle: frozenset[str]
 ) -> tuple[tuple[HandedOn, ...], tuple[str, ...]]:
     found, unnamed = [], []
     for name in carried:
@@ -137,9 +141,9 @@ def _handed(
         if not positions:
             continue
         if length is None or not all(position.isdecimal() for position in positions):
-            unnamed.append(name)
+            unnamed += [name] if name not in idle else []
         else:
-            found.append(HandedOn(name, tuple(map(int, positions)), length))
+            found.append(HandedOn(name, tuple(map(int, positions)), length, unread=name in idle))
     return tuple(found), tuple(unnamed)
 
 

@@ -188,6 +188,14 @@ class StageRun:
         writing = (event for event in self.trace.events if event.kind == "op" and event.writes)
         return frozenset(results[number] for event in writing for number in event.inputs if number in results)
 
+    def carried_results(self) -> Iterator[tuple[str, str]]:
+        """Carried modules and the positions of what they return that has gradients."""
+        for event in self.trace.events:
+            if event.kind == "leave" and event.module in self.parts.carried:
+                for name, number in zip(event.names, event.inputs, strict=True):
+                    if self.trace.values[number].is_floating_point():
+                        yield event.module, name
+
     def made(self, number: int) -> Event | None:
         """Where a value was made."""
         return self._makers.get(number)

@@ -47,6 +47,7 @@ def apply_stages(
     call = Call()
     with ranks.step():
         made = cut_model(model, layout.cut, layout.own)
+        call.stages = tuple(stage for _, stage in made)
         whole = Whole(state_of(unwrapped(model)), {stage: absent_of(model, layout.cut, stage) for stage in layout.own})
         mark_unusable(model, "the cut into stages", CUT)
         empty(model, [module for absent in whole.absent.values() for module in absent.modules.values()])

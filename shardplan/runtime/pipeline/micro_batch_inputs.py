@@ -44,13 +44,6 @@ class Inputs:
         """What the shapes of hand-overs follow from."""
         return tuple((name, tuple(x.shape), x.dtype) for name, value in self.tensors.items() for x in _tensors(value))
 
-    @property
-    def flags(self) -> tuple[tuple[str, Any], ...]:
-        """The arguments that are no tensors and mean the same on all ranks."""
-        return tuple(
-            (name, value) for name, value in self.constants.items() if isinstance(value, bool | int | float | str)
-        )
-
     def split(self, micro_batches: int) -> list[dict[str, Any]]:
         """The micro-batches."""
         rows = self.rows // micro_batches
@@ -58,6 +51,11 @@ class Inputs:
         return [
             {name: _mapped(value, partial(_rows, place)) for name, value in self.tensors.items()} for place in places
         ]
+
+
+def flags_of(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The numbers and words among values, which mean the same on all ranks."""
+    return tuple((name, value) for name, value in values.items() if isinstance(value, bool | int | float | str))
 
 
 def _rows(place: slice, x: Tensor) -> Tensor:

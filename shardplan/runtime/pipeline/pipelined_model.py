@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from .cut_model import Absent
 from .engine import Engine
 from .forward_only import forward_only
 from .hand_over import Ahead, Handing, HandOvers, Mode
-from .micro_batch_inputs import Inputs, read_inputs
+from .micro_batch_inputs import Inputs, flags_of, read_inputs
 from .stage_forward import Call
 from .step_failures import StepFailures, in_words
 from .step_loss import LossFunction, StepLoss, count_by_step, predicts_next_token, tokens_of, zero_like_loss
@@ -117,7 +118,7 @@ class Pipeline(Parted):
             and loss_function is None
             and hasattr(last, "loss_function")
         ):
-            count_by_step(last, lambda: self._call.loss)
+            count_by_step(last, lambda: self._call.loss, shifted=self._shifted)
 
         self._uncompared = compare
         axes = ((Axis.PP, mesh.pp), (Axis.TP, mesh.tp)) if compare else ()
@@ -223,6 +224,7 @@ class Pipeline(Parted):
             self._check_gradients(accumulate, tokens, calls)
         given = read_inputs(inputs, self.micro_batches)
         replicas = self.layout.mesh.data_parallel_ranks
+        counts_labels = tokens is None
         if tokens is None:
             tokens = self._tokens(given.tensors.get("labels"))
         for look in self._compare_inputs:  # once for all stages
@@ -231,7 +233,9 @@ class Pipeline(Parted):
             compare_copies(self.copies, self.group, self.device)
             self._uncompared = False
         self._call.constants = given.constants
-        self._call.loss = StepLoss(tokens, self.micro_batches * calls, replicas, self.loss_function)
+        self._call.loss = StepLoss(
+            tokens, self.micro_batches * calls, replicas, self.loss_function, counts_labels=counts_labels
+        )
         try:
             handing, ahead = self._hand_overs.of(given, self.micro_batches, self._mode(given))
             losses = self._engine_for(handing).run(given, ahead) if train else self._evaluated(given, handing, ahead)
@@ -268,7 +272,17 @@ class Pipeline(Parted):
         shared, device = self.record.parts[0].shared, self.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         variant = shared.regime.variant if shared is not None else ""
-        return variant, autocast, torch.is_grad_enabled(), self._first.training, given.flags
+        hooked = any(stage.hooked for stage in self._call.stages)
+        config = flags_of(vars(getattr(unwrapped(self._first), "config", None) or SimpleNamespace()))
+        return (
+            variant,
+            autocast,
+            torch.is_grad_enabled(),
+            self._first.training,
+            hooked,
+            flags_of(given.constants),
+            config,
+        )
 
     def _trainable(self) -> frozenset[str]:
         return frozenset(name for name, parameter in self.named_parameters() if parameter.requires_grad)

@@ -22,10 +22,12 @@ class Call:
     Attributes:
         constants: arguments that are the same for each micro-batch.
         loss: how the last stage computes the loss.
+        stages: those of this rank.
     """
 
     constants: Mapping[str, Any] = field(default_factory=dict)
     loss: StepLoss | None = None
+    stages: tuple[Stage, ...] = ()
 
 
 class StageForward:
@@ -44,7 +46,7 @@ class StageForward:
         if self.call.loss is None:
             raise ValueError("a stage runs inside of a pipeline's step alone: call step(input_ids=..., labels=...)")
         given = {**self.call.constants, **self.fixed, **inputs}
-        taken = tuple(_Taken.apply(x) for x in received)
+        taken = _Taken.apply(*received) if received else ()
         if not self.stage.is_last:
             if self.call.loss.function is not None:
                 given.pop("labels", None)  # the function's: no stage's model gets them
@@ -53,15 +55,17 @@ class StageForward:
 
 
 class _Taken(torch.autograd.Function):
-    """The same values; the gradient is sent, and so must be contiguous."""
+    """The same values; their gradients are sent, and so must be contiguous, and zeros where nothing read a value."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
+        taken = tuple(x.view_as(x) for x in received)
+        ctx.mark_non_differentiable(*(y for x, y in zip(received, taken, strict=True) if not x.requires_grad))
+        return taken
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.contiguous() for gradient in gradients)
 
 
 def _sent(x: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ by itself (a router's loss) is no sum over tokens; it is averaged over micro-bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +18,11 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 IGNORED = -100
+NUMBER = "num_items_in_batch"
+NOT_DIVIDED = (
+    f"the model's `loss_function` does not divide by `{NUMBER}`, so that micro-batches with other numbers of tokens would count alike: "
+    f"let it return `total / {NUMBER}` where that is given, or pass PipelineOptions(loss_fn=...) to apply_plan"
+)
 LossFunction = Callable[[Any, Tensor], Tensor]
 
 
@@ -27,9 +34,19 @@ class StepLoss:
         micro_batches: of all calls that make the step.
         replicas: the number of data-parallel ranks.
         function: (logits, labels) -> the sum over the tokens of a micro-batch; None: the model computes its own loss.
+        counts_labels: whether `tokens` are those of `tokens_of`.
     """
 
-    def __init__(self, tokens: Tensor | int, micro_batches: int, replicas: int, function: LossFunction | None):
+    def __init__(
+        self,
+        tokens: Tensor | int,
+        micro_batches: int,
+        replicas: int,
+        function: LossFunction | None,
+        *,
+        counts_labels: bool = False,
+    ):
+        self.counts_labels = counts_labels
         self.tokens, self.micro_batches, self.replicas, self.function = tokens, micro_batches, replicas, function
         self.counted = False
 
@@ -65,22 +82,55 @@ class StepLoss:
         return self.tokens / (self.micro_batches * self.replicas)
 
 
-def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None]) -> None:
+def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, shifted: bool) -> None:
     """Make a transformers model divide its sum over tokens by what the step says.
+
+    A function that is not transformers' own is called again, once, with other numbers: whether it divides by them, and whether
+    it counts the tokens that the step does.
 
     Args:
         current: the loss of the step that runs.
+        shifted: as for `tokens_of`.
     """
     own: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
+    known = own is ForCausalLMLoss
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal known
         step = current()
         if step is None:
             return own(*args, **kwargs)
         step.counted = True
-        return own(*args, **{**kwargs, "num_items_in_batch": step.items})
+        items = step.items
+        loss = own(*args, **{**kwargs, NUMBER: items})
+        if not known and (one := loss.item()) != 0:  # zero tells nothing
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                if not math.isfinite(one) or own(*args, **{**kwargs, NUMBER: 2 * items}).item() == one:
+                    raise RuntimeError(NOT_DIVIDED)
+                labels, number = kwargs.get("labels"), signature(own).parameters.get(NUMBER)
+                if (
+                    step.counts_labels
+                    and isinstance(labels, Tensor)
+                    and (number is None or number.default is not number.empty)
+                ):
+                    mean = own(*args, **{name: value for name, value in kwargs.items() if name != NUMBER}).item()
+                    _check_count(float(items) * one / mean, tokens_of(labels, shifted=shifted).item())
+            known = True
+        return loss
 
     model.loss_function = loss_function  # type: ignore[assignment]  # torch's types know tensors and modules alone
+
+
+def _check_count(own: float, steps: float) -> None:
+    """Args:
+    own: the tokens of a micro-batch, as a loss function counts them.
+    steps: as the step does.
+    """
+    if abs(own - steps) > 0.5:
+        raise RuntimeError(
+            f"the model's `loss_function` counts {own:.0f} tokens where a step counts {steps:.0f}: pass `tokens` to step, those of the "
+            "global batch as the function counts them"
+        )
 
 
 def tokens_of(labels: Tensor, *, shifted: bool) -> Tensor:
