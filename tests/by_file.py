@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+from pathlib import Path
+
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-# Files whose tests start several processes. Two of them at a time would fight for the cores, and every step that waits
-# for the slowest rank would take many times as long: the first worker begins with them, the others with the rest.
-SEVERAL_PROCESSES = (
-    "test_adversaries",
-    "test_checkpoints",
-    "test_demo",
-    "test_example",
-    "test_materialize",
-    "test_more_examples",
-    "test_processes_",
+ROOT = Path(__file__).parents[1]
+# What files import whose tests start several processes. Two of them at a time would fight for the cores, and every step that
+# waits for the slowest rank would take many times as long; and each worker has a server of processes of its own, with torch and
+# transformers. So the first worker begins with them, the others with the rest.
+STARTS = re.compile(
+    r"^from (tests\.)?(processes|scripts|pipeline_runs|training_runs) import|get_context\(", re.MULTILINE
 )
+COMMANDS = ("test_adversaries", "test_demo")  # which start them by a command
 
 
 class ByFile(LoadScopeScheduling):
@@ -32,5 +33,6 @@ class ByFile(LoadScopeScheduling):
         super()._assign_work_unit(node)
 
 
+@cache
 def _starts_several(file: str) -> bool:
-    return file.rpartition("/")[2].startswith(SEVERAL_PROCESSES)
+    return file.rpartition("/")[2].startswith(COMMANDS) or STARTS.search((ROOT / file).read_text("utf-8")) is not None

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.by_file import SEVERAL_PROCESSES, ByFile
+from tests.by_file import ROOT, ByFile, _starts_several
 
 TESTS = [
     *("tests/test_layout.py::test_a", "tests/test_layout.py::test_b[x::y]", "tests/test_layout.py::test_c"),
@@ -62,6 +62,9 @@ def test_a_worker_that_has_ended_its_own_helps(started):
     assert sorted(first.told + second.told) == sorted(TESTS)
 
 
-def test_there_are_such_files(request):
-    names = {path.name for path in request.path.parent.glob("test_*.py")}
-    assert all(any(name.startswith(start) for name in names) for start in SEVERAL_PROCESSES)
+def test_what_such_files_import_is_there(request):
+    files = [path.relative_to(ROOT).as_posix() for path in request.path.parent.glob("test_*.py")]
+    several = [file for file in files if _starts_several(file)]
+    assert {file for file in files if file.startswith("tests/test_processes_")} <= {*several}
+    assert {"tests/test_adversaries.py", "tests/test_demo.py", "tests/test_checkpoints.py"} <= {*several}
+    assert len(several) < len(files) / 2
