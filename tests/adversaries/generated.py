@@ -37,6 +37,8 @@ from .training import momentum  # noqa: E402
 
 STATES = ("", "", "counter", "running", "batch")
 STYLES = (None, "colwise", "rowwise", "replicate", PARTIAL, BLOCK_INPUT, "sequence_parallel", "token_wise")
+# Experts that look at more than one token are refused (docs/language.md), also where their ranks happen to share one batch.
+TOGETHER = "SP413"
 AFTER = {"hook": hook, "hook_before": hook_before, "forward": own_forward}
 
 
@@ -221,7 +223,8 @@ class Outcome:
             fine = self.judgement.right or (self.spec.after and self.judgement.truth == "raised")
             return "" if fine else "WRONG PASSED"
         # What is done afterwards says nothing about the plan.
-        return "RIGHT REFUSED" if self.judgement.right and not self.spec.after else ""
+        designed = bool(self.spec.after) or set(self.said.codes) == {TOGETHER}
+        return "RIGHT REFUSED" if self.judgement.right and not designed else ""
 
     def __str__(self) -> str:
         truth = "not asked" if self.judgement is None else self.judgement
