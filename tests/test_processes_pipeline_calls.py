@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_runs import Recipe, batch, pipeline_of
+from pipeline_runs import Recipe, batch, pipeline_of, replica_of
 from processes import RanksFailed, on_ranks
 from torch import Tensor, nn
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.training import log_probabilities
 
 ROUTED = Recipe(
     "qwen3_moe",
@@ -136,3 +137,65 @@ def test_a_loss_function_that_counts_otherwise_is_refused(change: Any, text: str
     with pytest.raises(RanksFailed) as failed:
         on_ranks(2, stepped, replace(LLAMA, change=change), seconds=60.0)
     assert text in failed.value.errors[1]
+
+
+# Inputs of a loss: what it reads besides the logits is in `labels`
+
+
+def policy_loss(logits: Tensor, labels: dict[str, Tensor]) -> Tensor:
+    """The clipped policy gradient, summed over the tokens of completions."""
+    ratio = (log_probabilities(logits, labels["ids"], shift=True) - labels["old"]).exp()
+    gain = labels["advantages"][:, None]
+    return -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) * labels["completion"]).sum()
+
+
+def experience(recipe: Recipe, replica: int) -> dict[str, Any]:
+    """One micro-batch has no completion."""
+    given = batch(recipe, 0, replica)
+    generator = torch.Generator().manual_seed(replica)
+    ids = given["input_ids"]
+    completion = (torch.rand(ids[:, 1:].shape, generator=generator) < 0.5).double()
+    completion[2:4] = 0
+    old = -5 + torch.randn(ids[:, 1:].shape, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(len(ids), generator=generator, dtype=torch.float64)
+    labels = {"ids": ids, "old": old, "advantages": advantages, "completion": completion}
+    return {"input_ids": ids, "attention_mask": given["attention_mask"], "labels": labels}
+
+
+def reinforced(recipe: Recipe, tokens: int) -> Any:
+    pipeline = pipeline_of(recipe)
+    given = experience(recipe, replica_of(pipeline))
+    with pytest.raises(ValueError, match="labels are no tensor, whose tokens a step could count: pass `tokens`"):
+        pipeline.step(**given)
+    return found(pipeline, pipeline.step(tokens=tokens, **given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("llama", {"pp": 2}, options={"loss_fn": policy_loss}),
+        pytest.param(
+            Recipe("llama", {"pp": 2}, schedule="interleaved", options={"loss_fn": policy_loss}),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            Recipe("llama", {"pp": 2, "tp": 2}, options={"loss_fn": policy_loss}, sequence_parallel=True),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            Recipe("llama", {"pp": 2, "dp_shard": 2}, options={"loss_fn": policy_loss}), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["pp", "interleaved", "tp", "dp"],
+)
+@pytest.mark.proves("pp", "pp tp sp", "pp fsdp2")
+def test_a_loss_that_reads_more_than_labels(recipe: Recipe) -> None:
+    every = [experience(recipe, replica) for replica in range(recipe.replicas)]
+    tokens = int(sum(one["labels"]["completion"].sum() for one in every))
+    runs, model = on_ranks(recipe.ranks, reinforced, recipe, tokens), recipe.build()
+    loss = torch.zeros((), dtype=torch.float64)
+    for one in every:
+        logits = model(input_ids=one["input_ids"], attention_mask=one["attention_mask"], use_cache=False).logits
+        loss = loss + policy_loss(logits, one["labels"]) / tokens
+    held(runs, model, loss)

@@ -120,6 +120,7 @@ def test_schedules_and_micro_batches_that_are_none(
 
 
 IDS = torch.zeros(8, 4, dtype=torch.long)
+BOUNDS = torch.tensor([0, 4, 9, 12, 16, 20, 27, 32])
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -140,9 +141,21 @@ def test_arguments_without_a_meaning_for_a_stage(name: str) -> None:
             {"input_ids": IDS, "position_ids": torch.zeros(3, 8, 4)},
             "position_ids has the shape (3, 8, 4): its first dim must be the batch of 8 rows, or 1",
         ),
+        ({"input_ids": IDS, "cu_seq_lens_q": BOUNDS}, "cu_seq_lens_q (8,) has the bounds of packed sequences"),
+        ({"input_ids": IDS, "bounds": BOUNDS}, "bounds (8,) has the bounds of packed sequences"),
+        ({"input_ids": IDS, "mask": IDS[:, :2] < 1, "lengths": BOUNDS // 2}, "lengths (8,) has the bounds of packed"),
     ],
 )
 def test_batches_that_cannot_be_divided(inputs: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as told:
         read_inputs(inputs, 4)
     assert str(told.value).startswith(text)
+
+
+def test_numbers_of_a_row_each_are_cut_and_one_micro_batch_gets_all() -> None:
+    """Ids of examples ascend from 0 too."""
+    given = {"input_ids": IDS, "example": torch.arange(8), "advantages": torch.arange(8.0)}
+    assert [part["example"].tolist() for part in read_inputs(given, 4).split(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    packed = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 30, 32])}
+    (whole,) = read_inputs(packed, 1).split(1)
+    assert whole["cu_seq_lens_q"].tolist() == [0, 30, 32]

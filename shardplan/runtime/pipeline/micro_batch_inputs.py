@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from shardplan.torchlib.private import private
 
@@ -23,6 +24,10 @@ REFUSED = {
     "return_dict": "step returns the loss",
     "inputs_embeds": "only the first stage would read them: pass input_ids",
 }
+
+
+# Bounds of packed sequences, as transformers declares them.
+PACKED = frozenset(FlashAttentionKwargs.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Inputs:
 
     def split(self, micro_batches: int) -> list[dict[str, Any]]:
         """The micro-batches."""
+        if micro_batches == 1:
+            return [dict(self.tensors)]
         rows = self.rows // micro_batches
         places = [slice(i * rows, (i + 1) * rows) for i in range(micro_batches)]
         return [
@@ -56,6 +63,21 @@ class Inputs:
 def flags_of(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The numbers and words among values, which mean the same on all ranks."""
     return tuple((name, value) for name, value in values.items() if isinstance(value, bool | int | float | str))
+
+
+def _is_cumulative(x: Tensor, others: Iterable[Tensor], rows: int) -> bool:
+    """Whether numbers are the bounds of packed sequences: ascending, from 0 to the tokens of the batch, all or those that a mask leaves.
+
+    Args:
+        others: the tensors of the batch.
+    """
+    if x.ndim != 1 or len(x) < 2 or x.is_floating_point() or x.dtype == torch.bool:
+        return False
+    found = x.tolist()
+    if found[0] != 0 or found != sorted(found):
+        return False
+    grids = [y for y in others if y.ndim == 2 and y.shape[0] == rows and not y.is_floating_point()]
+    return any(found[-1] in (y.numel(), int((y != 0).sum())) for y in grids)
 
 
 def _rows(place: slice, x: Tensor) -> Tensor:
@@ -74,11 +96,11 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
     """Sort the arguments of a step.
 
-    A tensor whose first dim is 1 is the same for all rows.
+    A tensor whose first dim is 1 is the same for all rows. One micro-batch gets all tensors as they are.
 
     Raises:
-        ValueError: no tensors; a batch that the micro-batches do not divide; a tensor with another first dim; arguments that
-            have no meaning for a stage.
+        ValueError: no tensors; a batch that the micro-batches do not divide; a tensor with another first dim, or whose first dim is
+            not the batch, as its values show; arguments that have no meaning for a stage.
     """
     for name, why in REFUSED.items():
         value = arguments.get(name)
@@ -97,10 +119,17 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
         )
 
     def whole(name: str, x: Tensor) -> Tensor:
+        if micro_batches > 1 and (name in PACKED or _is_cumulative(x, shown.values(), rows)):
+            raise ValueError(
+                f"{name} {tuple(x.shape)} has the bounds of packed sequences in the whole batch, and none of its numbers belongs to a "
+                "row: micro-batches cannot be cut from it. Use micro_batches=1, or rows of one sequence each with an attention_mask"
+            )
         if x.ndim and x.shape[0] == rows:
             return x
         if x.ndim and x.shape[0] == 1:
             return x.expand(rows, *x.shape[1:])
+        if micro_batches == 1:
+            return x
         raise ValueError(f"{name} has the shape {tuple(x.shape)}: its first dim must be the batch of {rows} rows, or 1")
 
     tensors = {name: _mapped(given[name], partial(whole, name)) for name in shown}

@@ -311,9 +311,11 @@ class Pipeline(Parted):
                 "calls but the last of an optimizer step"
             )
 
-    def _tokens(self, labels: Tensor | None) -> Tensor:
+    def _tokens(self, labels: Any) -> Tensor:
         if labels is None:
             raise ValueError("a pipeline step needs labels, or tokens for a loss_fn that needs none")
+        if not isinstance(labels, Tensor):
+            raise ValueError("the labels are no tensor, whose tokens a step could count: pass `tokens`")
         if self.loss_function is None and not self._shifted:
             raise ValueError(
                 "the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by"
