@@ -176,8 +176,10 @@ def test_a_patched_forward_that_the_plan_breaks_is_refused():
 
 def test_a_hook_that_the_plan_breaks_is_refused():
     model = llama()
-    for layer in model.model.layers:  # on each rank's partial sum, before it is reduced
-        layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output + 1)
+    for layer in model.model.layers:  # over this rank's features alone
+        layer.mlp.gate_proj.register_forward_hook(
+            lambda module, args, output: output / output.norm(dim=-1, keepdim=True)
+        )
     assert broken(model)
 
 

@@ -142,9 +142,10 @@ class Recorder(OperationRecorder):
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
                 continue
-            # After the module's own hooks, like the moves of an applied plan.
+            # In front of hooks on results and behind those on arguments, as the moves of an applied plan are. Those on results of the model
+            # belong to its run.
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True, prepend=bool(name)))
         try:
             with torch.random.fork_rng(devices=[]), functions_of(self), self:
                 torch.default_generator.manual_seed(0)
