@@ -102,4 +102,4 @@ class PlainExperts(nn.Module):
         self.seen.append((self.num_experts, *hidden_states.shape, *top_k_index.shape, *top_k_weights.shape))
         chosen = top_k_index.unsqueeze(-1) == torch.arange(self.num_experts, device=top_k_index.device)
         scales = chosen.to(hidden_states.dtype) @ self.scale
-        return hidden_states * (scales * top_k_weights).sum(1, keepdim=True)
+        return hidden_states * (scales * top_k_weights).sum(-1, keepdim=True)

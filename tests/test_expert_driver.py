@@ -144,7 +144,7 @@ def test_the_module_sees_rows_and_is_left_as_it_was(mesh, exchange):
     module, call = wrapped(PlainExperts(), exchange, mesh), a_call("mixtral", 6, 1)
     result = module(call.tokens.view(2, 3, HIDDEN), call.ids.view(2, 3, 2), top_k_weights=call.weights.view(2, 3, 2))
     assert result.shape == (2, 3, HIDDEN)
-    assert module.seen == [(EXPERTS, 12, HIDDEN, 12, 1, 12, 1)] and module.num_experts == EXPERTS
+    assert module.seen == [(EXPERTS, 1, 12, HIDDEN, 1, 12, 1, 1, 12, 1)] and module.num_experts == EXPERTS
     module.num_experts = 5
     with pytest.raises(ValueError, match=r"layer\.experts has num_experts=5, but its plan is for 8 experts"):
         module(call.tokens, call.ids, call.weights)

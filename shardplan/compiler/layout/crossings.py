@@ -87,7 +87,7 @@ class Crossings:
         number = event.inputs[position]
         actual, ndim = self._resolved(event, number, position), values[number].ndim
         exchanged = bound.style is not None and bound.style.exchanges
-        slices = actual.kind == "V" and actual.spread.dim == 0
+        slices = actual.kind == "V" and actual.spread.dim in range(ndim - 1)
         if exchanged and not slices and actual.kind not in ("I", "whole", "?"):
             wanted = "I or V(0)"
             self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)

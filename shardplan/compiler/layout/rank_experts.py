@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,18 +10,28 @@ from torch import Tensor, nn
 
 
 def roles(arguments: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The tokens [T, H], the ids [T, k] of each token's experts, and their weights [T, k] in a call; None where it has not
+    """The tokens [..., H], the ids [..., k] of each token's experts, and their weights [..., k] in a call; None where it has not
     just these tensors."""
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     ids = [x for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
     floats = [x for x in tensors if x.is_floating_point()]
-    if len(ids) != 1 or len(floats) != 2 or ids[0].ndim != 2:
+    if len(ids) != 1 or len(floats) != 2 or ids[0].ndim < 2:
         return None
     weights = [x for x in floats[1:] if x.shape == ids[0].shape]
     tokens = floats[0]
-    if not weights or tokens.ndim != 2 or len(tokens) != len(ids[0]):
+    if not weights or tokens.shape[:-1] != ids[0].shape[:-1]:
         return None
     return tokens, ids[0], weights[0]
+
+
+def in_rows(values: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same with the tokens in one row: [T, ...]."""
+    return (value.reshape(-1, value.shape[-1]) for value in values)
+
+
+def of_dims(rows: Tensor, dims: int) -> Tensor:
+    """Rows [T, ...] in as many dims as a call of the module has: [1, ..., T, ...]."""
+    return rows.reshape(*(1,) * (dims - rows.ndim), *rows.shape)
 
 
 def distribute_experts(module: nn.Module, count: int, ranks: int, rank: int) -> None:
@@ -36,17 +46,18 @@ def distribute_experts(module: nn.Module, count: int, ranks: int, rank: int) -> 
         found = roles((*args, *kwargs.values()))
         if found is None:
             raise ValueError(NO_ROLES)
-        tokens, ids, weights = found
+        (tokens, ids, weights), shape = in_rows(found), found[0].shape
         result = torch.zeros_like(tokens)
         for expert in range(size):
             token, slot = torch.where(ids == rank * size + expert)
             local = torch.full((len(token), 1), expert, dtype=ids.dtype)
             if len(token):
-                added = own(tokens[token], local, weights[token, slot].unsqueeze(1))
-                result = result.index_add(0, token, added)
-        return result
+                rows = (tokens[token], local, weights[token, slot].unsqueeze(1))
+                added = own(*(of_dims(one, len(shape)) for one in rows))
+                result = result.index_add(0, token, added.reshape(-1, shape[-1]))
+        return result.reshape(shape)
 
     module.forward = forward
 
 
-NO_ROLES = "its call has not just tokens [T, H], the ids [T, k] of their experts and weights [T, k]"
+NO_ROLES = "its call has not just tokens [..., H], the ids [..., k] of their experts and weights [..., k]"

@@ -16,7 +16,7 @@ from shardplan.model.rebinding import copied
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import bound_modules
 
-from .rank_experts import NO_ROLES, distribute_experts, roles
+from .rank_experts import NO_ROLES, distribute_experts, in_rows, of_dims, roles
 from .run import Workbench
 from .spread import chunk, same
 
@@ -56,12 +56,13 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
     found = roles(bench.reference.values[number] for number in event.inputs)
     if found is None:
         return NO_ROLES
-    tokens, ids, weights = (value.detach() for value in found)
+    dims, shape = found[0].ndim, found[0].shape
+    tokens, ids, weights = (value.detach() for value in in_rows(found))
     if int(ids.max()) >= count or int(ids.min()) < 0:
         return f"its call has ids that are not from 0 to {count - 1}, the experts of its stacks"
-    if result is None or result.shape != tokens.shape:
+    if result is None or result.shape != shape:
         return "it does not return one result for each token"
-    together = torch.zeros_like(result)
+    together = torch.zeros_like(tokens)
     with torch.no_grad():
         for rank in range(ranks):
             own = _of_rank(module, count, ranks, rank)
@@ -69,10 +70,11 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
                 start, length = chunk(len(tokens), ranks, part)
                 rows = slice(start, start + length)
                 try:
-                    together[rows] += own(tokens[rows], ids[rows], weights[rows])
+                    part_of = (of_dims(one[rows], dims) for one in (tokens, ids, weights))
+                    together[rows] += own(*part_of).reshape(tokens[rows].shape)
                 except Exception as error:  # of the module's own code
                     return f"with a rank's part of dim 0 of its parameters it raises {reason(error)}"
-    if same(together, result.detach(), bench.reference.rounding[event.inputs[0]]):
+    if same(together.reshape(shape), result.detach(), bench.reference.rounding[event.inputs[0]]):
         return ""
     return "its result is not, for each token by itself, the sum of what each of its experts adds"
 

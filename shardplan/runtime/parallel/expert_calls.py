@@ -35,9 +35,12 @@ class ExpertCall:
     places: tuple[int | str, ...]
 
     def with_rows(self, rows: Tensor, ids: Tensor, weights: Tensor) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of the same call, with other tensors in the places of the tokens, the ids and the weights."""
+        """The arguments of the same call, with other rows in the places of the tokens, the ids and the weights: in as many dims as
+        the call has, [1, ..., R, H]."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for place, value in zip(self.places, (rows, ids, weights), strict=True):
+            for _ in self.shape[2:]:
+                value = value.unsqueeze(0)
             if isinstance(place, int):
                 args[place] = value
             else:

@@ -112,12 +112,13 @@ class OwnRows:
         args, kwargs = self.call.with_rows(rows, ids.unsqueeze(1), weights.unsqueeze(1))
         with self._counted():
             result = self.forward(*args, **kwargs)
-        if not isinstance(result, Tensor) or result.shape != rows.shape or result.dtype != rows.dtype:
+        wanted = (*(1,) * (len(self.call.shape) - 2), *rows.shape)
+        if not isinstance(result, Tensor) or result.shape != wanted or result.dtype != rows.dtype:
             raise ValueError(
                 f"experts can be distributed where they return a tensor like the tokens, {_words(rows)}; "
                 f"{self.call.module} returns {_words(result)}"
             )
-        return result
+        return result.reshape(rows.shape)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
