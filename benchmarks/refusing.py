@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 
-from shardplan.compiler.layout import check  # noqa: E402
+from shardplan.compiler.layout import layout_check, model  # noqa: E402
 from tests.case_tree import cases, run_case  # noqa: E402
 
 SECTION = """## Refusing
@@ -27,10 +27,10 @@ plans in tests/cases whose layouts are checked, of which the search for a change
 """
 
 
-class Counted(check.Search):
+class Counted(layout_check.Search):
     """Notes every search of a case."""
 
-    made: list[check.Search] = []  # noqa: RUF012
+    made: list[layout_check.Search] = []  # noqa: RUF012
 
     def __init__(self, **given: int) -> None:
         super().__init__(**given)
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--slowest", type=int, default=10)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    whole = check.Search()
+    whole = layout_check.Search()
     rows = []
     with_counting()
     for case in cases():
@@ -76,9 +76,7 @@ def main() -> None:
 
 def with_counting() -> None:
     """Count the searches of every check that follows."""
-    from shardplan.compiler.layout import model
-
-    check.Search, model.Search = Counted, Counted
+    layout_check.Search, model.Search = Counted, Counted
 
 
 if __name__ == "__main__":

@@ -1,11 +1,21 @@
-"""What start-up is measured against runs: importing the parser's parts alone."""
+"""Benchmarks have what they measure: all are imported, and start-up is measured against the parser's parts alone."""
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 
+import benchmarks
 from benchmarks.startup import PARSER
+
+
+def test_every_benchmark_finds_what_it_imports():
+    names = [found.name for found in pkgutil.iter_modules(benchmarks.__path__)]
+    assert {"proving", "refusing"} <= {*names}
+    for name in names:
+        import_module(f"benchmarks.{name}")
 
 
 def test_the_parser_is_imported_without_the_rest_of_the_package():
