@@ -18,6 +18,7 @@ from shardplan.core.report import NumericProof
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
+from .other_sides import other_sides
 from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, prove
@@ -80,9 +81,28 @@ def prove_stage(
     except PlanError as error:
         return None, dict.fromkeys(wanted, error.diagnostics)
     found = findings_of(proven, asked.reduced, allow_unproven=asked.allow_unproven)
+    if asked.reduced.found.own_code and not asked.processes:
+        found = dict(_on_other_sides(asked, wanted, found))
     for on, program in proven.programs.items() if not asked.processes else ():
         remember(digest_of(asked.reduced, program, asked.allow_unproven), found[on])
     return proven.proof, found
+
+
+def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
+    """What is found too where the user's own code takes its other branches, of the variants that are right in those that it takes."""
+    sides = other_sides(asked.reduced.reduced_model, asked.reduced.benches[0].model)
+    for model in sides.models:
+        right = [on for on in wanted if not any(one.is_error for one in found[on])]
+        try:
+            reduced = asked.reduced.with_model(model)
+            proven = prove(
+                reduced, asked.source, asked.plan, asked.sizes, right, logits=asked.logits, allow_unproven=True
+            )
+            more = findings_of(proven, reduced, allow_unproven=True)
+        except PlanError as error:
+            more = dict.fromkeys(right, error.diagnostics)
+        found = {**found, **{on: (*found[on], *(one for one in more[on] if one.is_error)) for on in right}}
+    return {on: (*found[on], *sides.warning()) for on in wanted}
 
 
 def nothing_proven(proof: NumericProof | None) -> Diagnostic:

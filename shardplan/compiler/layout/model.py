@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -87,6 +88,12 @@ class ModelLayouts:
             heads_times=self.heads_times,
             layers=self.blocks,
         )
+
+    def with_model(self, model: ReducedModel) -> ModelLayouts:
+        """The same with another reduced model of the same modules, whose code takes other branches; what is known of the layouts stays."""
+        other = copy(self)
+        other.reduced_model = model
+        return other
 
     def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
         """Let the reduced model have as many heads as a plan needs that fits the model itself: where it splits groups of heads, each

@@ -1,0 +1,262 @@
+"""Code that compares a length, a width or the number of a layer with a constant: both of its branches are proven, or a line is named."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardplan
+from tests.processes import on_ranks
+from tests.small_models import small_model
+
+PLAN = {"version": "1", "name": "mlp", "tensor_parallel": {"up": "colwise", "down": "rowwise"}}
+LIMIT = 4096
+
+
+class Block(nn.Module):
+    """Where `long` says so, it reads the width of a rank's slice."""
+
+    limit = 512
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def long(self, x: Tensor) -> bool:
+        return False
+
+    def right(self, h: Tensor) -> Tensor:
+        return h * 0.5
+
+    def wrong(self, h: Tensor) -> Tensor:
+        return h / (1 + h.square().sum(-1, keepdim=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        return x + self.down(self.other(h) if self.long(x) else h)
+
+
+class Literal(Block):
+    def long(self, x: Tensor) -> bool:
+        return x.shape[1] > 4096
+
+
+class Mirrored(Block):
+    def long(self, x: Tensor) -> bool:
+        return 4096 <= x.size(1)  # noqa: SIM300
+
+
+class Global(Block):
+    def long(self, x: Tensor) -> bool:
+        return x.shape[-2] > LIMIT
+
+
+class Attribute(Block):
+    def long(self, x: Tensor) -> bool:
+        return x.shape[1] >= self.limit
+
+
+class Named(Block):
+    def long(self, x: Tensor) -> bool:
+        _batch, length, _width = x.shape
+        return not length < 100
+
+
+class Handed(Block):
+    def long(self, x: Tensor) -> bool:
+        return self.over(x.shape[1])
+
+    def over(self, length: int) -> bool:
+        return length > 1000
+
+
+class Single(Block):
+    def long(self, x: Tensor) -> bool:
+        return x.shape[0] == 1
+
+
+class Nested(Block):
+    """The second comparison is made in the branch of the first."""
+
+    def long(self, x: Tensor) -> bool:
+        if x.shape[1] > 100:
+            return x.shape[1] % 3 == 2
+        return False
+
+
+class Chained(Block):
+    def long(self, x: Tensor) -> bool:
+        return 100 < x.shape[1] < 5000
+
+
+class Among(Block):
+    def long(self, x: Tensor) -> bool:
+        return x.shape[1] in (100, 200)
+
+
+class Counted(Block):
+    def long(self, x: Tensor) -> bool:
+        return len(x) == 1
+
+
+class Odd(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        return x + self.down(self.other(h) if x.shape[1] % 2 else h)
+
+
+class Whole(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        if x.shape[1] > 2048:
+            h = self.other(h)
+        return x + self.down(h)
+
+
+FORMS = (Literal, Mirrored, Global, Attribute, Named, Handed, Single, Nested, Chained, Among, Counted, Odd, Whole)
+
+
+def built(form: type[Block], how: str) -> nn.Module:
+    made = type(form.__name__, (form,), {"other": getattr(Block, how)})
+    return made()
+
+
+def features(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+def codes(model: nn.Module, plan: Any = PLAN, **options: Any) -> list[str]:
+    named = shardplan.Model(model, inputs=features) if isinstance(model, Block) else model
+    return [one.code for one in shardplan.validate(named, plan, {"tp": 2}, **options).diagnostics]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_branches_are_proven(form: type[Block]) -> None:
+    assert codes(built(form, "right")) == []
+    assert codes(built(form, "wrong")) == ["SP420"]
+
+
+# Inputs with which a form takes its branch.
+SHAPES = {
+    Literal: (1, 4100, 16),
+    Attribute: (1, 600, 16),
+    Single: (1, 8, 16),
+    Nested: (1, 101, 16),
+    Chained: (1, 200, 16),
+}
+
+
+def errors() -> list[tuple[str, bool]]:
+    """Of each form, right and wrong: whether two ranks give other gradients than the unsharded model."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
+    for form, shape in SHAPES.items():
+        for how in ("right", "wrong"):
+            torch.manual_seed(0)
+            one = built(form, how).double()
+            other = copy.deepcopy(one)
+            shardplan.apply_plan(shardplan.Model(one, inputs=features), mesh, PLAN, prove=False)
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            for model in (one, other):
+                model(x).square().mean().backward()
+            gradient = one.up.weight.grad.full_tensor()
+            differs = float((gradient - other.up.weight.grad).abs().max() / other.up.weight.grad.abs().max()) > 1e-9
+            found.append((f"{form.__name__} {how}", differs))
+    return found
+
+
+@pytest.mark.slow
+def test_real_processes_say_the_same() -> None:
+    for found in on_ranks(2, errors):
+        assert {name for name, differs in found if differs} == {f"{form.__name__} wrong" for form in SHAPES}
+
+
+class Widths(Block):
+    """The width is the model's own."""
+
+    def long(self, x: Tensor) -> bool:
+        return x.shape[-1] > 128
+
+
+def test_what_the_model_itself_has_is_on_one_side() -> None:
+    assert codes(built(Widths, "wrong")) == []
+
+
+class Unfit(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            x = x.squeeze(0)[None].reshape(1, 8, 16)
+        return super().forward(x)
+
+
+def test_a_branch_that_does_not_run_is_a_warning_with_the_line() -> None:
+    report = shardplan.validate(shardplan.Model(Unfit(), inputs=features), PLAN, {"tp": 2})
+    assert report.ok and [one.code for one in report.diagnostics] == ["SP423"]
+    assert (
+        "test_other_sides.py" in report.diagnostics[0].notes[0] and "x.shape[0] == 1" in report.diagnostics[0].notes[0]
+    )
+
+
+def too_long(x: Tensor) -> bool:
+    return x.shape[1] > 4096
+
+
+class Helped(Block):
+    def long(self, x: Tensor) -> bool:
+        return too_long(x)
+
+
+class Decorated(Block):
+    @torch.no_grad()
+    def long(self, x: Tensor) -> bool:
+        return x.shape[1] > 4096
+
+
+class Lambda(Block):
+    long = lambda self, x: x.shape[1] > 4096  # noqa: E731
+
+
+@pytest.mark.parametrize("form", [Helped, Decorated, Lambda])
+def test_what_nothing_can_be_put_in_the_place_of_is_a_warning(form: type[Block]) -> None:
+    assert codes(built(form, "right")) == ["SP423"]
+
+
+def patched(forward: Callable[..., Tensor]) -> nn.Module:
+    model = small_model("llama", num_hidden_layers=2)
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.number = number
+        layer.mlp.forward = types.MethodType(forward, layer.mlp)
+    return model
+
+
+def _of_a_layer(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    if x.shape[1] > 4096:
+        h = h / (1 + h.square().sum(-1, keepdim=True))
+    return self.down_proj(h)
+
+
+def _of_a_width(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    if x.shape[-1] > 1024:
+        h = h / (1 + h.square().sum(-1, keepdim=True))
+    return self.down_proj(h)
+
+
+def _fine(self: nn.Module, x: Tensor) -> Tensor:
+    h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    if x.shape[-1] > 1024 or x.shape[1] > 4096:
+        h = h * 0.5
+    return self.down_proj(h)
+
+
+@pytest.mark.parametrize("forward", [_of_a_layer, _of_a_width])
+def test_a_patched_model_of_transformers(forward: Callable[..., Tensor]) -> None:
+    assert "SP420" in codes(patched(forward), "llama", sequence_parallel=False)
+    assert codes(patched(_fine), "llama", sequence_parallel=False) == []
