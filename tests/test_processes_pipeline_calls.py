@@ -90,7 +90,12 @@ def dividing(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **k
 
 
 def ignoring(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-    return dividing(logits, labels)
+    """The mean over its own tokens, whatever number is given."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def summing(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
 
 
 def unshifted(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
@@ -106,6 +111,10 @@ def with_ignoring(model: Any) -> None:
     model.loss_function = ignoring
 
 
+def with_summing(model: Any) -> None:
+    model.loss_function = summing
+
+
 def with_unshifted(model: Any) -> None:
     model.loss_function = unshifted
 
@@ -119,11 +128,11 @@ def stepped(recipe: Recipe, tokens: int | None = None) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [with_dividing, with_unshifted])
+@pytest.mark.parametrize("change", [with_dividing, with_ignoring, with_unshifted])
 def test_a_loss_function_that_was_put_there(change: Any) -> None:
     recipe = replace(LLAMA, change=change)
     given = batch(recipe, 0, 0)
-    tokens = None if change is with_dividing else int((given["labels"] != -100).sum())
+    tokens = int((given["labels"] != -100).sum()) if change is with_unshifted else None
     runs, model = on_ranks(2, stepped, recipe, tokens), recipe.build()
     held(runs, model, model(**given, use_cache=False).loss)
 
@@ -131,7 +140,7 @@ def test_a_loss_function_that_was_put_there(change: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "text"),
-    [(with_ignoring, "does not divide by `num_items_in_batch`"), (with_unshifted, "tokens where a step counts")],
+    [(with_summing, "does not divide by `num_items_in_batch`"), (with_unshifted, "tokens where a step counts")],
 )
 def test_a_loss_function_that_counts_otherwise_is_refused(change: Any, text: str) -> None:
     with pytest.raises(RanksFailed) as failed:

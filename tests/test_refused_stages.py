@@ -159,3 +159,8 @@ def test_numbers_of_a_row_each_are_cut_and_one_micro_batch_gets_all() -> None:
     packed = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 30, 32])}
     (whole,) = read_inputs(packed, 1).split(1)
     assert whole["cu_seq_lens_q"].tolist() == [0, 30, 32]
+
+
+def test_bounds_within_each_row_are_those_of_every_micro_batch() -> None:
+    given = read_inputs({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 1, 2, 2, 3, 3, 4, 4])}, 4)
+    assert given.constants["cu_seq_lens_q"].tolist() == [0, 1, 2, 2, 3, 3, 4, 4] and [*given.tensors] == ["input_ids"]

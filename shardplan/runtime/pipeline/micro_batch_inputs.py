@@ -65,19 +65,22 @@ def flags_of(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, value) for name, value in values.items() if isinstance(value, bool | int | float | str))
 
 
-def _is_cumulative(x: Tensor, others: Iterable[Tensor], rows: int) -> bool:
-    """Whether numbers are the bounds of packed sequences: ascending, from 0 to the tokens of the batch, all or those that a mask leaves.
+def _bounds(x: Tensor, others: Iterable[Tensor], rows: int) -> str:
+    """Whether numbers are the bounds of packed sequences, ascending from 0: of each "row", which has them all, or of the "batch" (all
+    tokens, or those that a mask leaves); "" for others.
 
     Args:
         others: the tensors of the batch.
     """
     if x.ndim != 1 or len(x) < 2 or x.is_floating_point() or x.dtype == torch.bool:
-        return False
+        return ""
     found = x.tolist()
     if found[0] != 0 or found != sorted(found):
-        return False
+        return ""
     grids = [y for y in others if y.ndim == 2 and y.shape[0] == rows and not y.is_floating_point()]
-    return any(found[-1] in (y.numel(), int((y != 0).sum())) for y in grids)
+    if any(found[-1] == y.shape[1] for y in grids):
+        return "row"
+    return "batch" if any(found[-1] in (y.numel(), int((y != 0).sum())) for y in grids) else ""
 
 
 def _rows(place: slice, x: Tensor) -> Tensor:
@@ -119,10 +122,10 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
         )
 
     def whole(name: str, x: Tensor) -> Tensor:
-        if micro_batches > 1 and (name in PACKED or _is_cumulative(x, shown.values(), rows)):
+        if micro_batches > 1 and (name in PACKED or _bounds(x, shown.values(), rows)):
             raise ValueError(
-                f"{name} {tuple(x.shape)} has the bounds of packed sequences in the whole batch, and none of its numbers belongs to a "
-                "row: micro-batches cannot be cut from it. Use micro_batches=1, or rows of one sequence each with an attention_mask"
+                f"{name} {tuple(x.shape)} has the bounds of packed sequences, and none of its numbers belongs to a row: micro-batches "
+                "cannot be cut from it. Use micro_batches=1, or rows of one sequence each with an attention_mask"
             )
         if x.ndim and x.shape[0] == rows:
             return x
@@ -132,5 +135,7 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
             return x
         raise ValueError(f"{name} has the shape {tuple(x.shape)}: its first dim must be the batch of {rows} rows, or 1")
 
+    of_rows = [name for name in PACKED & shown.keys() if _bounds(given[name], shown.values(), rows) == "row"]
+    shown = {name: x for name, x in shown.items() if name not in of_rows or micro_batches == 1}
     tensors = {name: _mapped(given[name], partial(whole, name)) for name in shown}
     return Inputs(tensors, {name: value for name, value in given.items() if name not in shown}, rows)

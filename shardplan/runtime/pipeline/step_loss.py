@@ -7,7 +7,6 @@ by itself (a router's loss) is no sum over tokens; it is averaged over micro-bat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -20,8 +19,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 IGNORED = -100
 NUMBER = "num_items_in_batch"
 NOT_DIVIDED = (
-    f"the model's `loss_function` does not divide by `{NUMBER}`, so that micro-batches with other numbers of tokens would count alike: "
-    f"let it return `total / {NUMBER}` where that is given, or pass PipelineOptions(loss_fn=...) to apply_plan"
+    f"the model's `loss_function` does not divide by `{NUMBER}`, and is not the mean over the tokens that a step counts, by which "
+    f"micro-batches could be weighed: let it return `total / {NUMBER}` where that is given, or pass PipelineOptions(loss_fn=...) to apply_plan"
 )
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -86,7 +85,7 @@ def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, s
     """Make a transformers model divide its sum over tokens by what the step says.
 
     A function that is not transformers' own is called again, once, with other numbers: whether it divides by them, and whether
-    it counts the tokens that the step does.
+    it counts the tokens that the step does. One that ignores them is weighed, where it is the mean over these tokens.
 
     Args:
         current: the loss of the step that runs.
@@ -94,31 +93,56 @@ def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, s
     """
     own: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
     known = own is ForCausalLMLoss
+    mean = False  # it ignores the number
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal known
+        nonlocal known, mean
         step = current()
         if step is None:
             return own(*args, **kwargs)
         step.counted = True
-        items = step.items
+        items, labels = step.items, kwargs.get("labels", args[1] if len(args) > 1 else None)
+        if known and not mean:
+            return own(*args, **{**kwargs, NUMBER: items})
+        if not isinstance(labels, Tensor):
+            raise RuntimeError(NOT_DIVIDED)
+        count = int(tokens_of(labels, shifted=shifted))
         loss = own(*args, **{**kwargs, NUMBER: items})
-        if not known and (one := loss.item()) != 0:  # zero tells nothing
+        if not count and not torch.isfinite(loss):  # the mean of no tokens
+            return (kwargs["logits"] if "logits" in kwargs else args[0]).sum() * 0
+        if count and not known and (one := loss.item()):
+
+            def again(labels: Tensor = labels, **number: Any) -> float:
+                rest = {name: value for name, value in kwargs.items() if name not in (NUMBER, "labels")}
+                if "labels" in kwargs:
+                    return own(*args, labels=labels, **rest, **number).item()
+                return own(args[0], labels, *args[2:], **rest, **number).item()
+
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                if not math.isfinite(one) or own(*args, **{**kwargs, NUMBER: 2 * items}).item() == one:
-                    raise RuntimeError(NOT_DIVIDED)
-                labels, number = kwargs.get("labels"), signature(own).parameters.get(NUMBER)
-                if (
-                    step.counts_labels
-                    and isinstance(labels, Tensor)
-                    and (number is None or number.default is not number.empty)
-                ):
-                    mean = own(*args, **{name: value for name, value in kwargs.items() if name != NUMBER}).item()
-                    _check_count(float(items) * one / mean, tokens_of(labels, shifted=shifted).item())
+                twice: dict[str, Any] = {NUMBER: 2 * items}
+                mean, number = again(**twice) == one, signature(own).parameters.get(NUMBER)
+                if mean:
+                    _check_mean(again, loss, labels, shifted=shifted)
+                elif step.counts_labels and (number is None or number.default is not number.empty):
+                    _check_count(float(items) * one / again(), count)
             known = True
-        return loss
+        return loss * count / items if mean else loss
 
     model.loss_function = loss_function  # type: ignore[assignment]  # torch's types know tensors and modules alone
+
+
+def _check_mean(run: Callable[..., float], loss: Tensor, labels: Tensor, *, shifted: bool) -> None:
+    """Raise RuntimeError where a loss is not the mean over the tokens that a step counts: of two halves, weighed by theirs.
+
+    Args:
+        run: (labels) -> the loss.
+    """
+    odd = torch.arange(labels.numel(), device=labels.device).view_as(labels) % 2 == 1
+    halves = [labels.masked_fill(left, IGNORED) for left in (odd, ~odd)]
+    counts = [int(tokens_of(half, shifted=shifted)) for half in halves]
+    total = sum(run(labels=half) * count for half, count in zip(halves, counts, strict=True) if count)
+    if abs(total / sum(counts) - loss.item()) > abs(loss.item()) * torch.finfo(loss.dtype).eps ** 0.5:
+        raise RuntimeError(NOT_DIVIDED)
 
 
 def _check_count(own: float, steps: float) -> None:
