@@ -67,7 +67,8 @@ class Adversary:
             the same process.
         after: done to the model after the plan was applied to it; to each stage of a pipeline.
         auxiliary: the part of the loss that is no mean over tokens, from the output: of a pipeline, the mean over micro-batches.
-        stage_loss: (logits, labels) -> the sum over tokens: the loss of a pipeline in place of the model's own.
+        stage_loss: (logits, labels) -> the sum over tokens: the loss of a pipeline in place of the model's own, which
+            gets no labels then.
         schedule: of a pipeline.
         seeds: of the batches, one a step.
         before: done to the model before each step, with the step's number.

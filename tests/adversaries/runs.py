@@ -88,7 +88,9 @@ class Unsharded:
         for copy, batch in zip(self.copies, batches, strict=True):
             for part in _split(batch, count):
                 torch.manual_seed(number + 1000)
-                output = copy(**part)
+                # A loss of one's own has the labels, and the model has none.
+                given = {n: v for n, v in part.items() if adversary.stage_loss is None or n != "labels"}
+                output = copy(**given)
                 loss = self._share(output, part, tokens, count * len(batches))
                 (loss * len(batches)).backward()  # they are averaged afterwards
                 total += loss.item()
