@@ -47,6 +47,7 @@ QUICK = {
     "test_parse_lint",
     "test_parse_plan",
     "test_parse_readers",
+    "test_proof_meshes",
     "test_render_json",
     "test_render_proof",
     "test_render_text",

@@ -68,9 +68,11 @@ def test_a_plan_with_findings_is_not_run(capsys):
     assert "error[SP301]" in capsys.readouterr().out
 
 
-def test_data_parallelism_needs_processes(capsys):
-    assert main(["verify", QWEN, "qwen3", "--tp", "2", "--dp-shard", "2"]) == 2
+def test_data_parallelism_alone_needs_processes(capsys):
+    assert main(["verify", QWEN, "qwen3", "--tp", "1", "--dp-shard", "2"]) == 2
     assert "--processes" in capsys.readouterr().err
+    assert main(["verify", QWEN, "qwen3", "--tp", "2", "--dp-shard", "4", "--no-sequence-parallel"]) == 0
+    assert "tensor parallel, dp_shard 4, tp 2 (simulated in one process)" in capsys.readouterr().out
 
 
 def test_show(capsys):

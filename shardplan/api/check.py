@@ -11,8 +11,9 @@ from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import Variants, bind_variants, prove_layouts, prove_stages, wanted_variants
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, variant_name
+from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
@@ -115,20 +116,20 @@ def verify(
         model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks: the stages of the reduced model run one
             after the other.
         sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
-        processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
-            above 1. With several pp ranks they run a pipeline's schedule.
+        processes: real gloo processes, one for each rank of the mesh, instead of a simulation in this one of smaller meshes that stand
+            for it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
         schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
         progress: called with what is being done.
         derive: as for `validate`.
 
     Raises:
-        ValueError: as for `validate`; data parallelism without `processes`; more processes than one machine runs; a schedule that does not
+        ValueError: as for `validate`; data parallelism alone without `processes`; more processes than one machine runs; a schedule that does not
             fit; with processes, a model that these cannot find.
-        TypeError: as for `validate`; neither tp nor several pp ranks.
+        TypeError: as for `validate`; neither tp nor several ep or pp ranks.
     """
     sizes = sizes_of(mesh)
-    if sizes.tp is None and sizes.pp == 1:
-        raise TypeError("verify needs a tp size, or several pp ranks")
+    if sizes.tp is None and sizes.pp == sizes.ep == 1:
+        raise TypeError("verify needs a tp size, or several ep or pp ranks")
     sizes = replace(sizes, tp=sizes.tp or 1)
     if processes and sizes.world_size > MOST_PROCESSES:
         raise ValueError(
@@ -139,11 +140,9 @@ def verify(
             "a schedule and micro-batches are for pipeline stages in real processes: pass processes=True (--processes) and several "
             "pp ranks (--pp)"
         )
-    if sizes.world_size > (sizes.tp or 1) * sizes.pp and not processes:
-        raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    if sizes.ep not in (1, sizes.tp) and not processes:
+    if sizes.tp == sizes.ep == 1 and sizes.world_size > sizes.pp and not processes:
         raise ValueError(
-            "the simulation has the ranks of tp alone: an ep other than tp needs processes=True (--processes)"
+            "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
         )
     record = None
     if processes and sizes.pp > 1:
@@ -278,19 +277,28 @@ def _proven(report: Report, variants: Variants, given: Given, asked: _Asked) -> 
     (found, plan), sizes, run, allow = given.both, asked.sizes, asked.run, asked.allow_unproven
     blocks = run.stages(variants, sizes) if run is not None else 0
     asked.progress("checking layouts")
-    reduced = ModelLayouts(found, report.checked_tp or 1, sizes.ep, pp=blocks or sizes.pp, blocks=blocks)
+    sizes = replace(sizes, tp=report.checked_tp or 1)
+    reduced = ModelLayouts(
+        found,
+        sizes.of(Axis.TP),
+        sizes.ep if run is not None and run.processes else proof_meshes(sizes)[0].ep,
+        pp=blocks or sizes.pp,
+        blocks=blocks,
+    )
     variants = prove_layouts(variants, plan, reduced, allow_unproven=allow)
     looked: tuple[Stage, ...] = (*report.stages, "layouts") if variants.layouts else report.stages
     allowed = variants.allowed(report.allowed_tp or ())
     variants, staged = prove_stages(variants, plan, reduced, allow_unproven=allow, anyway=run is not None)
     cut = staged if staged is not None and staged.ok and sizes.pp > 1 else None
-    question = Question(reduced, asked.model, plan, asked.logits, allow)
+    question = Question(reduced, asked.model, plan, asked.logits, allow, sizes)
     wanted, proof = tuple(variants.resolved), None
     if run is not None:
         question = run.question(question, sizes, cut)
         wanted = run.proven_whole(wanted, sizes, cut)
-    elif asked.last != "proof" or reduced.tp == 1 or variants.any_error or not variants.layouts or not reduced.runs:
+    elif asked.last != "proof" or variants.any_error or not variants.layouts or not reduced.runs:
         wanted = ()
+    if sizes.tp == 1 and sizes.ep > 1 and not question.processes:
+        wanted = tuple(on for on in wanted if on == {"expert_parallel"})  # the others split nothing
     if wanted:
         proof, about = prove_stage(question, wanted, asked.progress)
         variants, looked = variants.with_findings(about), (*looked, "proof")

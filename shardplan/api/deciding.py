@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardplan.runtime.pipeline import PipelineOptions
     from shardplan.runtime.pipeline.pipelined_model import Layout
 
-WHOLE = "data parallel only: nothing is split"  # how a program without tp is known to be right
+WHOLE = "data parallel only: nothing is split"  # how a program without tp and ep is known to be right
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tupl
 def prove_decided(
     asked: Asked, decided: Decided, mesh: DeviceMesh, *, prove: bool
 ) -> tuple[tuple[Diagnostic, ...], str]:
-    """Prove what the program splits over tp, and the stages, on the mesh's first rank for all: the warnings, and how the program
+    """Prove what the program splits over tp or ep, and the stages, on the mesh's first rank for all: the warnings, and how the program
     is known to be right, in words.
 
     Raises:
@@ -150,7 +150,7 @@ def prove_decided(
 
     compiled, resolved = decided.compiled, decided.program.resolved
     reduced, staged, sources = compiled.reduced_model, compiled.staged, compiled.given.sources
-    split = (resolved.sizes.tp or 1) > 1
+    split = (resolved.sizes.tp or 1) > 1 or "expert_parallel" in resolved.overlays
     if not prove or reduced is None:
         unproven = "it cannot be (allow_unproven)" if prove else "prove=False"
         return (), f"not proven: {unproven}" if split else WHOLE
@@ -158,7 +158,7 @@ def prove_decided(
     proof = WHOLE
     if split:
         plan, logits = compiled.given.both[1], asked.changes.logits
-        question = Question(reduced, asked.model, plan, logits, asked.allow_unproven)
+        question = Question(reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes)
         found, method = prove_on_first_rank(question, resolved.overlays, mesh)
         raise_errors(found, sources, strict=asked.strict)
         proof = f"proven {method}, on a reduced model"

@@ -12,6 +12,7 @@ from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile, overlays_of, without_sequence
+from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import as_errors
 from shardplan.core.size_bounds import MOST_TOKENS, check_count
 from shardplan.core.sources import SourceMap
@@ -212,7 +213,7 @@ def compile_variant(
     variants = given.structure(sizes, {without_sequence(overlays), overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
-    reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp)
+    reduced_model = ModelLayouts(found, sizes.tp or 1, proof_meshes(sizes)[0].ep, pp=sizes.pp)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     staged = None
     if sizes.pp > 1:

@@ -270,11 +270,14 @@ class NumericProof:
 
     @property
     def ok(self) -> bool:
-        """Every variant is proven, and with tp above 1 something is really split: whole copies prove
+        """Every variant is proven, and with tp or ep above 1 something is really split, over ep where there is one: whole copies prove
         nothing."""
-        splits = (self.sizes.tp or 1) > 1
+        splits, experts = (self.sizes.tp or 1) > 1 or self.sizes.ep > 1, self.sizes.ep > 1
         staged = self.pipeline is None or self.pipeline.ok
-        proven = all(p.ok and (p.sharded > 0 or not splits) for p in self.variants)
+        proven = all(
+            p.ok and (p.sharded > 0 or not splits or (experts and not p.variant.startswith("expert_parallel")))
+            for p in self.variants
+        )
         return proven and staged and (bool(self.variants) or (self.pipeline is not None and not splits))
 
     @property

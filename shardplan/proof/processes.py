@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import reduce
 from multiprocessing import set_forkserver_preload
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import ProcessRaisedException
 
 from shardplan.compiler.lower.program import Program
@@ -29,11 +27,10 @@ from shardplan.compiler.user_inputs import Model
 from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.core.report import Comparison
 from shardplan.model.reduced.precision import in_dtype
-from shardplan.runtime.apply.plan_mesh import read_mesh
 
 from .compare import compare_steps, worst_of
-from .rank import rank_steps
-from .steps import STEPS, Steps, cast, reference_steps
+from .rank import data_parallel_rank, mesh_of, rank_steps
+from .steps import STEPS, averaged, cast, reference_steps, seed_of
 
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
 # Imported once, in a process that runs nothing, from which the ranks are forked: torch and transformers take seconds.
@@ -77,12 +74,12 @@ class Case:
 
     def rows(self) -> tuple[Comparison, ...]:
         """Apply the program on this rank, run the steps, and compare."""
-        shape, names = tuple(map(self.sizes.of, APPLIED)), tuple(axis.value for axis in APPLIED)
-        mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), ep=self.sizes.ep)
-        index, replicas = _data_parallel_rank(mesh.mesh), self.sizes.dp_replicate * self.sizes.dp_shard
-        reference = _combined_reference(self, index, replicas)
-        model = in_dtype(self.build(), self.dtype)
-        left = rank_steps(model, mesh, self.program, _batches(self, index, replicas), reference)
+        mesh = mesh_of(self.sizes, APPLIED)
+        index, replicas = data_parallel_rank(mesh), self.sizes.dp_replicate * self.sizes.dp_shard
+        batches = [[cast(self.inputs(seed_of(step, i)), self.dtype) for step in range(STEPS)] for i in range(replicas)]
+        runs = [reference_steps(in_dtype(self.build(), self.dtype), own) for own in batches]
+        reference = averaged(runs)[index]
+        left = rank_steps(in_dtype(self.build(), self.dtype), mesh, self.program, batches[index], reference)
         return compare_steps(reference, {"": left})
 
 
@@ -148,24 +145,3 @@ def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Compar
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
     return worst_of(row for rows in gathered for row in rows)  # by name: ranks may have other tensors
-
-
-def _batches(case: Case, index: int, replicas: int) -> list[dict[str, Any]]:
-    """The batches of one data-parallel rank."""
-    return [cast(case.inputs(step * replicas + index), case.dtype) for step in range(STEPS)]
-
-
-def _data_parallel_rank(mesh: Any) -> int:
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
-
-
-def _combined_reference(case: Case, index: int, replicas: int) -> Steps:
-    """The unsharded steps on this rank's own batches, with the gradients of the batches of all data-parallel ranks,
-    averaged as FSDP2 does."""
-    runs = [reference_steps(in_dtype(case.build(), case.dtype), _batches(case, i, replicas)) for i in range(replicas)]
-    names = {name for run in runs for name in run.gradients}
-    gradients = {
-        name: reduce(torch.add, (run.gradients[name] for run in runs if name in run.gradients)) / replicas
-        for name in sorted(names)
-    }
-    return replace(runs[index], gradients=gradients)

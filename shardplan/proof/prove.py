@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from weakref import WeakKeyDictionary, ref
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,14 +19,16 @@ from shardplan.compiler.overrides import Logits, Override
 from shardplan.compiler.user_inputs import Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, PlanFile, variant_name, without_sequence
+from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.tree import full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
 from shardplan.runtime.pipeline.refused_plans import for_stages
+from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
@@ -35,7 +37,7 @@ from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
-from .steps import STEPS, Batch, Steps, cast, reference_steps
+from .steps import STEPS, Batch, Steps, averaged, cast, reference_steps, seed_of
 from .threads import OnRanks, rank_threads
 
 
@@ -45,13 +47,11 @@ class Proven:
 
     Args:
         proof: what was compared.
-        variants: the plan bound to the reduced model, whose names the proof's rows have.
-        programs: of each variant, for the reduced model.
+        programs: of each variant, for the reduced model, on the first mesh.
         missing: of each variant, what no run reached, in the names of the reduced model.
     """
 
     proof: NumericProof
-    variants: Variants
     programs: Mapping[Overlays, Program]
     missing: Mapping[Overlays, tuple[str, ...]]
 
@@ -92,8 +92,8 @@ def prove(
     """Prove a plan without errors.
 
     Args:
-        reduced: of the model that `source` names, at the size of tp.
-        sizes: of the mesh; the axis pp is looked at with `scheduled` alone.
+        reduced: of the model that `source` names, at the sizes of tp and ep of the first mesh (`proof_meshes`), or of `sizes` for processes.
+        sizes: of the mesh; the axis pp is looked at with `scheduled` alone. Processes are its ranks; what is simulated stands for it.
         variants: which of the plan's variants.
         scheduled: a pipeline's schedule, which runs in the processes.
         allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
@@ -105,66 +105,102 @@ def prove(
     start = time.monotonic()
     if processes:
         check_sendable(source)
-    progress("building a reduced model")
-    compiled = compile_for(reduced, plan, replace(sizes, pp=1), variants)
-    reference = references(reduced.reduced_model)
     kinds = scheduled.kinds if scheduled is not None else reduced.reduced_model.kinds
-    programs, missing, proofs = {}, {}, []
-    with nullcontext() if processes else rank_threads(sizes.tp or 1) as on_ranks:
-        for on in variants:
-            progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
-            programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
-            case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
-            if scheduled is not None:
-                kept = for_stages(program, wrapped=True)
-                case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
-            layouts = compiled.layouts.get(on)
-            with sharded_run(layouts.diagnostics if layouts is not None else ()):
-                rows = settle(partial(_run, case, on_ranks, reduced.reduced_model, reference))
-            references_of_kinds = [reference(kind, torch.float32)[1] for kind in kinds]
-            missing[on] = (
-                *unreached_parameters(reduced, references_of_kinds),
-                *unreached_modules(reduced, program),
+    meshes = {on: (replace(sizes, pp=1),) if processes else meshes_of(reduced, plan, sizes, on) for on in variants}
+    rows: dict[Overlays, list[Comparison]] = {on: [] for on in variants}
+    programs: dict[Overlays, Program] = {}
+    for mesh in dict.fromkeys(mesh for on in variants for mesh in meshes[on]):
+        progress("building a reduced model")
+        of_mesh = reduced if processes else _reduced_for(reduced, mesh)
+        on_it = [on for on in variants if mesh in meshes[on]]
+        compiled = compile_for(of_mesh, plan, mesh, on_it)
+        with nullcontext() if processes else rank_threads(mesh.world_size) as on_ranks:
+            for on in on_it:
+                progress(f"{variant_name(on).replace('_', ' ')}, {_named(mesh)}: comparing with the unsharded model")
+                program = program_of(compiled, on, logits=logits, sections=EAGER)
+                programs.setdefault(on, program)
+                case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
+                if scheduled is not None:
+                    kept = for_stages(program, wrapped=True)
+                    case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
+                layouts = compiled.layouts.get(on)
+                with sharded_run(layouts.diagnostics if layouts is not None else ()):
+                    rows[on] += settle(partial(_run, case, program, on_ranks, of_mesh.reduced_model))
+    proofs, missing = [], {}
+    for on, program in programs.items():
+        ranks = max(_replicas(mesh) for mesh in meshes[on])
+        runs = [steps_of(reduced.reduced_model, kind, torch.float32, index) for kind in kinds for index in range(ranks)]
+        missing[on] = (
+            *unreached_parameters(reduced, [steps for _, steps in runs]),
+            *unreached_modules(reduced, program),
+        )
+        unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
+        untouched = [n for n in missing[on] if n not in unproven]
+        proofs.append(
+            VariantProof(
+                variant_name(on),
+                worst_of(rows[on]),
+                *_counts(reduced.benches[0].model, program.modules),
+                reduced.names_in_model(untouched),
+                reduced.names_in_model(unproven),
+                scheduled.schedule.name if scheduled is not None else None,
+                scheduled.micro_batches if scheduled is not None else None,
             )
-            unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
-            untouched = [n for n in missing[on] if n not in unproven]
-            proofs.append(
-                VariantProof(
-                    variant_name(on),
-                    rows,
-                    *_counts(reduced.benches[0].model, program.modules),
-                    reduced.names_in_model(untouched),
-                    reduced.names_in_model(unproven),
-                    scheduled.schedule.name if scheduled is not None else None,
-                    scheduled.micro_batches if scheduled is not None else None,
-                )
-            )
+        )
     proof = NumericProof(sizes, tuple(proofs), processes, time.monotonic() - start)
-    return Proven(proof, compiled, programs, missing)
+    return Proven(proof, programs, missing)
+
+
+def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:
+    """The meshes on which a variant is simulated. On a mesh with an axis ep a variant without it is proven for tp alone; a model that is
+    not wrapped by `fully_shard` has no data-parallel ranks."""
+    if "expert_parallel" not in on and sizes.ep > 1:
+        return (MeshSizes(tp=sizes.tp),)
+    section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
+    if section is not None and not BACKENDS[section.backend].fully_shard:
+        sizes = replace(sizes, dp_replicate=1, dp_shard=1)
+    return proof_meshes(replace(sizes, pp=1))
+
+
+def _reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
+    """The reduced model at the sizes of a mesh."""
+    if mesh.ep == 1 or mesh.ep == reduced.ep:
+        if mesh.tp == reduced.tp:
+            return reduced
+    return ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times)
+
+
+def _named(mesh: MeshSizes) -> str:
+    return mesh.text((*APPLIED, Axis.EP), ", ") or "one rank"
+
+
+def _replicas(mesh: MeshSizes) -> int:
+    """The data-parallel ranks."""
+    return mesh.dp_replicate * mesh.dp_shard
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
-References = Callable[[str, torch.dtype], tuple[Sequence[Batch], Steps]]
+_Of = tuple[str, torch.dtype, int]
+_REFERENCES: WeakKeyDictionary[ReducedModel, dict[_Of, tuple[Sequence[Batch], Steps]]] = WeakKeyDictionary()
 
 
-_REFERENCES: WeakKeyDictionary[ReducedModel, References] = WeakKeyDictionary()
+def steps_of(
+    reduced_model: ReducedModel, kind: str, dtype: torch.dtype, index: int = 0
+) -> tuple[Sequence[Batch], Steps]:
+    """The batches of a data-parallel rank and the unsharded steps on them; each is run once for a reduced model.
 
-
-def references(reduced_model: ReducedModel) -> References:
-    """The batches of each kind of input and the unsharded steps on them, in a dtype; each is run once for a reduced model."""
-    if reduced_model not in _REFERENCES:
-        weak = ref(reduced_model)
-
-        @cache
-        def of(kind: str, dtype: torch.dtype) -> tuple[Sequence[Batch], Steps]:
-            reduced_model = weak()
-            assert reduced_model is not None
-            with reduced_model.running():
-                batches = [cast(reduced_model.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
-                return batches, reference_steps(in_dtype(reduced_model.build(), dtype), batches)
-
-        _REFERENCES[reduced_model] = of
-    return _REFERENCES[reduced_model]
+    Args:
+        kind: of input.
+        index: of the rank.
+    """
+    known = _REFERENCES.setdefault(reduced_model, {})
+    key = (kind, dtype, index)
+    if key not in known:
+        with reduced_model.running():
+            seeds = [seed_of(step, index) for step in range(STEPS)]
+            batches = [cast(reduced_model.inputs(seed=seed, kind=kind), dtype) for seed in seeds]
+            known[key] = batches, reference_steps(in_dtype(reduced_model.build(), dtype), batches)
+    return known[key]
 
 
 @dataclass(frozen=True)
@@ -185,17 +221,18 @@ class ReducedCase:
 
 
 def _run(
-    case: Recipe, on_ranks: OnRanks | None, reduced_model: ReducedModel, reference: References, dtype: torch.dtype
+    case: Recipe, program: Program, on_ranks: OnRanks | None, reduced_model: ReducedModel, dtype: torch.dtype
 ) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them. With threads by simulation, else in processes."""
     if on_ranks is None:
-        runs = run_processes(case, dtype)
-    else:
-        made = (reference(kind, dtype) for kind in reduced_model.kinds)
+        return worst_of(row for run in run_processes(case, dtype) for row in run)
+    rows: list[Comparison] = []
+    for kind in reduced_model.kinds:
+        made = [steps_of(reduced_model, kind, dtype, i) for i in range(_replicas(program.resolved.sizes))]
+        references = averaged([steps for _, steps in made])
         build = partial(_built, reduced_model, dtype)
-        assert isinstance(case, ReducedCase)
-        runs = [simulate(build, batches, case.program, steps, on_ranks) for batches, steps in made]
-    return worst_of(row for run in runs for row in run)
+        rows += simulate(build, [batches for batches, _ in made], program, references, on_ranks)
+    return worst_of(rows)
 
 
 def _built(reduced_model: ReducedModel, dtype: torch.dtype) -> nn.Module:

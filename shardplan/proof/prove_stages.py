@@ -26,7 +26,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import cause_of
-from .prove import References, references, settle
+from .prove import settle, steps_of
 from .staged import staged_rows
 
 STAGES = Code("SP436")
@@ -83,14 +83,14 @@ def prove_pipeline(reduced: ModelLayouts, cut: PipelineCut) -> PipelineProof:
         PlanError: SP436: a stage raises, but the whole model does not.
     """
     model = reduced.reduced_model
-    run = partial(_rows, model, references(model), cut)
+    run = partial(_rows, model, cut)
     return PipelineProof(cut.sizes, cut.carried, settle(run))
 
 
-def _rows(model: ReducedModel, reference: References, cut: PipelineCut, dtype: torch.dtype) -> tuple[Comparison, ...]:
+def _rows(model: ReducedModel, cut: PipelineCut, dtype: torch.dtype) -> tuple[Comparison, ...]:
     found: list[Comparison] = []
     for kind in model.kinds:
-        batches, steps = reference(kind, dtype)
+        batches, steps = steps_of(model, kind, dtype)
         try:
             found += staged_rows(partial(_built, model, dtype), batches, cut, steps)
         except Exception as error:  # whatever the modelling code raises

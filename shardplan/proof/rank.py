@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.lower.program import Program
+from shardplan.core.mesh import DATA_PARALLEL, Axis, MeshSizes
 from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.phases import apply_program
-from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
@@ -37,6 +39,27 @@ class Left:
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
+
+
+def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
+    """A mesh over all ranks. All of them call it together.
+
+    Args:
+        axes: those that it has, whatever their sizes, besides tp. A data-parallel one is not there without dp_shard, which FSDP2 needs.
+    """
+    there = {*axes, Axis.TP} | ({Axis.DP_SHARD} if {*axes} & {*DATA_PARALLEL} else set())
+    names = [axis for axis in Axis if axis in there and axis is not Axis.EP]
+    shape = tuple(map(sizes.of, names))
+    return read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=tuple(axis.value for axis in names)), ep=sizes.ep)
+
+
+def data_parallel_rank(mesh: PlanMesh) -> int:
+    """Which of the ranks that have batches of their own this one is: the first where the mesh has no axis of such."""
+    index = 0
+    for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD):
+        if (name := mesh.names.get(axis)) is not None:
+            index = index * mesh.mesh[name].size() + mesh.mesh.get_local_rank(name)
+    return index
 
 
 def rank_steps(

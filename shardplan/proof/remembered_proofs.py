@@ -10,16 +10,19 @@ import transformers
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.mesh import MeshSizes
 
 from .fingerprints import Fingerprint, NotStable
-from .prove import references
+from .prove import steps_of
 
 _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 
 
-def digest_of(reduced: ModelLayouts, program: Program, allow_unproven: bool) -> str | None:
-    """What decides a proof's outcome: the program, the reduced model, and what that does unsharded. Of the model the values of parameters and
-    buffers, all attributes of modules, hooks, and the code of forwards and of classes with what it captured and names (`Fingerprint`); of
+def digest_of(
+    reduced: ModelLayouts, program: Program, allow_unproven: bool, meshes: Iterable[MeshSizes] = ()
+) -> str | None:
+    """What decides a proof's outcome: the program, the meshes that it runs on, the reduced model, and what that does unsharded. Of the
+    model the values of parameters and buffers, all attributes of modules, hooks, and the code of forwards and of classes with what it captured and names (`Fingerprint`); of
     its runs every operation with its line of code, and on each kind of input the inputs, outputs, gradients and buffers.
 
     None: something among them cannot be read, and so nothing says that another model has the same; its proof is not remembered.
@@ -28,7 +31,7 @@ def digest_of(reduced: ModelLayouts, program: Program, allow_unproven: bool) -> 
     model = reduced.reduced_model
     try:
         digest.add(torch.__version__, transformers.__version__, torch.get_default_dtype())
-        digest.add(reduced.tp, model.kinds, allow_unproven, program.describe())
+        digest.add(reduced.tp, model.kinds, allow_unproven, *map(str, meshes), program.describe())
         everywhere = vars(torch.nn.modules.module)  # hooks of all modules
         digest.add(
             [list(everywhere[n].values()) for n in everywhere if n.startswith("_global") and n.endswith("hooks")]
@@ -39,9 +42,8 @@ def digest_of(reduced: ModelLayouts, program: Program, allow_unproven: bool) -> 
             for event in run.events:
                 shapes = [tuple(run.values[i].shape) for i in event.outputs]
                 digest.add(f"{event.kind} {event.name} {event.place} {event.source} {shapes}")
-        reference = references(model)
         for kind in model.kinds:
-            batches, steps = reference(kind, torch.float32)
+            batches, steps = steps_of(model, kind, torch.float32)
             digest.add(kind, batches, steps.outputs, steps.gradients, steps.buffers)
     except NotStable:
         return None

@@ -1,95 +1,161 @@
-"""The proof on all ranks of the tp axis in one process."""
+"""The proof on all ranks of a mesh in one process: what trains on processes runs on threads, FSDP2 too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.lower.program import Program
+from shardplan.core.mesh import Axis
 from shardplan.core.report import Comparison
+from shardplan.core.sections import DataParallel
 from shardplan.model.rebinding import copied
-from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.modes import CheckedSizes
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
-from .compare import compare_steps
+from .compare import compare_steps, worst_of
 from .exact import in_precision_of
-from .rank import Left, rank_steps
+from .rank import Left, data_parallel_rank, mesh_of, rank_steps
 from .steps import Batch, Steps
 from .threads import OnRanks
 
 
 def simulate(
-    build: Callable[[], nn.Module], batches: Sequence[Batch], program: Program, reference: Steps, on_ranks: OnRanks
+    build: Callable[[], nn.Module],
+    batches: Sequence[Sequence[Batch]],
+    program: Program,
+    references: Sequence[Steps],
+    on_ranks: OnRanks,
 ) -> tuple[Comparison, ...]:
     """Apply a program on every rank, run the steps, and compare them with the unsharded ones; each row is the worst
     over the ranks.
 
     Args:
         build: makes the model on the CPU, with the weights of the reference.
-        on_ranks: of as many ranks as tp has.
+        batches: of each data-parallel rank.
+        program: for the mesh that is simulated.
+        references: of each data-parallel rank: the steps on its batches, with the gradients of all (`steps.averaged`).
+        on_ranks: of as many ranks as the mesh has.
     """
-    tp = program.resolved.sizes.tp
-    assert tp is not None  # a proof is of one size
-    # What other ranks are sent is a matter of the exchange alone: the ranks of tp stand for all.
-    ep = tp if "expert_parallel" in program.resolved.overlays else 1
+    sizes, program = program.resolved.sizes, _in_full_precision(program)
     first = build()
-    models = [first, *(_copy_of(first, reference.written) for _ in range(tp - 1))]
+    written = frozenset().union(*(reference.written for reference in references))
+    models = [first, *(_copy_of(first, written) for _ in range(sizes.world_size - 1))]
 
-    def steps(rank: int) -> Left:
-        mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), ep=ep)
+    def steps(rank: int) -> tuple[int, Left]:
+        mesh = mesh_of(sizes, [axis for axis in Axis if sizes.of(axis) > 1])
+        index = data_parallel_rank(mesh)
         with CheckedSizes():
-            return rank_steps(models[rank], mesh, program, [_copied(batch) for batch in batches], reference, apart)
+            given = [_copied(batch) for batch in batches[index]]
+            return index, rank_steps(models[rank], mesh, program, given, references[index], _parts)
 
-    def apart(gradient: DTensor) -> bool:
-        return _split_dim(gradient) is not None
-
-    with in_precision_of(first):  # the default dtype is no thread's own
-        ranks = on_ranks(steps)
-    packed = packed_parameters(program)
-
-    def joined(each: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        made = {}
-        for name, value in each[0].items():
-            parts = [part for one in each if isinstance(part := one.get(name), DTensor)]
-            if isinstance(value, DTensor) and len(parts) == tp:  # else some rank has none, and differs
-                made[name] = _joined(parts, packed.get(name))
-        return made
-
-    gradients, parameters = joined([left.gradients for left in ranks]), joined([left.parameters for left in ranks])
-    return compare_steps(
-        reference,
-        {
-            f"rank {i}": replace(
-                left, gradients={**left.gradients, **gradients}, parameters={**left.parameters, **parameters}
-            )
-            for i, left in enumerate(ranks)
-        },
+    with in_precision_of(first), warnings.catch_warnings():  # neither the default dtype nor a filter is a thread's own
+        warnings.filterwarnings(
+            "ignore", "FSDP2-wrapped module"
+        )  # said in training, and the proof sees what it warns of
+        found = on_ranks(steps)
+    packed, tp = packed_parameters(program), sizes.of(Axis.TP)
+    gradients, parameters = (
+        _joined([getattr(left, kind) for _, left in found], packed, tp) for kind in ("gradients", "parameters")
     )
+    rows: list[Comparison] = []
+    for index, reference in enumerate(references):
+        ranks = {
+            f"rank {rank}": replace(left, gradients=gradients[rank], parameters=parameters[rank])
+            for rank, (own, left) in enumerate(found)
+            if own == index
+        }
+        rows += compare_steps(reference, ranks)
+    return worst_of(rows)
 
 
-def _split_dim(gradient: DTensor) -> int | None:
-    """The dim of which each rank has a part: all of them make one tensor, which need not be made by each."""
-    if not all(isinstance(p, Shard) or p.is_replicate() for p in gradient.placements):
-        return None
-    mesh = gradient.device_mesh
-    cuts = [(axis, p.dim) for axis, p in enumerate(gradient.placements) if isinstance(p, Shard) and mesh.size(axis) > 1]
-    return cuts[0][1] if len(cuts) == 1 and mesh.size(cuts[0][0]) == mesh.size() else None
+def _in_full_precision(program: Program) -> Program:
+    """The program with data parallelism that changes no number and moves nothing: FSDP2 in the dtypes of the model."""
+    resolved = program.resolved
+    section = resolved.data_parallel or DataParallel()
+    kept = section.reshard_after_forward
+    section = replace(
+        section,
+        mixed_precision=None,
+        cpu_offload=False,
+        reshard_after_forward=kept if isinstance(kept, bool | str) else True,  # a number of ranks is of another mesh
+    )
+    return replace(program, resolved=replace(resolved, data_parallel=section))
 
 
-def _joined(parts: Sequence[DTensor], packed: Packing | None) -> Tensor:
-    dim = _split_dim(parts[0])
-    assert dim is not None, parts[0].placements
-    whole = torch.cat([part.to_local() for part in parts], dim)
-    return unpack(whole, packed.dim, packed.parts, len(parts)) if packed is not None else whole
+def _parts(value: DTensor) -> bool:
+    """Whether what ranks have of it are parts of one tensor, which need not be made by each."""
+    return not any(placement.is_partial() for placement in value.placements)
+
+
+def _joined(ranks: Sequence[Mapping[str, Tensor]], packed: Mapping[str, Packing], tp: int) -> list[dict[str, Tensor]]:
+    """What each rank has, whole: ranks that have parts of one tensor have the same."""
+    whole: list[dict[str, Tensor]] = [{} for _ in ranks]
+    for name in dict.fromkeys(name for mine in ranks for name in mine):
+        every = [mine.get(name) for mine in ranks]
+        made: dict[tuple[int, ...], Tensor] = {}
+        for rank, value in enumerate(every):
+            if value is None:
+                continue
+            if isinstance(value, DTensor):
+                places = _others(value, rank)
+                group = tuple(places)
+                if group not in made:
+                    made[group] = _put_together(value, places, every, packed.get(name), tp)
+                value = made[group]
+            whole[rank][name] = value
+    return whole
+
+
+def _others(value: DTensor, rank: int) -> dict[int, tuple[int, ...]]:
+    """The ranks that have the parts of a rank's tensor, with their coordinates in its mesh."""
+    ranks = value.device_mesh.mesh
+    (mine,) = (ranks == rank).nonzero().tolist()
+    places = ((int(ranks[tuple(place)]), tuple(place)) for place in _coordinates(ranks.shape))
+    whole = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate()]
+    return {other: place for other, place in places if all(place[axis] == mine[axis] for axis in whole)}
+
+
+def _coordinates(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    for place in torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).tolist():
+        yield tuple(place)
+
+
+def _put_together(
+    value: DTensor,
+    places: Mapping[int, tuple[int, ...]],
+    ranks: Sequence[Tensor | None],
+    packed: Packing | None,
+    tp: int,
+) -> Tensor:
+    """The whole of a tensor. A part that some rank does not have is left out: the rest is of another shape.
+
+    An axis whose part was cut of a part (FSDP2's, of what tp has cut) stands before the other in the mesh: its placement has a split
+    factor, and it is undone first.
+    """
+    parts = {place: x.to_local() for rank, place in places.items() if isinstance(x := ranks[rank], DTensor)}
+    cuts: list[tuple[int, Any]] = [
+        (axis, placement) for axis, placement in enumerate(value.placements) if not placement.is_replicate()
+    ]
+    cuts.sort(key=lambda cut: (not hasattr(cut[1], "split_factor"), -cut[0]))
+    for axis, placement in cuts:
+        rows: dict[tuple[int, ...], list[Tensor]] = {}
+        for place in sorted(parts):
+            rows.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(parts[place])
+        parts = {place: torch.cat(row, placement.dim) if len(row) > 1 else row[0] for place, row in rows.items()}
+    (whole,) = parts.values()
+    if packed is None or tp == 1 or whole.shape != value.shape:
+        return whole
+    return unpack(whole, packed.dim, packed.parts, tp)
 
 
 def _copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:

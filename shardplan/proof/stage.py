@@ -21,7 +21,7 @@ from shardplan.torchlib.modes import reduced_runs
 from .other_sides import other_sides
 from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
-from .prove import EAGER, compile_for, prove
+from .prove import EAGER, compile_for, meshes_of, prove
 from .remembered_proofs import digest_of, known, remember
 
 Findings = Mapping[Overlays, tuple[Diagnostic, ...]]
@@ -32,12 +32,12 @@ class Question:
     """What is to be proven.
 
     Args:
-        reduced: the reduced model, at the size of tp.
+        reduced: the reduced model, as for `prove`.
         source: the model that it stands for.
         plan: without findings of the stages before.
         logits: as for `compile_plan`.
         allow_unproven: as for `validate`.
-        mesh: on which it is proven; None: the smallest with the axes of the reduced model.
+        mesh: for which it is proven; None: the smallest with the axes of the reduced model.
         processes: real ones instead of a simulation.
         scheduled: gives what a pipeline's schedule runs in them. Raises PlanError where the reduced model has no inputs for it.
     """
@@ -84,7 +84,8 @@ def prove_stage(
     if asked.reduced.found.own_code and not asked.processes:
         found = dict(_on_other_sides(asked, wanted, found))
     for on, program in proven.programs.items() if not asked.processes else ():
-        remember(digest_of(asked.reduced, program, asked.allow_unproven), found[on])
+        meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
+        remember(digest_of(asked.reduced, program, asked.allow_unproven, meshes), found[on])
     return proven.proof, found
 
 
@@ -122,9 +123,10 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
     and sends the result to the others."""
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
-        compiled = compile_for(asked.reduced, asked.plan, asked.sizes, {on})
+        meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
+        compiled = compile_for(asked.reduced, asked.plan, meshes[0], {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
-        digest = digest_of(asked.reduced, program, asked.allow_unproven)
+        digest = digest_of(asked.reduced, program, asked.allow_unproven, meshes)
         found = known(digest)
         if found is not None:
             return found, "by an earlier proof in this process"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -74,6 +75,24 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     return Steps(outputs, made, gradients, buffers, parameters, written(), zero)
+
+
+def seed_of(step: int, index: int) -> int:
+    """The seed of a batch: of one step of one data-parallel rank."""
+    return index * STEPS + step
+
+
+def averaged(runs: Sequence[Steps]) -> tuple[Steps, ...]:
+    """The unsharded steps of all data-parallel ranks, each on its own batches, with the mean of their gradients: what FSDP2
+    makes of them. A rank without a gradient that another has counts as zero."""
+    if len(runs) == 1:
+        return tuple(runs)
+    names = dict.fromkeys(name for run in runs for name in run.gradients)
+    gradients = {
+        name: reduce(torch.add, (run.gradients[name] for run in runs if name in run.gradients)) / len(runs)
+        for name in names
+    }
+    return tuple(replace(run, gradients=gradients) for run in runs)
 
 
 def run_steps(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
+from shardplan.core.mesh import AXES, Axis
 from shardplan.core.report import Report, count_text, ordered
 from shardplan.core.sources import SourceMap
 
@@ -53,8 +54,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
 
 def _distributed(report: Report) -> str:
     """What was looked at of experts on ranks that split nothing else."""
-    tried = "was" if "layouts" in report.stages else "was not"
-    return f"at tp 1 no layer is split; experts are distributed, which {tried} tried on the tokens of a reduced model"
+    tried = "" if "layouts" in report.stages else ", which was not tried"
+    return f"at tp 1 no layer is split; experts are distributed{tried}"
 
 
 def proof_lines(report: Report) -> list[str]:
@@ -66,12 +67,15 @@ def proof_lines(report: Report) -> list[str]:
     if staged is not None:
         equal = sum(row.verdict == "equal" for row in staged.rows)
         lines = [f"proven in {len(staged.sizes)} pipeline stages: {equal} tensors are the whole model's"]
-    if "layouts" not in report.stages or report.checked_tp == 1:
+    experts = report.sizes is not None and report.sizes.ep > 1
+    if "layouts" not in report.stages or (report.checked_tp == 1 and not experts):
         return lines
     if report.proof is None:
         return ["not proven: the numeric proof was not run"]
     equal = min(sum(row.verdict == "equal" for row in proof.rows) for proof in report.proof.variants)
-    lines.append(f"proven at tp={report.proof.sizes.tp}: {equal} tensors are the unsharded model's")
+    sizes = report.proof.sizes
+    mesh = ", ".join(f"{axis}={sizes.of(axis)}" for axis in AXES if sizes.of(axis) > 1 and axis is not Axis.PP)
+    lines.append(f"proven at {mesh}: {equal} tensors are the unsharded model's")
     missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
     if missed:
         names = [name for name in report.proof.variants[0].unreached if name in missed]

@@ -198,8 +198,8 @@ def _numbers_of(subject: Subject, program: Program, kind: str) -> tuple[bool, bo
         build = partial(copy.deepcopy, subject.models[dtype])
         try:
             batches = [cast(batch, dtype) for batch in subject.batches[kind]]
-            with rank_threads(program.resolved.sizes.tp or 1) as on_ranks:
-                rows = simulate(build, batches, program, subject.steps[kind][dtype], on_ranks)
+            with rank_threads(program.resolved.sizes.world_size) as on_ranks:
+                rows = simulate(build, [batches], program, [subject.steps[kind][dtype]], on_ranks)
         except Exception as error:
             return False, False, f"{type(error).__name__}: {str(error)[:160]}"
         wrong = [row for row in rows if row.verdict == "differs"]

@@ -1,0 +1,97 @@
+"""The meshes on which a plan for a mesh is proven: every axis above 1, and every pair of them in one run, at the smallest sizes that tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations
+
+from .mesh import Axis, MeshSizes
+
+MOST = 8  # ranks at once, where tp itself is no larger
+# In the order in which they are taken into one run; tp is in each.
+_BESIDE = (Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
+
+
+def proof_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
+    """The meshes that stand for a mesh.
+
+    The first has tp as asked, since the relation of tp to numbers of heads decides what runs; where more axes are above 1 than fit
+    beside it, further ones have the smallest tp above 1 that divides it. Every other axis is the smallest that tells: 2, or the
+    smallest divisor above 1. ep stays below tp, equal to it or above it, as asked, but where tp as asked leaves no room for ep above it.
+    A data-parallel axis is there where something else is split: with nothing beside it a plan splits nothing.
+
+    The axis cp has no run of its own: what ep takes of cp it takes of dp_shard, whose ranks have tokens of their own too.
+
+    Args:
+        sizes: with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
+
+    Returns:
+        At least one; none has more than `MOST` ranks where that is possible with tp and two more axes.
+    """
+    if not sizes.splits_layers:
+        return (MeshSizes(tp=sizes.of(Axis.TP)),)
+    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1]
+    if sizes.cp > 1 and _order(sizes) == 3 and Axis.DP_SHARD not in asked:
+        asked.insert(0, Axis.DP_SHARD)
+    small = _small(sizes)
+    made = [_with(_whole(sizes), sizes, asked)]
+    if not any(_order(mesh) == _order(sizes) for mesh in made):
+        made.append(_with(small[0], sizes, asked))
+    split = [axis for axis in (Axis.TP, Axis.EP) if sizes.of(axis) > 1]
+    for pair in combinations((*split, *asked), 2):
+        if not any(_has(mesh, pair) for mesh in made):
+            enough = [mesh for base in small if _has(mesh := _with(base, sizes, asked, pair), pair)]
+            made.append(next((mesh for mesh in enough if mesh.world_size <= MOST), enough[-1]))
+    return tuple(dict.fromkeys(made))
+
+
+def _has(mesh: MeshSizes, axes: Iterable[Axis]) -> bool:
+    return all(mesh.of(axis) > 1 for axis in axes)
+
+
+def _order(sizes: MeshSizes) -> int:
+    """0 without ep; 1, 2, 3: it is below tp, equal to it, above."""
+    tp, ep = sizes.of(Axis.TP), sizes.ep
+    return 0 if ep == 1 else 1 if ep < tp else 2 if ep == tp else 3
+
+
+def _least(size: int) -> int:
+    """The smallest divisor above 1; 1 of 1."""
+    return next((n for n in range(2, size + 1) if size % n == 0), 1)
+
+
+def _whole(sizes: MeshSizes) -> MeshSizes:
+    """tp as asked, and ep with what it needs of dp_shard, where there is room."""
+    tp, order = sizes.of(Axis.TP), _order(sizes)
+    if order < 3:
+        return MeshSizes(tp=tp, ep=sizes.ep)
+    over = _least(max(2, sizes.ep // tp))
+    return MeshSizes(tp=tp, ep=tp * over, dp_shard=over) if tp == 1 or tp * over <= MOST else MeshSizes(tp=tp, ep=tp)
+
+
+def _small(sizes: MeshSizes) -> list[MeshSizes]:
+    """The smallest meshes of tp and ep: first those with ep to tp as asked, last those without tp."""
+    tp, ep, order = sizes.of(Axis.TP), _least(sizes.ep), _order(sizes)
+    if order == 0:
+        return [MeshSizes(tp=_least(tp)), MeshSizes(tp=1)]
+    both, over = _least(math.gcd(tp, sizes.ep)), _least(max(2, sizes.ep // tp))
+    below = MeshSizes(tp=ep * _least(max(1, tp // sizes.ep)), ep=ep)
+    equal, above = MeshSizes(tp=both, ep=both), MeshSizes(tp=both, ep=both * over, dp_shard=over)
+    alone = MeshSizes(tp=1, ep=ep, dp_shard=ep)
+    return [{1: below, 2: equal, 3: above}[order], equal, alone] if tp > 1 else [above]
+
+
+def _with(mesh: MeshSizes, sizes: MeshSizes, asked: Iterable[Axis], needed: Iterable[Axis] = ()) -> MeshSizes:
+    """The mesh with the axes that are needed, and with as many of those asked for as fit; of dp_shard too, where ranks of the mesh asked
+    for have the same experts."""
+    for axis in needed:
+        if axis in _BESIDE and mesh.of(axis) == 1:
+            mesh = replace(mesh, **{axis.value: 2})
+    left = sizes.dp_shard * sizes.cp * sizes.of(Axis.TP) // sizes.ep if _order(mesh) == 3 else 1
+    for axis in asked:
+        more = 2 if mesh.of(axis) == 1 or (axis is Axis.DP_SHARD and left > 1) else 1
+        if mesh.world_size * more <= MOST:
+            mesh = replace(mesh, **{axis.value: mesh.of(axis) * more})
+    return mesh
