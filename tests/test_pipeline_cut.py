@@ -21,7 +21,7 @@ from shardplan.core.stages import HandedOn, PipelineCut
 from shardplan.core.tree import full_name
 from shardplan.model.stage_stubs import is_stub, stage_of
 from shardplan.proof.prove_stages import prove_pipeline, reduced_cut
-from shardplan.proof.staged import StagedModel
+from shardplan.proof.stage import Question
 
 PLAN = {"version": "1", "name": "mine", "pipeline_parallel": {"layers": "blocks.*"}}
 
@@ -313,14 +313,21 @@ def test_the_finding_names_the_value_where_it_is_made_and_where_it_is_read():
 # Mutants: each is a wrong cut of a model for which the right one is proven.
 
 
+def question(model: Any) -> Question:
+    """A model's stages, as a plan without anything else says."""
+    found, _ = find_model(Model(model))
+    assert found is not None
+    plan = read_plan(PLAN, found).plan
+    assert plan is not None
+    return Question(ModelLayouts(found, 1), Model(model), plan)
+
+
 def proven_rows(model: Any, cut: Callable[[PipelineCut], PipelineCut]) -> Sequence[Any]:
     found = staged(model, **({"carry": ["skip"]} if isinstance(model, Skips) else {}))
     assert found.ok
-    source, _ = find_model(Model(model))
-    assert source is not None
     right = reduced_cut(found, 3)
-    assert prove_pipeline(ModelLayouts(source, 1), right).ok
-    return prove_pipeline(ModelLayouts(source, 1), cut(right)).rows
+    assert prove_pipeline(question(model), right).ok
+    return prove_pipeline(question(model), cut(right)).rows
 
 
 MUTANTS: dict[str, tuple[type[Stack], Callable[[PipelineCut], PipelineCut]]] = {
@@ -354,10 +361,8 @@ def test_the_proof_catches_a_block_in_two_stages(monkeypatch: pytest.MonkeyPatch
         lambda cut, stage: tuple(n for n in own(cut, stage) if (stage, n) != (1, "blocks.0")),
     )
     found = staged(Stack())
-    source, _ = find_model(Model(Stack()))
-    assert source is not None
     with pytest.raises(PlanError, match="SP436"):
-        rows = prove_pipeline(ModelLayouts(source, 1), reduced_cut(found, 3)).rows
+        rows = prove_pipeline(question(Stack()), reduced_cut(found, 3)).rows
         if any(row.verdict == "differs" for row in rows):
             raise PlanError((), "SP436: differs")
 
@@ -373,13 +378,12 @@ def test_the_proof_catches_an_inlet_one_block_off(by: int, monkeypatch: pytest.M
         at = cut.blocks.index(found[0]) + by
         return cut.blocks[at : at + len(found)]
 
-    source, _ = find_model(Model(Stack(blocks=5)))
     found = staged(Stack(blocks=5))
-    assert source is not None and found.resolved is not None
+    assert found.resolved is not None
     cut = pipeline_cut(found.resolved, (2, 1, 2))
     monkeypatch.setattr(PipelineCut, "blocks_of", shifted)
     try:
-        rows = prove_pipeline(ModelLayouts(source, 1), cut).rows
+        rows = prove_pipeline(question(Stack(blocks=5)), cut).rows
     except PlanError as error:
         assert [d.code for d in error.diagnostics] == ["SP436"]
     else:
@@ -498,11 +502,15 @@ def test_a_carried_module_that_a_batch_does_not_run_hands_on_nothing():
     cut = PipelineCut(
         tuple(f"blocks.{i}" for i in range(3)), (1, 1, 1), ("embed", "skip"), ("head",), (HandedOn("skip"),)
     )
-    stages = StagedModel(lambda: copy.deepcopy(whole), cut)
+    stages = [stage_of(copy.deepcopy(whole), cut, index) for index in range(3)]
+    for stage in stages:
+        stage.watch()
     for length in (8, 4):
-        ids = torch.randint(32, (2, length))
-        assert torch.equal(stages(input_ids=ids), whole(ids))
-    sent = stages.stages[0].run((), None, input_ids=ids)
+        ids, handed = torch.randint(32, (2, length)), ()
+        for stage in stages:
+            handed = stage.run(handed, stage.model, input_ids=ids)
+        assert torch.equal(handed, whole(ids))
+    sent = stages[0].run((), stages[0].model, input_ids=ids)
     assert [x.numel() for x in sent] == [2 * 4 * 8, 0]
 
 

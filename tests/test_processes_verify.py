@@ -153,7 +153,7 @@ def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 def test_a_wrong_plan_is_refuted_by_a_schedule():
     report = shardplan.verify("qwen3", WRONG, {"tp": 2, "pp": 2}, processes=True, sequence_parallel=False)
-    assert not report.ok and report.proof.pipeline is not None and report.proof.pipeline.ok
+    assert not report.ok and report.proof.pipeline is None  # in stages the same is wrong
     differ = {row.name for row in report.proof.rows if row.verdict == "differs"}
     assert differ and all("_norm" in name for name in differ)
 

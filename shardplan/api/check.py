@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
-from shardplan.compiler.variants import Variants, bind_variants, prove_layouts, prove_stages, wanted_variants
+from shardplan.compiler.variants import Variants, any_error, bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, variant_name
 from shardplan.core.proof_meshes import proof_meshes
@@ -113,8 +113,7 @@ def verify(
     report's `proof` has every output, every gradient and every buffer of two training steps.
 
     Args:
-        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks: the stages of the reduced model run one
-            after the other.
+        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks.
         sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
         processes: real gloo processes, one for each rank of the mesh, instead of a simulation in this one of smaller meshes that stand
             for it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
@@ -302,9 +301,17 @@ def _proven(report: Report, variants: Variants, given: Given, asked: _Asked) -> 
     if wanted:
         proof, about = prove_stage(question, wanted, asked.progress)
         variants, looked = variants.with_findings(about), (*looked, "proof")
+        if any(any_error(found) for found in about.values()):
+            cut = None  # in stages the same is wrong
     if cut is not None and (run is not None or (asked.last == "proof" and not variants.any_error and reduced.runs)):
         asked.progress(f"pp={sizes.pp}: comparing the stages with the whole model")
-        proof, wrong = with_pipeline(proof or NumericProof(sizes, ()), reduced, cut)
+        proof, wrong = with_pipeline(
+            proof or NumericProof(sizes, ()),
+            question,
+            cut,
+            tuple(variants.resolved),
+            run.schedule if run is not None else None,
+        )
         variants = variants.with_findings(dict.fromkeys(variants.findings, wrong))
         looked = (*looked, "proof") if "proof" not in looked else looked
     if run is not None and not variants.any_error and (proof is None or not proof.ok):

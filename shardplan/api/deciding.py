@@ -144,7 +144,7 @@ def prove_decided(
     Raises:
         PlanError: the proof found errors.
     """
-    from shardplan.proof.prove_stages import prove_pipeline_on_first_rank
+    from shardplan.proof.prove_stages import prove_stages_on_first_rank
     from shardplan.proof.stage import Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
 
@@ -156,14 +156,15 @@ def prove_decided(
         return (), f"not proven: {unproven}" if split else WHOLE
     found: tuple[Diagnostic, ...] = ()
     proof = WHOLE
+    plan, logits = compiled.given.both[1], asked.changes.logits
+    question = Question(reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes)
     if split:
-        plan, logits = compiled.given.both[1], asked.changes.logits
-        question = Question(reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes)
         found, method = prove_on_first_rank(question, resolved.overlays, mesh)
         raise_errors(found, sources, strict=asked.strict)
         proof = f"proven {method}, on a reduced model"
     if staged is not None and staged.ok:
-        about = prove_pipeline_on_first_rank(reduced, staged, resolved.sizes.pp, mesh)
+        assert decided.layout is not None  # of a mesh with stages
+        about = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)
         raise_errors(about, sources, strict=asked.strict)
         proof = proof if split else "proven before it was applied, on a reduced model"
     return found, proof

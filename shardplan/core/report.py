@@ -225,12 +225,12 @@ class VariantProof:
 
 @dataclass(frozen=True, slots=True)
 class PipelineProof:
-    """The comparison of pipeline stages that run one after the other with the whole model.
+    """The comparison of pipeline stages on simulated ranks with the whole model.
 
     Args:
         sizes: how many blocks of the reduced model each stage has.
         carried: its modules whose output is handed on besides the blocks' first results.
-        rows: what was compared; `Comparison.where` is the stage.
+        rows: what was compared; `Comparison.where` is the stage, with tp the rank too.
     """
 
     sizes: tuple[int, ...]

@@ -1,12 +1,12 @@
 """A pipeline stage of an unmodified model: what belongs to other stages is replaced by stubs, and the model's own forward runs in
 every stage.
 
-How to make a stage, in a process or on a rank of its own:
+How to make a stage:
 
     stage = stage_of(model, cut, 1)           # changes the model: absent parameters are gone, names stay
     ...                                       # shard, wrap, compile what is left
     stage.watch()                             # after all other hooks, so that it sees what the next block would get
-    sent = stage.run(received, forward, **inputs)
+    sent = stage.run(received, stage.model, **inputs)
 
 `received` are the tensors that the stage before sent, and `sent` are those for the stage after it: the first result of its last
 block, then what is carried; an empty tensor of a carried module that did not run. The last stage returns what the model's forward returns.
@@ -112,12 +112,12 @@ class Stage:
 
         return capture
 
-    def run(self, received: Sequence[Tensor], forward: Callable[..., Any] | None = None, **inputs: Any) -> Any:
+    def run(self, received: Sequence[Tensor], forward: Callable[..., Any], **inputs: Any) -> Any:
         """Run the stage on one batch.
 
         Args:
             received: what the stage before sent; empty for the first stage.
-            forward: the model's, where `model.forward` was replaced; None: the model is called.
+            forward: the model, or its own forward where `model.forward` was replaced.
             inputs: of the model's forward, the same for every stage.
 
         Returns:
@@ -138,7 +138,7 @@ class Stage:
             zeros()
         flow.running = True
         try:
-            result = (forward or self.model)(**inputs)
+            result = forward(**inputs)
         except _StageDone:
             return self._sent()
         finally:

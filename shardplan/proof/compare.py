@@ -83,16 +83,6 @@ def _all(
     return rows
 
 
-def missing_rows(kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, object]) -> list[Comparison]:
-    """A row for each tensor that only one of two models has."""
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in expected.values()}
-    dtype = "float64" if "float64" in dtypes else "float32"
-    return [
-        Comparison(name, kind, float("inf"), "every rank", "differs", dtype)
-        for name in sorted(expected.keys() ^ found.keys())
-    ]
-
-
 def worst_of(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
     """The worst of the rows about each tensor."""
     found: dict[tuple[str, str], Comparison] = {}

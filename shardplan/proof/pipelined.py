@@ -1,9 +1,10 @@
-"""The proof of a schedule in real processes: pipeline stages on every rank of pp, each sharded as the plan says, against the same
-micro-batches in the unsharded model."""
+"""The proof of pipeline stages: the run-time's own on every rank of a mesh, each sharded as the plan says, in a schedule, against the
+same micro-batches in the unsharded model. The ranks are threads, or processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,15 @@ from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
 from shardplan.runtime.pipeline.layout_of_stages import layout_on
 from shardplan.torchlib.equality import magnitude
+from shardplan.torchlib.modes import CheckedSizes
 
 from .compare import NEGLIGIBLE, compare, worst_of
 from .exact import in_precision_of
 from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
 from .rank import whole
+from .simulate import copy_of
 from .steps import STEPS, separate
+from .threads import OnRanks
 
 NO_ROWS = Code("SP438")
 
@@ -71,15 +75,21 @@ def scheduled_for(
         PlanError: SP438: no inputs that micro-batches can be made of.
         ValueError: the reduced model has fewer blocks than stages.
     """
-    kinds = rowwise_kinds(layouts.reduced_model)
-    if not kinds:
-        raise PlanError((_no_rows(layouts),))
+    kinds = kinds_with_rows(layouts)
     assert staged.resolved is not None and staged.ok, staged.findings
     blocks, stages = len(staged.resolved.pp_blocks), layouts.pp
     if blocks < stages:
         raise ValueError(f"the reduced model has {blocks} blocks, too few for the {stages} stages of {schedule.name}")
     cut = pipeline_cut(staged.resolved, even_sizes(blocks, stages))
     return Scheduled(cut, schedule, micro_batches or 2 * stages, kinds)
+
+
+def kinds_with_rows(layouts: ModelLayouts) -> tuple[str, ...]:
+    """The kinds of inputs that micro-batches can be made of. Raises PlanError where there are none: SP438."""
+    kinds = rowwise_kinds(layouts.reduced_model)
+    if not kinds:
+        raise PlanError((_no_rows(layouts),))
+    return kinds
 
 
 def _no_rows(layouts: ModelLayouts) -> Diagnostic:
@@ -89,16 +99,16 @@ def _no_rows(layouts: ModelLayouts) -> Diagnostic:
         severity=Severity.ERROR,
         message=f"the inputs of {layouts.found.name} ({kinds}) cannot be divided into micro-batches",
         notes=("the first dim of each tensor must be the batch, and all else the same for each row",),
-        help="leave --processes out: the stages then run one after the other on the whole batch",
+        help="use a mesh with pp 1",
     )
 
 
 @dataclass(frozen=True)
 class ScheduledCase:
-    """What one process needs to run a schedule.
+    """A schedule's run on every rank of a mesh, whatever the ranks are.
 
     Args:
-        build: makes the unsharded model, the same in every process.
+        build: makes the unsharded model, the same everywhere.
         inputs: (seed, kind) -> one micro-batch.
         program: of the whole model; each stage's is a part of it.
         sizes: of the mesh, pp included.
@@ -112,37 +122,88 @@ class ScheduledCase:
     dtype: torch.dtype
 
     def rows(self) -> tuple[Comparison, ...]:
-        """Apply the program to the stages of this rank, run the steps, and compare. All ranks call it together."""
-        shape, names = tuple(map(self.sizes.of, AXES)), tuple(axis.value for axis in AXES)
-        mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), ep=self.sizes.ep)
-        replicas = mesh.data_parallel_ranks
+        """The run on this rank, which is a process: one of mesh axes of any size, with FSDP2. All ranks call it together."""
+        return self.of_rank(self.expected(STEPS), self.built(), AXES)
+
+    def simulated(self, on_ranks: OnRanks) -> tuple[Comparison, ...]:
+        """The run on ranks that are threads; each row is the worst of them. Where no forward changes a buffer it is one step."""
+        expected, first = self.expected(1), self.built()
+        models = [first, *(copy_of(first, expected.written) for _ in range(self.sizes.world_size - 1))]
+        axes = [axis for axis in AXES if axis in (Axis.PP, Axis.TP) or self.sizes.of(axis) > 1]
+
+        def run(rank: int) -> tuple[Comparison, ...]:
+            with CheckedSizes():
+                return self.of_rank(expected, models[rank], axes)
+
+        with in_precision_of(expected.models[0]):  # the default dtype is no thread's own
+            return worst_of(row for rows in on_ranks(run) for row in rows)
+
+    def built(self) -> nn.Module:
+        return in_dtype(self.build(), self.dtype)
+
+    def expected(self, steps: int) -> _Expected:
+        """What the unsharded model makes of the micro-batches.
+
+        Args:
+            steps: at least; STEPS where a forward changes buffers or parameters.
+        """
+        replicas = self.sizes.dp_replicate * self.sizes.dp_shard
         batches = MicroBatches(self.inputs, self.scheduled.micro_batches, replicas, self.dtype)
-        index = mesh.mesh.get_local_rank("dp_replicate") * self.sizes.dp_shard + mesh.mesh.get_local_rank("dp_shard")
-        models = [in_dtype(self.build(), self.dtype) for _ in range(replicas)]
-        own = own_loss(in_dtype(self.build(), self.dtype), batches.one(0, 0, 0))
-        pipeline = self._applied(mesh, own=own)
-        expected = [_reference(models, batches, step, own=own) for step in range(STEPS)]
+        models = [self.built() for _ in range(replicas)]
+        own = own_loss(self.built(), batches.one(0, 0, 0))
+        before = {name: value.clone() for name, value in _state(models[0])}
+        made = [_reference(models, batches, 0, own=own)]
+        changed = frozenset(name for name, value in _state(models[0]) if not torch.equal(value, before[name]))
+        made += [_reference(models, batches, step, own=own) for step in range(1, STEPS if changed else steps)]
+        return _Expected(batches, own, models, tuple(made), changed)
+
+    def of_rank(self, expected: _Expected, model: nn.Module, axes: Iterable[Axis]) -> tuple[Comparison, ...]:
+        """Apply the program to the stages of this rank, run the steps, and compare. All ranks call it together.
+
+        Args:
+            model: this rank's own; it is used up.
+            axes: of the mesh.
+        """
+        sizes = {axis.value: self.sizes.of(axis) for axis in axes}
+        mesh = read_mesh(init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,)), ep=self.sizes.ep)
+        replicas = expected.batches.replicas
+        index = sum(
+            mesh.mesh.get_local_rank(axis) * inner
+            for axis, inner in (("dp_replicate", self.sizes.dp_shard), ("dp_shard", 1))
+            if axis in sizes
+        )
+        pipeline = self._applied(mesh, model, own=expected.own)
         rows: list[Comparison] = []
-        for step, right in enumerate(expected):
-            given = batches.together(step, index)
-            tokens = None if own else self.scheduled.micro_batches * replicas
-            with in_precision_of(models[0]):
+        for step, right in enumerate(expected.steps):
+            given = expected.batches.together(step, index)
+            tokens = None if expected.own else self.scheduled.micro_batches * replicas
+            with in_precision_of(expected.models[0]):
                 loss = pipeline.step(tokens=tokens, **given)
-            rows.append(compare("loss", "output", [("", loss)], right.loss.to(loss.dtype)))
+            place = _place(pipeline, max(pipeline.by_stage))
+            rows.append(compare("loss", "output", [(place, loss)], right.loss.to(loss.dtype)))
             rows += self._gradients(pipeline, right.gradients)
             pipeline.zero_grad()
-        buffers = {name: buffer.detach() for name, buffer in models[index].named_buffers(remove_duplicate=False)}
-        found = {
-            name: buffer.detach()
-            for part in pipeline.parts
-            for name, buffer in _inner(pipeline, part).named_buffers(remove_duplicate=False)
-        }
-        return worst_of((*rows, *_own("buffer", buffers, found, found)))
+        right_model, written = expected.models[index], expected.written
+        buffers = dict(right_model.named_buffers(remove_duplicate=False))
+        held = _held(pipeline, lambda part: part.named_buffers(remove_duplicate=False))
+        parameters = {n: p.detach() for n, p in right_model.named_parameters(remove_duplicate=False) if n in written}
+        changed = _held(pipeline, lambda part: self._whole(part, lambda p: p.detach(), parameters))
+        return worst_of((*rows, *_own("buffer", buffers, held), *_own("parameter", parameters, changed)))
 
-    def _applied(self, mesh: PlanMesh, *, own: bool) -> Pipeline:
+    def _whole(
+        self, part: nn.Module, of: Callable[[nn.Parameter], Tensor | None], names: Container[str] | None = None
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """What belongs to some parameters, whole. A collective over the ranks of the stage."""
+        packed, tp = packed_parameters(self.program), self.sizes.tp or 1
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            if names is None or name in names:
+                value = of(parameter)
+                yield name, None if value is None else whole(value, packed.get(name), tp)
+
+    def _applied(self, mesh: PlanMesh, model: nn.Module, *, own: bool) -> Pipeline:
         scheduled = self.scheduled
         return apply_stages(
-            in_dtype(self.build(), self.dtype),
+            model,
             layout_on(mesh, scheduled.cut, scheduled.schedule),
             self.program,
             scheduled.micro_batches,
@@ -154,40 +215,44 @@ class ScheduledCase:
     def _gradients(self, pipeline: Pipeline, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
         """Of the parameters that this rank's stages have."""
         floor = NEGLIGIBLE * max((magnitude(g) for g in expected.values()), default=0.0)
-        packed, tp = packed_parameters(self.program), self.sizes.tp or 1
-        own = {
-            name: parameter.grad
-            for part in pipeline.parts
-            for name, parameter in _inner(pipeline, part).named_parameters(remove_duplicate=False)
-        }
-        found = {name: whole(grad, packed.get(name), tp) for name, grad in own.items() if grad is not None}
-        return _own("gradient", expected, found, own, floor)
+        held = _held(pipeline, lambda part: self._whole(part, lambda parameter: parameter.grad))
+        return _own("gradient", expected, held, floor)
 
 
-def _inner(pipeline: Pipeline, part: nn.Module) -> nn.Module:
-    return unwrapped(pipeline.module_of(part))
+Held = Mapping[str, Sequence[tuple[str, Tensor | None]]]  # by name: where it is, and what it is there
 
 
-def _own(
-    kind: Compared,
-    expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-    names: Iterable[str],
-    floor: float = 0.0,
-) -> Iterator[Comparison]:
-    """What this rank has, against what it should have. A collective.
+def _held(pipeline: Pipeline, tensors: Callable[[nn.Module], Iterable[tuple[str, Tensor | None]]]) -> Held:
+    """What each stage of this rank has."""
+    found: dict[str, list[tuple[str, Tensor | None]]] = defaultdict(list)
+    for stage, part in pipeline.by_stage.items():
+        for name, value in tensors(unwrapped(pipeline.module_of(part))):
+            found[name].append((_place(pipeline, stage), None if value is None else value.detach()))
+    return found
 
-    Args:
-        names: those that its stages have; what no rank has is missing on all.
-    """
+
+def _place(pipeline: Pipeline, stage: int) -> str:
+    alone = dist.get_world_size() == pipeline.layout.mesh.sizes.pp
+    return f"stage {stage}" if alone else f"stage {stage}, rank {dist.get_rank()}"
+
+
+def _own(kind: Compared, expected: Mapping[str, Tensor], held: Held, floor: float = 0.0) -> Iterator[Comparison]:
+    """What this rank has, against what it should have; what no rank has is missing on all. A collective."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sorted(names))
+    dist.all_gather_object(every, sorted(held))
     nowhere = expected.keys() - {name for some in every for name in some}
-    for name in sorted(nowhere | found.keys() | (expected.keys() & set(names))):
-        if name in found and name in expected:
-            yield compare(name, kind, [("", found[name])], expected[name], floor)
-        else:
-            yield Comparison(name, kind, float("inf"), "", "differs")
+    yield from (Comparison(name, kind, float("inf"), "every stage", "differs") for name in sorted(nowhere))
+    for name, values in held.items():
+        there = [(place, value) for place, value in values if value is not None]
+        if name in expected and len(there) == len(values):
+            yield compare(name, kind, there, expected[name], floor)
+        elif name in expected or there:
+            yield Comparison(name, kind, float("inf"), values[0][0], "differs")
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 @dataclass(frozen=True)
@@ -196,6 +261,23 @@ class _Reference:
 
     loss: Tensor
     gradients: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the unsharded model has made.
+
+    Args:
+        own: whether by its own loss.
+        models: one for each data-parallel rank, with what its micro-batches have left.
+        written: the names of buffers and parameters that forwards change.
+    """
+
+    batches: MicroBatches
+    own: bool
+    models: Sequence[nn.Module]
+    steps: Sequence[_Reference]
+    written: frozenset[str]
 
 
 def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
@@ -208,7 +290,7 @@ def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *,
         for part in range(batches.count):
             with in_precision_of(model):
                 loss = batches.loss_of(model, step, index, part, own=own)
-            loss.backward()
+                loss.backward()
             separate(model)
             total += loss.detach().double()
         for name, parameter in model.named_parameters(remove_duplicate=False):

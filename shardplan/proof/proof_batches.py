@@ -72,7 +72,8 @@ class MicroBatches:
         ids, labels = made.get("input_ids"), made.get("labels")
         if isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape and ids.ndim == 2:
             labels = labels.clone()
-            labels[0, 1 : 2 + (replica + part) % (labels.shape[1] // 2)] = IGNORED
+            counted = 1 + (labels[0, 1:] != IGNORED).nonzero().flatten()  # beside those that the inputs leave out
+            labels[0, counted[: 1 + (replica + part) % (labels.shape[1] // 2)]] = IGNORED
             made["labels"] = labels
         return made
 

@@ -35,7 +35,7 @@ def findings_of(
     return {
         on: (
             *_differing(proofs[variant_name(on)], program.resolved, reduced),
-            *_unreached(proven.missing[on], program, reduced, allow_unproven),
+            *unreached(proven.missing[on], program, reduced, allow_unproven),
         )
         for on, program in proven.programs.items()
     }
@@ -101,9 +101,10 @@ def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:
     return next(inside, None)
 
 
-def _unreached(
+def unreached(
     missing: Sequence[str], program: Program, reduced: ModelLayouts, allow_unproven: bool
 ) -> Iterator[Diagnostic]:
+    """SP421 where the plan touches what no run reached."""
     by_rule: dict[Assignment | None, list[str]] = {}
     for name in touched(missing, program, reduced):
         by_rule.setdefault(_rule_of(program.resolved, name), []).append(name)

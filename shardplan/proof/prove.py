@@ -131,7 +131,7 @@ def prove(
         ranks = max(_replicas(mesh) for mesh in meshes[on])
         runs = [steps_of(reduced.reduced_model, kind, torch.float32, index) for kind in kinds for index in range(ranks)]
         missing[on] = (
-            *unreached_parameters(reduced, [steps for _, steps in runs]),
+            *unreached_parameters(reduced, [steps for _, steps in runs], kinds),
             *unreached_modules(reduced, program),
         )
         unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()

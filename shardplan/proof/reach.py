@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
@@ -11,15 +11,15 @@ from shardplan.core.tree import ModuleTree, ancestors, block, full_name
 from .steps import Steps
 
 
-def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterator[str]:
-    """On no kind of input: parameters that nothing reads, and trained ones whose gradient is exactly zero; those without elements
+def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps], kinds: Collection[str]) -> Iterator[str]:
+    """On none of these kinds of input, of which `runs` are: parameters that nothing reads, and trained ones whose gradient is exactly zero; those without elements
     are not among them.
 
     One that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and nothing
     can be learned from it."""
     learned = {name for run in runs for name in run.gradients if name not in run.zero}
     stuck = {name for run in runs for name in run.zero} - learned
-    read = _read(reduced)
+    read = _read(reduced, kinds)
     groups = {name: group for group in (*reduced.tree.tied, *_copies(reduced.tree)) for name in group}
     for name, (_, parameter) in reduced.tree.parameters.items():
         if not parameter.numel:
@@ -30,11 +30,12 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterat
             yield name
 
 
-def _read(reduced: ModelLayouts, *, computing: bool = False) -> set[str]:
-    """The parameters that an operation reads; with `computing`, one that gives something that is not empty."""
+def _read(reduced: ModelLayouts, kinds: Collection[str], *, computing: bool = False) -> set[str]:
+    """The parameters that an operation reads on some kinds of input; with `computing`, one that gives something that is not empty."""
     return {
         bench.reference.parameters[number]
-        for bench in reduced.benches
+        for kind, bench in zip(reduced.reduced_model.kinds, reduced.benches, strict=True)
+        if kind in kinds
         for event in bench.reference.events
         if event.kind == "op"
         and (not computing or any(bench.reference.values[output].numel() for output in event.outputs))
@@ -73,7 +74,10 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
         for p in module.parameters
         if p.dim is not None
     }
-    computing, reached = _read(reduced, computing=True), reduced.tree.parameters.keys() - {*missing}
+    computing, reached = (
+        _read(reduced, reduced.reduced_model.kinds, computing=True),
+        reduced.tree.parameters.keys() - {*missing},
+    )
     proven = {_kind(program, reduced.tree, name) for name in reached}
     for name in missing:
         if name in computing and _kind(program, reduced.tree, name) in proven:

@@ -49,7 +49,7 @@ def simulate(
     sizes, program = program.resolved.sizes, _in_full_precision(program)
     first = build()
     written = frozenset().union(*(reference.written for reference in references))
-    models = [first, *(_copy_of(first, written) for _ in range(sizes.world_size - 1))]
+    models = [first, *(copy_of(first, written) for _ in range(sizes.world_size - 1))]
 
     def steps(rank: int) -> tuple[int, Left]:
         mesh = mesh_of(sizes, [axis for axis in Axis if sizes.of(axis) > 1])
@@ -158,7 +158,7 @@ def _put_together(
     return unpack(whole, packed.dim, packed.parts, tp)
 
 
-def _copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:
+def copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:
     """A copy on the memory of the trained parameters but those that a forward changes. Applying leaves each rank its part."""
     own = {
         id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written or not p.requires_grad

@@ -11,10 +11,12 @@ from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import staged_plan, with_stages
+from shardplan.compiler.user_inputs import Model
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.model import FoundModel, find_any
 from shardplan.proof.prove_stages import pipeline_findings, prove_pipeline, reduced_cut
+from shardplan.proof.stage import Question
 from tests.model_settings import without_dropout
 
 from .entry import Entry
@@ -58,7 +60,7 @@ def judged(found: FoundModel) -> str:
     assert staged.resolved is not None
     cut = reduced_cut(staged, len(staged.resolved.pp_blocks))
     try:
-        proof = prove_pipeline(reduced, cut)
+        proof = prove_pipeline(Question(reduced, Model(found.config), plan), cut)
     except PlanError as error:
         return _said(error.diagnostics[0])
     if (differs := pipeline_findings(proof, None)) or not proof.ok:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shardplan.compiler.lower.program import Program
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.stages import PipelineCut
+from shardplan.core.tree import full_name
 
 
 def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
@@ -21,6 +22,12 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
     def own(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in names if has(name))
 
+    def restricted(module: ModuleProgram) -> ModuleProgram:
+        """Without parameters of other stages: code around the blocks runs in each, and reads them as zeros there."""
+        own = tuple(p for p in module.parameters if has(full_name(module.name, p.name)))
+        read = tuple((at, p) for at, p in module.also_reads if has(full_name(full_name(module.name, at), p.name)))
+        return replace(module, parameters=own, also_reads=read)
+
     whole = program.resolved
     resolved = replace(
         whole,
@@ -32,7 +39,7 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
         compile_modules=own(whole.compile_modules),
     )
     variants = {
-        overlays: _linked({name: module for name, module in modules.items() if has(name)})
+        overlays: _linked({name: restricted(module) for name, module in modules.items() if has(name)})
         for overlays, modules in program.variants.items()
     }
     return Program(resolved, variants)

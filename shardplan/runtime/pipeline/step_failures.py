@@ -4,6 +4,7 @@ communication ends when its process does, or at the time-out of the process grou
 from __future__ import annotations
 
 from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -11,14 +12,16 @@ from shardplan.torchlib.private import private
 
 MOST = 500  # characters of a message
 _default_store = private("default_store")
-_numbers = count()
+# By the group of all ranks, which is another for each rank that is a thread.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
 
 class StepFailures:
     """A note that all ranks can read, of the first one that failed. To be made on all ranks in the same order."""
 
     def __init__(self) -> None:
-        self.key = f"shardplan pipeline {next(_numbers)}"
+        assert dist.group.WORLD is not None
+        self.key = f"shardplan pipeline {next(_numbers.setdefault(dist.group.WORLD, count()))}"
 
     def tell(self, error: Exception) -> str | None:
         """Leave a note, unless there is one. What another rank has left, in words."""

@@ -1,0 +1,120 @@
+"""The proof of pipeline stages runs what training runs: built-in plans pass, and what is changed in the run-time does not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shardplan
+from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.compiler.layout.stage_plan import staged_plan
+from shardplan.compiler.user_inputs import Model, find_model, read_plan
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import NO_OVERLAYS
+from shardplan.core.report import NumericProof
+from shardplan.core.schedules import SCHEDULES
+from shardplan.proof.prove_stages import with_pipeline
+from shardplan.proof.stage import Question
+from shardplan.runtime.pipeline import hand_over, pipelined_model, stage_forward, tied_copies
+from shardplan.runtime.pipeline.step_loss import StepLoss
+from tests.test_pipeline_cut import PLAN, Stack, Tied
+
+FAMILIES = ("cohere", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
+SAMPLE = random.Random(88).sample(FAMILIES, 3)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", SAMPLE)
+def test_built_in_plans_are_proven_in_stages(name: str, tp: int):
+    report = shardplan.validate(name, "auto", {"pp": 2, "tp": tp})
+    assert report.ok and report.proof is not None and report.proof.pipeline is not None, report
+    rows = report.proof.pipeline.rows
+    assert report.proof.pipeline.ok and {row.kind for row in rows} >= {"output", "gradient"}
+    assert {row.where.split(",")[0] for row in rows} == {"stage 0", "stage 1"}
+    assert any("rank" in row.where for row in rows) == (tp > 1)
+
+
+@pytest.mark.slow
+def test_a_tower_whose_code_reads_parameters_is_proven_in_stages_with_tp():
+    """A probe of its own, and nn.MultiheadAttention, which reads its out_proj's weight."""
+    assert shardplan.validate("gemma3", "auto", {"pp": 2, "tp": 2}).ok
+
+
+def asked(model: Any, pp: int = 2) -> Question:
+    found, _ = find_model(Model(model))
+    assert found is not None
+    plan = read_plan(PLAN, found).plan
+    assert plan is not None
+    return Question(ModelLayouts(found, 1, pp=pp), Model(model), plan)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedule_that_is_asked_for_runs(name: str):
+    question, schedule = asked(Stack(blocks=4)), SCHEDULES[name]
+    staged = staged_plan(question.plan, question.reduced)
+    none = NumericProof(MeshSizes(pp=2), ())
+    proof, wrong = with_pipeline(none, question, staged, (NO_OVERLAYS,), schedule)
+    assert not wrong and proof.pipeline is not None and proof.pipeline.ok
+    assert len(proof.pipeline.sizes) == 2 * schedule.stages_per_rank
+
+
+def test_a_schedule_that_the_reduced_model_has_too_few_blocks_for_is_1f1b():
+    question = asked(Stack(blocks=3))
+    staged, none = staged_plan(question.plan, question.reduced), NumericProof(MeshSizes(pp=2), ())
+    proof, wrong = with_pipeline(none, question, staged, (NO_OVERLAYS,), SCHEDULES["interleaved"])
+    assert not wrong and proof.pipeline is not None and len(proof.pipeline.sizes) == 2
+
+
+def no_gradient(own: Any) -> Any:
+    return lambda one: own(one).requires_grad_(False)
+
+
+def wrong_gradient(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * gradient.contiguous()
+
+
+MUTANTS: dict[str, tuple[Any, Any, str, Callable[[Any], Any]]] = {
+    "hand-overs have no gradient": ("llama", hand_over.Handed, "example", no_gradient),
+    "gradients are sent twice": (Stack, stage_forward._Taken, "backward", lambda own: staticmethod(wrong_gradient)),
+    "each micro-batch divides by its own tokens": (
+        "llama",
+        StepLoss,
+        "items",
+        lambda own: property(lambda self: None),
+    ),
+    "ties are not added": (Tied, tied_copies.Copies, "add_gradients", lambda own: lambda *args: None),
+    "losses are not summed over ranks": (
+        "llama",
+        pipelined_model.Pipeline,
+        "_mean",
+        lambda own: lambda self, losses, replicas: torch.stack([*losses, torch.zeros(())]).sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_change_of_the_run_time_is_refused(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    model, owner, name, change = MUTANTS[mutant]
+    plan: Any = "auto" if isinstance(model, str) else PLAN
+    monkeypatch.setattr(owner, name, change(vars(owner)[name]))
+    report = shardplan.validate(model if isinstance(model, str) else model(), plan, {"pp": 2})
+    assert [d.code for d in report.errors] == ["SP436"]
+
+
+def test_inputs_without_rows_are_refused_and_can_be_accepted():
+    class Placed(Stack):
+        def forward(self, input_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids) + places.sum()
+
+    def inputs(seed: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "places": torch.zeros(3, 2, 8)}
+
+    model = Model(Placed(), inputs=inputs)
+    assert [d.code for d in shardplan.validate(model, PLAN, {"pp": 2}).errors] == ["SP438"]
+    allowed = shardplan.validate(model, PLAN, {"pp": 2}, allow_unproven=True)
+    assert allowed.ok and not allowed.proven and "SP438" in [d.code for d in allowed.diagnostics]
