@@ -10,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from shardplan.runtime.apply import without_sequence_parallel
 from shardplan.runtime.parallel.outputs import gather_hidden_states
+from shardplan.runtime.parallel.regime import LeftBehind
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.runtime.training import causal_lm_loss, vocabulary_parallel_nll
 from tests.proofs import PLANS, assert_equal, case, fake_mesh, on_ranks, ranked, reduced_model, sharded, unsharded
@@ -303,6 +304,6 @@ def test_hidden_states_of_each_tower_are_gathered() -> None:
     split, other = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
     output = BaseModelOutput(hidden_states=((split, other), (split,)))
     with fake_mesh(2) as mesh:
-        gather_hidden_states(output, [(split, 8)], 1, mesh["tp"])
+        gather_hidden_states(output, LeftBehind([(split, 8)]), 1, mesh["tp"])
     (first, same), (second,) = output.hidden_states
     assert first.shape == second.shape == (2, 8, 8) and same is other

@@ -4,7 +4,8 @@ import math
 
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
-from shardplan.report.proof_text import fold_rows, proof_text, sizes_text
+from shardplan.report.proof_text import fold_rows, proof_text
+from shardplan.report.proven_on import sizes_text
 
 
 def gradient(name: str, error: float = 1e-7, verdict: str = "equal", dtype: str = "float32") -> Comparison:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -250,6 +250,27 @@ class PipelineProof:
 
 
 @dataclass(frozen=True, slots=True)
+class ProvenCalls:
+    """How the model was called in the proof, with one kind of input.
+
+    Args:
+        kind: of input: "text", "image", ...; "own" for a user's.
+        shapes: of the tensors in it but the labels.
+        steps: how many there were, in train mode.
+        switched: what the second call was told besides: switches of the forward, padding.
+        replaced: what one more call was given in place of ids.
+        left_out: what the unsharded model does not run with, and why; nothing is proven of such calls.
+    """
+
+    kind: str
+    shapes: Mapping[str, tuple[int, ...]]
+    steps: int
+    switched: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class NumericProof:
     """The numeric proof of a plan: each variant's small sharded model against the unsharded one.
 
@@ -258,6 +279,7 @@ class NumericProof:
         variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, and no
             processes, none.
         pipeline: the proof of the pipeline stages, with several pp ranks.
+        calls: how the model was called, with each kind of input.
         processes: whether it ran in real processes rather than simulated in one.
         seconds: the time that it took.
     """
@@ -267,6 +289,7 @@ class NumericProof:
     processes: bool = False
     seconds: float = 0.0
     pipeline: PipelineProof | None = None
+    calls: tuple[ProvenCalls, ...] = ()
 
     @property
     def ok(self) -> bool:

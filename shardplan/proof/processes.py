@@ -30,7 +30,7 @@ from shardplan.model.reduced.precision import in_dtype
 
 from .compare import compare_steps, worst_of
 from .rank import data_parallel_rank, mesh_of, rank_steps
-from .steps import STEPS, averaged, cast, reference_steps, seed_of
+from .steps import averaged, cast, reference_steps
 
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
 # Imported once, in a process that runs nothing, from which the ranks are forked: torch and transformers take seconds.
@@ -60,14 +60,14 @@ class Case:
 
     Args:
         build: makes the unsharded model, the same in every process.
-        inputs: seed -> the model's inputs; the data-parallel ranks take different seeds.
+        batches: data-parallel rank -> the model's inputs of each step.
         program: what to prove.
         sizes: the mesh.
         dtype: the precision.
     """
 
     build: Callable[[], nn.Module]
-    inputs: Callable[[int], dict[str, Any]]
+    batches: Callable[[int], list[dict[str, Any]]]
     program: Program
     sizes: MeshSizes
     dtype: torch.dtype = torch.float32
@@ -76,7 +76,7 @@ class Case:
         """Apply the program on this rank, run the steps, and compare."""
         mesh = mesh_of(self.sizes, APPLIED)
         index, replicas = data_parallel_rank(mesh), self.sizes.dp_replicate * self.sizes.dp_shard
-        batches = [[cast(self.inputs(seed_of(step, i)), self.dtype) for step in range(STEPS)] for i in range(replicas)]
+        batches = [[cast(batch, self.dtype) for batch in self.batches(i)] for i in range(replicas)]
         runs = [reference_steps(in_dtype(self.build(), self.dtype), own) for own in batches]
         reference = averaged(runs)[index]
         left = rank_steps(in_dtype(self.build(), self.dtype), mesh, self.program, batches[index], reference)

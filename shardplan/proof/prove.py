@@ -31,13 +31,14 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
+from .calls import calls_of, plain_calls
 from .compare import worst_of
 from .failure import sharded_run
 from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
-from .steps import STEPS, Batch, Steps, averaged, cast, reference_steps, seed_of
+from .steps import Batch, Steps, averaged, cast, reference_steps
 from .threads import OnRanks, rank_threads
 
 
@@ -147,7 +148,8 @@ def prove(
                 scheduled.micro_batches if scheduled is not None else None,
             )
         )
-    proof = NumericProof(sizes, tuple(proofs), processes, time.monotonic() - start)
+    called = () if scheduled is not None else tuple(calls_of(reduced.reduced_model, kind).proven for kind in kinds)
+    proof = NumericProof(sizes, tuple(proofs), processes, time.monotonic() - start, calls=called)
     return Proven(proof, programs, missing)
 
 
@@ -180,25 +182,26 @@ def _replicas(mesh: MeshSizes) -> int:
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
-_Of = tuple[str, torch.dtype, int]
+_Of = tuple[str, torch.dtype, int, bool]
 _REFERENCES: WeakKeyDictionary[ReducedModel, dict[_Of, tuple[Sequence[Batch], Steps]]] = WeakKeyDictionary()
 
 
 def steps_of(
-    reduced_model: ReducedModel, kind: str, dtype: torch.dtype, index: int = 0
+    reduced_model: ReducedModel, kind: str, dtype: torch.dtype, index: int = 0, *, plain: bool = False
 ) -> tuple[Sequence[Batch], Steps]:
     """The batches of a data-parallel rank and the unsharded steps on them; each is run once for a reduced model.
 
     Args:
         kind: of input.
         index: of the rank.
+        plain: the plain call alone, as pipeline stages take it.
     """
     known = _REFERENCES.setdefault(reduced_model, {})
-    key = (kind, dtype, index)
+    key = (kind, dtype, index, plain)
     if key not in known:
         with reduced_model.running():
-            seeds = [seed_of(step, index) for step in range(STEPS)]
-            batches = [cast(reduced_model.inputs(seed=seed, kind=kind), dtype) for seed in seeds]
+            calls = plain_calls(reduced_model, kind) if plain else calls_of(reduced_model, kind)
+            batches = [cast(batch, dtype) for batch in calls.batches(index)]
             known[key] = batches, reference_steps(in_dtype(reduced_model.build(), dtype), batches)
     return known[key]
 
@@ -217,7 +220,8 @@ class ReducedCase:
         assert self.sizes.tp is not None  # a proof is of one size
         reduced_model = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep, self.heads_times).reduced_model
         for kind in reduced_model.kinds:
-            yield Case(reduced_model.build, partial(reduced_model.inputs, kind=kind), self.program, self.sizes, dtype)
+            batches = calls_of(reduced_model, kind).batches
+            yield Case(reduced_model.build, batches, self.program, self.sizes, dtype)
 
 
 def _run(

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardplan.core.mesh import AXES, Axis, MeshSizes
 from shardplan.core.plan import Section
 from shardplan.core.report import Comparison, NumericProof, PipelineProof, VariantProof, Verdict
 
 from .color import Paint, Role
+from .proven_on import sizes_text
 from .short_names import fold_names
 from .table import table
 from .text import named_few
@@ -39,12 +39,6 @@ def proof_text(proof: NumericProof, *, color: bool, all_rows: bool = False, widt
     if proof.pipeline is not None:
         parts.append(_pipeline(proof.pipeline, paint, all_rows, width))
     return "\n\n".join(parts)
-
-
-def sizes_text(sizes: MeshSizes) -> str:
-    """ "dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
-    shown = {axis: getattr(sizes, axis) for axis in AXES}
-    return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis is Axis.TP))
 
 
 def fold_rows(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:

@@ -10,6 +10,7 @@ from shardplan.core.report import Report, count_text, ordered
 from shardplan.core.sources import SourceMap
 
 from .color import Paint, Role
+from .proven_on import proven_on
 from .short_names import brace_names, fold_names
 from .snippet import Mark, gutter_width, snippet
 from .width import printable
@@ -76,6 +77,7 @@ def proof_lines(report: Report) -> list[str]:
     sizes = report.proof.sizes
     mesh = ", ".join(f"{axis}={sizes.of(axis)}" for axis in AXES if sizes.of(axis) > 1 and axis is not Axis.PP)
     lines.append(f"proven at {mesh}: {equal} tensors are the unsharded model's")
+    lines += filter(None, [proven_on(report.proof)])
     missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
     if missed:
         names = [name for name in report.proof.variants[0].unreached if name in missed]

@@ -38,13 +38,17 @@ _OF_ADAPTERS = {
 _OF_LAYERS = {"merge": _MERGE, "unmerge": _MERGE, "update_layer": _ADD, "delete_adapter": _DELETE}
 
 
+# Switches of a forward that raise on several tp ranks -> why.
+REFUSED_SWITCHES = {"output_attentions": "under tensor parallelism every rank computes its own heads only"}
+
+
 def no_attention_maps(watched: Watched) -> Looks:
     """ValueError for `output_attentions=True` on several tp ranks: each has the maps of its own heads only."""
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
             raise ValueError(
-                "output_attentions=True: under tensor parallelism every rank computes its own heads only, and the "
+                f"output_attentions=True: {REFUSED_SWITCHES['output_attentions']}, and the "
                 "attention maps are not gathered; get them from the unsharded model"
             )
 

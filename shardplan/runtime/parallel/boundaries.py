@@ -127,6 +127,8 @@ class Leave:
             dst = P if self._stays_partial(program) else boundary.dst
             argument = self._argument(program, args, kwargs)
             output = on_first(output, lambda x: _moved(x, argument, mesh, boundary, dst))
+            if (link := self.shared.link) is not None and boundary.src == V(link.seq_dim):
+                on_first(output, lambda x: link.gathered(x, partial=dst == R))
         for parameter in program.parameters:
             if not parameter.withheld:
                 continue

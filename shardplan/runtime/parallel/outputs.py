@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardplan.core.layout import I, R, V
+from shardplan.core.layout import I, P, R, V
 
+from .regime import LeftBehind, reached_as_partial_sum
 from .tensor_moves import move
 
 
@@ -74,30 +75,44 @@ def as_dtensor(x: Tensor, size: int, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
 
-def hidden_states_of(output: Any) -> tuple[Any, ...]:
-    """The `hidden_states` of a transformers ModelOutput, tensors or tuples of them; none where the output has none."""
-    states = getattr(output, "hidden_states", None)
-    return states if isinstance(states, tuple) else ()
+def hidden_states_of(output: Any) -> dict[str, tuple[Any, ...]]:
+    """The fields of a transformers ModelOutput that have hidden states (`hidden_states`, `encoder_hidden_states`), tensors or tuples of
+    them; none where the output has none."""
+    fields = output.items() if isinstance(output, Mapping) else ()
+    return {
+        name: states
+        for name, states in fields
+        if isinstance(name, str) and name.endswith("hidden_states") and isinstance(states, tuple)
+    }
 
 
-def gather_hidden_states(output: Any, inner: Sequence[tuple[Tensor, int]], seq_dim: int, mesh: DeviceMesh) -> None:
-    """Make a model output's `hidden_states` what the unsharded model returns: gather the sequence shards of the inner
+def gather_hidden_states(output: Any, left: LeftBehind, seq_dim: int, mesh: DeviceMesh) -> None:
+    """Make the hidden states in a model's output what the unsharded model returns: gather the sequence shards of the inner
     layers. Their gradients are already complete.
 
     Args:
-        output: a transformers ModelOutput; changed in place. What has no `hidden_states` is left alone.
-        inner: those that the layers returned, with the length of their whole sequence. Others are left alone.
+        output: a transformers ModelOutput; changed in place. What has no hidden states is left alone.
+        left: what is known of them. Others are left alone.
     """
 
     def whole(state: Any) -> Any:
         if isinstance(state, tuple):  # BridgeTower's: of each of its towers
             return tuple(map(whole, state))
-        length = next((length for one, length in inner if one is state), None)
-        if state is None or length is None:
+        if state is None:
+            return state
+        if reached_as_partial_sum(state):  # the embeddings, where a hook saw them before the first block
+            return move(state, mesh, P, I)
+        length = next((length for one, length in left.states if one is state), None)
+        if length is None and state.ndim > seq_dim:
+            part = state.shape[seq_dim]
+            length = (
+                part if part in left.lengths else part * mesh.size() if part * mesh.size() in left.lengths else None
+            )
+        if length is None:
             return state
         if state.shape[seq_dim] == length:  # the last one, gathered by the final norm for the head
-            return move(state, mesh, R, I)
+            return move(state, mesh, R, I) if left.is_partial(state) else state
         return move(state, mesh, V(seq_dim), I)
 
-    if inner and (states := hidden_states_of(output)):
-        output["hidden_states"] = tuple(whole(state) for state in states)
+    for name, states in hidden_states_of(output).items() if left.states or left.lengths else ():
+        output[name] = tuple(whole(state) for state in states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,27 @@ class Regime:
         return self.expert_share if parameter.stored.axis is Axis.EP else 1.0
 
 
+@dataclass(frozen=True)
+class LeftBehind:
+    """What one forward of the outermost module leaves behind.
+
+    Args:
+        states: hidden states, and the length of their whole sequence.
+        lengths: of whole sequences, of modules around both ends that return no hidden states: modules around them do (BERT's).
+        gathered: values that were made whole, in order, and whether their gradients are partial sums (R).
+    """
+
+    states: list[tuple[Tensor, int]] = field(default_factory=list)
+    lengths: set[int] = field(default_factory=set)
+    gathered: list[tuple[ref[Tensor], bool]] = field(default_factory=list)
+
+    def is_partial(self, state: Tensor) -> bool:
+        """Whether the gradient of a whole hidden state is a partial sum. One that is no gathered value itself is the last one in another
+        shape (GPT-2's view of it)."""
+        known = next((partial for one, partial in self.gathered if one() is state), None)
+        return known if known is not None else bool(self.gathered) and self.gathered[-1][1]
+
+
 class PartialEmbedding:
     """Knows, within one forward of the module around both ends, whether the value that reaches the
     `split_seq_input` rule is a partial sum from the plan's embeddings.
@@ -94,7 +116,7 @@ class PartialEmbedding:
         self.sources: list[
             tuple[nn.Module, frozenset[int]]
         ] = []  # the embeddings, and the hooks that they had when the plan was applied
-        self.states: list[tuple[Tensor, int]] = []  # hidden states in it, and the length of their whole sequence
+        self.left = LeftBehind()
 
     def enter(self, name: str) -> None:
         """Called where the forward of the module around both ends begins, or of one around that. Not in backward, where a checkpoint
@@ -102,12 +124,12 @@ class PartialEmbedding:
         if self.outermost is None and _current_graph_task_id() == -1:
             self.outermost = name
 
-    def leave(self, name: str) -> list[tuple[Tensor, int]]:
-        """Called where such a forward ends, by an exception too: of the outermost, the hidden states that leave it."""
+    def leave(self, name: str) -> LeftBehind:
+        """Called where such a forward ends, by an exception too: of the outermost, what is known of the hidden states that leave it."""
         if self.outermost != name:
-            return []
-        self.outermost, states, self.states = None, self.states, []
-        return states
+            return LeftBehind()
+        self.outermost, left, self.left = None, self.left, LeftBehind()
+        return left
 
     def watch(self, sources: Iterable[nn.Module]) -> None:
         """Called when the plan is applied, with the embeddings: what hooks that they get later read and change is whole."""
@@ -124,8 +146,16 @@ class PartialEmbedding:
         """Called with the hidden states that the forward returns: code of the model that reads them reads them split."""
         self.running = False
         self.pending.clear()
-        if self.length is not None:
-            self.states += [(state, self.length) for state in states if state is not None]
+        if self.length is not None and not states:
+            self.left.lengths.add(self.length)
+        elif self.length is not None:
+            self.left.states.extend((state, self.length) for state in states if state is not None)
+
+    def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
+        """Called with a value that was made whole, and whether its readers leave it a partial sum as its gradient."""
+        if self.outermost is not None and not torch.compiler.is_compiling():
+            self.left.gathered.append((ref(x), partial))
+        return x
 
     def keeps_partial(self, source: str) -> bool:
         """Called by an embedding with its name: whether to return its partial sum without a reduction."""
@@ -184,3 +214,8 @@ class Shared:
     reads: Mapping[str | None, SharedReads] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)
     noted: frozenset[str] = frozenset()
+
+
+def reached_as_partial_sum(x: Tensor) -> bool:
+    """Whether a tensor reached the block input as a partial sum."""
+    return getattr(x, _PARTIAL, False)

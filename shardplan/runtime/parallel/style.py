@@ -152,7 +152,7 @@ class ModuleStyle(ParallelStyle):
             link.begin()
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            link.end(hidden_states_of(output))
+            link.end([state for states in hidden_states_of(output).values() for state in states])
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)

@@ -1,0 +1,240 @@
+"""How a model is called in the steps of a proof: the plain call, one with every switch of its forward and padding, one with embeddings in
+place of ids."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.report import ProvenCalls
+from shardplan.model.config_numbers import text_config
+from shardplan.model.model_findings import reason
+from shardplan.model.reduced import ReducedModel
+from shardplan.model.reduced.outcome import results_of
+from shardplan.runtime.apply.refusals import REFUSED_SWITCHES
+
+from .steps import STEPS, seed_of
+
+IGNORED = -100  # the label that losses of next tokens leave out
+# Switches of the form in which the same values are returned, or for code that no training step runs.
+FORMS = frozenset(("return_dict", "training"))
+MASK, IDS, EMBEDDINGS, LABELS = "attention_mask", "input_ids", "inputs_embeds", "labels"
+
+Inputs = dict[str, Any]
+Change = Callable[[Inputs], Inputs]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one kind of input.
+
+    Args:
+        inputs: seed -> the plain call.
+        second: how the last plain step is called otherwise, by what it is.
+        third: the same for one more step.
+        left_out: what the unsharded model does not run with, and why.
+    """
+
+    kind: str
+    inputs: Callable[[int], Inputs]
+    second: Mapping[str, Change]
+    third: Mapping[str, Change]
+    left_out: Mapping[str, str]
+
+    @property
+    def steps(self) -> int:
+        return STEPS + bool(self.third)
+
+    def batches(self, replica: int = 0) -> list[Inputs]:
+        """The keyword arguments of every step.
+
+        Args:
+            replica: of which data-parallel rank. Others have other tokens, labels of other numbers of tokens, and every second one
+                a batch of one token alone, which goes to few experts.
+        """
+        return [self._batch(step, replica) for step in range(self.steps)]
+
+    def _batch(self, step: int, replica: int) -> Inputs:
+        made = self.inputs(seed_of(step, replica))
+        ids, labels = made.get(IDS), made.get(LABELS)
+        if replica and isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.shape == labels.shape:
+            made[IDS], made[LABELS] = _of_replica(ids, labels, replica, alone=step == STEPS - 1 and self.kind == "text")
+        for change in (self.second if step == STEPS - 1 else self.third if step == STEPS else {}).values():
+            made = change(made)
+        return made
+
+    @property
+    def proven(self) -> ProvenCalls:
+        """What the report says."""
+        shapes = {n: tuple(x.shape) for n, x in self.inputs(0).items() if isinstance(x, Tensor) and n != LABELS}
+        return ProvenCalls(self.kind, shapes, self.steps, tuple(self.second), tuple(self.third), dict(self.left_out))
+
+
+def _of_replica(ids: Tensor, labels: Tensor, replica: int, *, alone: bool) -> tuple[Tensor, Tensor]:
+    """Ids and labels of a data-parallel rank; with `alone` all ids are one."""
+    labels = labels.clone()
+    if alone:
+        ids = torch.full_like(ids, int(ids[0, -1]))
+        labels[labels != IGNORED] = ids[0, 0]
+    labels[1, 1 : 2 + (3 * replica) % (ids.shape[1] // 2)] = IGNORED
+    return ids, labels
+
+
+_KNOWN: WeakKeyDictionary[ReducedModel, dict[str, Calls]] = WeakKeyDictionary()
+
+
+def calls_of(reduced_model: ReducedModel, kind: str) -> Calls:
+    """The calls of one kind of input; they are tried once.
+
+    What is said in one call is tried together, on the unsharded model, and one by one only where that does not run.
+    """
+    known = _KNOWN.setdefault(reduced_model, {})
+    if kind not in known:
+        model = reduced_model.build()
+        inputs = _inputs_of(reduced_model, kind)
+        left_out: dict[str, str] = {}
+        with reduced_model.running():
+            given = inputs(STEPS - 1)
+            found = switches(model, given)
+            refused = {
+                name: f"raises: {why}" for name in found if (why := REFUSED_SWITCHES.get(name.partition("=")[0]))
+            }
+            left_out |= refused if reduced_model.tp > 1 else {}
+            found = {name: change for name, change in found.items() if name not in left_out}
+            second = _running(model, given, {**found, **_padding(model, given)}, left_out)
+            third = _running(model, given, _embeddings(model, given), left_out)
+        known[kind] = Calls(kind, inputs, second, third, left_out)
+    return known[kind]
+
+
+def plain_calls(reduced_model: ReducedModel, kind: str) -> Calls:
+    """The plain call in every step."""
+    return Calls(kind, _inputs_of(reduced_model, kind), {}, {}, {})
+
+
+def _inputs_of(reduced_model: ReducedModel, kind: str) -> Callable[[int], Inputs]:
+    feed = reduced_model.feeder  # the reduced model is a key of what keeps this
+    return lambda seed: feed(kind, seed, None)
+
+
+def switches(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
+    """What a forward is told to do otherwise: its arguments that are True or False, and the fields `output_...` of its configuration
+    where it takes any keyword; each with the value that it has not by itself."""
+    config = getattr(model, "config", None)
+    parameters = inspect.signature(model.forward).parameters
+    values: dict[str, bool] = {}
+    for name, parameter in parameters.items():
+        by_itself = parameter.default
+        if by_itself is None and re.search(r"\bbool\b", str(parameter.annotation)):
+            by_itself = bool(_field(config, name))
+        if isinstance(by_itself, bool):
+            values[name] = not by_itself
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        values |= {name: not _field(config, name) for name in _output_fields(config) if name not in values}
+    return {
+        f"{name}={value}": _with({name: value})
+        for name, value in values.items()
+        if name not in given and name not in FORMS
+    }
+
+
+def _output_fields(config: Any) -> Iterator[str]:
+    for part in () if config is None else {id(c): c for c in (config, text_config(config))}.values():
+        for name in dict.fromkeys((*dir(type(part)), *vars(part))):
+            if name.startswith("output_") and isinstance(getattr(part, name, None), bool):
+                yield name
+
+
+def _field(config: Any, name: str) -> Any:
+    own = getattr(config, name, None)
+    return own if own is not None or config is None else getattr(text_config(config), name, None)
+
+
+def _with(more: Mapping[str, Any]) -> Change:
+    return lambda made: {**made, **more}
+
+
+def _padding(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
+    """A mask that pads the first row on the right and the second one on the left."""
+    ids = given.get(IDS)
+    if MASK in given or not isinstance(ids, Tensor) or ids.ndim < 2 or ids.shape[0] < 2 or ids.shape[-1] < 8:
+        return {}
+    if MASK not in inspect.signature(model.forward).parameters:
+        return {}
+    length = ids.shape[-1]
+    pads = {"right": (0, slice(length - length // 4, length)), "left": (1, slice(0, length // 4))}
+    return {f"padding on the {side}": _padded(*place) for side, place in pads.items()}
+
+
+def _padded(row: int, where: slice) -> Change:
+    def change(made: Inputs) -> Inputs:
+        ids, labels = made[IDS], made.get(LABELS)
+        mask = made[MASK].clone() if MASK in made else torch.ones_like(ids)
+        mask[row, ..., where] = 0
+        changed = {**made, MASK: mask}
+        if isinstance(labels, Tensor) and labels.shape == ids.shape:
+            changed[LABELS] = labels.clone()
+            changed[LABELS][row, where] = IGNORED
+            changed[LABELS][row, where.stop % ids.shape[-1]] = IGNORED  # predicted from a position that sees nothing
+        return changed
+
+    return change
+
+
+def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
+    """Random embeddings in place of ids."""
+    ids = given.get(IDS)
+    if EMBEDDINGS not in inspect.signature(model.forward).parameters or not isinstance(ids, Tensor):
+        return {}
+    try:
+        width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[operator]  # transformers' models have it
+    except (AttributeError, NotImplementedError):
+        return {}
+
+    def change(made: Inputs) -> Inputs:
+        generator = torch.Generator().manual_seed(int(made[IDS].sum()))
+        drawn = torch.randn(*made[IDS].shape, width, generator=generator)
+        return {**{name: value for name, value in made.items() if name != IDS}, EMBEDDINGS: drawn}
+
+    return {EMBEDDINGS: change}
+
+
+def _running(
+    model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str]
+) -> Mapping[str, Change]:
+    """Those with which a model runs in one call."""
+    if not changes or not _obstacle(model, given, changes.values()):
+        return changes
+    alone = {name: _obstacle(model, given, [change]) for name, change in changes.items()}
+    left_out |= {name: why for name, why in alone.items() if why}
+    kept = {name: change for name, change in changes.items() if not alone[name]}
+    why = _obstacle(model, given, kept.values()) if kept else ""
+    if not why:
+        return kept
+    first, *rest = kept
+    left_out |= dict.fromkeys(rest, f"together with {first}: {why}")
+    return {first: kept[first]}
+
+
+def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change]) -> str:
+    """Why the unsharded model does not run with changes to its call; empty where it does."""
+    made = dict(given)
+    try:
+        for change in changes:
+            made = change(made)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            results = results_of(model(**made))
+            drew = not torch.equal(before, torch.get_rng_state())
+    except Exception as error:  # whatever the modelling code raises
+        return f"the model raises {reason(error)}"
+    if drew:
+        return "it draws random numbers"
+    return "" if all(not value.isnan().any() for value in results.values()) else "its result is not a number"

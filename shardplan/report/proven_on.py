@@ -1,0 +1,32 @@
+"""What a proof ran on, in a line."""
+
+from __future__ import annotations
+
+from shardplan.core.mesh import AXES, Axis, MeshSizes
+from shardplan.core.report import NumericProof
+
+from .width import printable
+
+
+def sizes_text(sizes: MeshSizes) -> str:
+    """ "dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
+    shown = {axis: getattr(sizes, axis) for axis in AXES}
+    return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis is Axis.TP))
+
+
+def proven_on(proof: NumericProof) -> str:
+    """What a proof ran on, in one line: the mesh, the inputs, the steps, what calls were told besides, and what they were not. Empty
+    where there were no calls."""
+    if not proof.calls:
+        return ""
+    inputs = [f"{one.kind} {list(next(iter(one.shapes.values()), ()))}" for one in proof.calls]
+    dtypes = dict.fromkeys(("float32", *(row.dtype for row in proof.rows)))
+    told = dict.fromkeys(word for one in proof.calls for word in (*one.switched, *one.replaced))
+    untold = dict.fromkeys(word for one in proof.calls for word in one.left_out if word not in told)
+    steps = f"{max(one.steps for one in proof.calls)} steps in train mode"
+    parts = [
+        f"on {sizes_text(proof.sizes)}: {', '.join(inputs)}, {steps}, {' and '.join(dtypes)}",
+        *([f"with {', '.join(told)}"] if told else []),
+        *([f"not with {', '.join(untold)}"] if untold else []),
+    ]
+    return printable("; ".join(parts))

@@ -1,0 +1,130 @@
+"""The calls that a proof makes: switches of a forward, padding, embeddings, train mode; batches of data-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from proofs import reduced_model
+from torch import Tensor, nn
+
+import shardplan
+from shardplan.proof.calls import IGNORED, Calls, calls_of
+from shardplan.report import report_text
+
+PLAN = {
+    "version": "1",
+    "name": "mlp",
+    "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.relu(self.up(x))
+        return x + self.down(hidden), hidden
+
+
+class Model(nn.Module):
+    """Two blocks. What `way` names is wrong on ranks that have a part of the features, and right in the plain call."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.embed, self.layers, self.way = nn.Embedding(64, 16), nn.ModuleList([Block(), Block()]), way
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        give_features: bool = False,
+        noisy: bool | None = None,
+        broken: bool = False,
+    ) -> Any:
+        x = self.embed(input_ids)
+        if broken:
+            raise RuntimeError("there is no such table")
+        for layer in self.layers:
+            x, hidden = layer(x)
+        split = hidden.square().mean(-1, keepdim=True).detach()
+        if self.way == "mask" and attention_mask is not None:
+            x = torch.where(attention_mask[..., None] > 0, x, x * split)
+        if self.way == "train" and self.training:
+            x = x * split
+        if self.way == "eval" and not self.training:
+            x = x * split
+        if noisy:
+            x = x + torch.randn_like(x)
+        return (x, x * split) if give_features and self.way == "switch" else (x, x * 2) if give_features else x
+
+
+def ids(seed: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))}
+
+
+def validate(way: str) -> shardplan.Report:
+    return shardplan.validate(shardplan.Model(Model(way), inputs=ids), PLAN, {"tp": 2})
+
+
+@pytest.mark.parametrize("way", ["switch", "mask"])
+def test_what_a_call_can_be_told_is_proven(way: str) -> None:
+    """The layouts are those of the plain call, in which nothing is wrong."""
+    assert [d.code for d in validate(way).errors] == ["SP420"]
+    assert validate("").proven
+
+
+def test_the_steps_are_in_train_mode() -> None:
+    assert not validate("train").ok and validate("eval").proven
+
+
+def test_the_report_says_what_was_called_and_what_was_not() -> None:
+    report = validate("")
+    (called,) = report.proof.calls
+    assert called.switched == ("give_features=True", "padding on the right", "padding on the left")
+    assert called.left_out == {
+        "noisy=True": "it draws random numbers",
+        "broken=True": "the model raises RuntimeError: there is no such table",
+    }
+    line = (
+        "on tp 2: own [2, 16], 2 steps in train mode, float32; with give_features=True, padding on the right, padding on the left; "
+        "not with noisy=True, broken=True"
+    )
+    assert line in report_text(report, color=False).splitlines()
+
+
+@pytest.mark.parametrize("name", ["bert-generation", "megatron-bert", "t5"])
+def test_hidden_states_of_other_forms_are_whole(name: str) -> None:
+    """Recorded outside of the layers' stack; before the first block, which a partial sum reaches; of encoder and decoder."""
+    report = shardplan.validate(name, "auto", {"tp": 2}, sequence_parallel=True)
+    assert report.proven and any("hidden_states" in row.name for row in report.proof.rows if row.kind == "output")
+
+
+def calls(name: str) -> Calls:
+    return calls_of(reduced_model(name, 2), "text")
+
+
+def test_switches_are_those_of_the_signature_and_the_configuration() -> None:
+    found = calls("mixtral")
+    assert {"output_hidden_states=True", "output_router_logits=False"} <= {*found.second} and [*found.third] == [
+        "inputs_embeds"
+    ]
+    assert "every rank computes its own heads only" in found.left_out["output_attentions=True"]
+    first, second, third = found.batches()
+    assert second["output_hidden_states"] is True and "output_hidden_states" not in first
+    assert not second["attention_mask"][0, -1] and not second["attention_mask"][1, 0] and second["attention_mask"][0, 0]
+    assert (second["labels"][second["attention_mask"] == 0] == IGNORED).all()
+    assert "input_ids" not in third and third["inputs_embeds"].shape == (2, 16, 64)
+
+
+def test_data_parallel_ranks_have_batches_of_their_own() -> None:
+    """Labels of other numbers of tokens, and every second rank a step with one token alone."""
+    found = calls("llama")
+    one, other = found.batches(0), found.batches(1)
+    assert not torch.equal(one[0]["input_ids"], other[0]["input_ids"])
+    assert (one[0]["labels"] != IGNORED).sum() != (other[0]["labels"] != IGNORED).sum()
+    assert len(one[1]["input_ids"].unique()) > 8 and len(other[1]["input_ids"].unique()) == 1
+    assert torch.equal(found.batches()[0]["input_ids"], reduced_model("llama", 2).inputs(0)["input_ids"])
