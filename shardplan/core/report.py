@@ -275,11 +275,12 @@ class NumericProof:
     """The numeric proof of a plan: each variant's small sharded model against the unsharded one.
 
     Args:
-        sizes: the mesh on which it ran.
+        sizes: the mesh that was asked for.
         variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, and no
             processes, none.
         pipeline: the proof of the pipeline stages, with several pp ranks.
         calls: how the model was called, with each kind of input.
+        meshes: on which the variants ran: of several axes the smallest that tell, or the one asked for.
         processes: whether it ran in real processes rather than simulated in one.
         seconds: the time that it took.
     """
@@ -290,6 +291,7 @@ class NumericProof:
     seconds: float = 0.0
     pipeline: PipelineProof | None = None
     calls: tuple[ProvenCalls, ...] = ()
+    meshes: tuple[MeshSizes, ...] = ()
 
     @property
     def ok(self) -> bool:

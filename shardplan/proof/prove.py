@@ -21,7 +21,7 @@ from shardplan.compiler.variants import Variants, any_error, bind_variants, chec
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.core.module_program import ModuleProgram
-from shardplan.core.plan import Overlays, PlanFile, variant_name, without_sequence
+from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, without_sequence
 from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.tree import full_name
@@ -57,16 +57,27 @@ class Proven:
     missing: Mapping[Overlays, tuple[str, ...]]
 
 
-def compile_for(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
+def compile_for(
+    reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays], *, asked: bool = False
+) -> Variants:
     """The variants of a plan for a reduced model: compiled as for the model itself, whatever findings its layouts have.
+
+    Args:
+        asked: the mesh is the one that the plan is for; else one that stands for it, where data parallelism changes no number.
 
     Raises:
         PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
     """
     both = {*wanted, *map(without_sequence, wanted)}
-    variants = check_variants(bind_variants(plan, reduced.tree, sizes, both))
+
+    def checked() -> Variants:
+        bound = bind_variants(plan, reduced.tree, sizes, both)
+        of_mesh = {} if asked else {on: _in_full_precision(one) for on, one in bound.resolved.items()}
+        return check_variants(replace(bound, resolved=of_mesh or bound.resolved))
+
+    variants = checked()
     if any(any_error(variants.findings[on]) for on in wanted) and reduced.fit(plan, both):
-        variants = check_variants(bind_variants(plan, reduced.tree, sizes, both))
+        variants = checked()
     for on in wanted:
         if any_error(variants.findings[on]):
             raise PlanError(variants.findings[on])
@@ -110,11 +121,12 @@ def prove(
     meshes = {on: (replace(sizes, pp=1),) if processes else meshes_of(reduced, plan, sizes, on) for on in variants}
     rows: dict[Overlays, list[Comparison]] = {on: [] for on in variants}
     programs: dict[Overlays, Program] = {}
-    for mesh in dict.fromkeys(mesh for on in variants for mesh in meshes[on]):
+    every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
+    for mesh in every:
         progress("building a reduced model")
         of_mesh = reduced if processes else _reduced_for(reduced, mesh)
         on_it = [on for on in variants if mesh in meshes[on]]
-        compiled = compile_for(of_mesh, plan, mesh, on_it)
+        compiled = compile_for(of_mesh, plan, mesh, on_it, asked=processes)
         with nullcontext() if processes else rank_threads(mesh.world_size) as on_ranks:
             for on in on_it:
                 progress(f"{variant_name(on).replace('_', ' ')}, {_named(mesh)}: comparing with the unsharded model")
@@ -149,8 +161,20 @@ def prove(
             )
         )
     called = () if scheduled is not None else tuple(calls_of(reduced.reduced_model, kind).proven for kind in kinds)
-    proof = NumericProof(sizes, tuple(proofs), processes, time.monotonic() - start, calls=called)
+    seconds = time.monotonic() - start
+    proof = NumericProof(sizes, tuple(proofs), processes, seconds, calls=called, meshes=tuple(every))
     return Proven(proof, programs, missing)
+
+
+def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan with FSDP2 in the dtypes of the model, on any number of ranks."""
+    section = resolved.data_parallel
+    if section is None:
+        return resolved
+    kept = section.reshard_after_forward
+    kept = kept if isinstance(kept, bool | str) else True  # a number of ranks is of the mesh asked for
+    section = replace(section, mixed_precision=None, cpu_offload=False, reshard_after_forward=kept)
+    return replace(resolved, data_parallel=section)
 
 
 def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:

@@ -42,11 +42,11 @@ def simulate(
     Args:
         build: makes the model on the CPU, with the weights of the reference.
         batches: of each data-parallel rank.
-        program: for the mesh that is simulated.
+        program: for the mesh that is simulated, in the dtypes of the model (`compile_for`).
         references: of each data-parallel rank: the steps on its batches, with the gradients of all (`steps.averaged`).
         on_ranks: of as many ranks as the mesh has.
     """
-    sizes, program = program.resolved.sizes, _in_full_precision(program)
+    sizes, program = program.resolved.sizes, _wrapped(program)
     first = build()
     written = frozenset().union(*(reference.written for reference in references))
     models = [first, *(copy_of(first, written) for _ in range(sizes.world_size - 1))]
@@ -78,18 +78,10 @@ def simulate(
     return worst_of(rows)
 
 
-def _in_full_precision(program: Program) -> Program:
-    """The program with data parallelism that changes no number and moves nothing: FSDP2 in the dtypes of the model."""
+def _wrapped(program: Program) -> Program:
+    """The program with data parallelism, which averages the gradients of data-parallel ranks, also where the plan has no section."""
     resolved = program.resolved
-    section = resolved.data_parallel or DataParallel()
-    kept = section.reshard_after_forward
-    section = replace(
-        section,
-        mixed_precision=None,
-        cpu_offload=False,
-        reshard_after_forward=kept if isinstance(kept, bool | str) else True,  # a number of ranks is of another mesh
-    )
-    return replace(program, resolved=replace(resolved, data_parallel=section))
+    return replace(program, resolved=replace(resolved, data_parallel=resolved.data_parallel or DataParallel()))
 
 
 def _parts(value: DTensor) -> bool:

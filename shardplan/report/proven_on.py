@@ -15,7 +15,7 @@ def sizes_text(sizes: MeshSizes) -> str:
 
 
 def proven_on(proof: NumericProof) -> str:
-    """What a proof ran on, in one line: the mesh, the inputs, the steps, what calls were told besides, and what they were not. Empty
+    """What a proof ran on, in one line: the meshes, the inputs, the steps, what calls were told besides, and what they were not. Empty
     where there were no calls."""
     if not proof.calls:
         return ""
@@ -25,7 +25,7 @@ def proven_on(proof: NumericProof) -> str:
     untold = dict.fromkeys(word for one in proof.calls for word in one.left_out if word not in told)
     steps = f"{max(one.steps for one in proof.calls)} steps in train mode"
     parts = [
-        f"on {sizes_text(proof.sizes)}: {', '.join(inputs)}, {steps}, {' and '.join(dtypes)}",
+        f"on {' and '.join(map(sizes_text, proof.meshes))}: {', '.join(inputs)}, {steps}, {' and '.join(dtypes)}",
         *([f"with {', '.join(told)}"] if told else []),
         *([f"not with {', '.join(untold)}"] if untold else []),
     ]
