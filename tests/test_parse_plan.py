@@ -42,6 +42,32 @@ def codes(parsed: Parsed) -> list[str]:
     return [d.code for d in parsed.diagnostics]
 
 
+NUMBERS = """\
+version: "1"
+name: mine
+tensor_parallel:
+  a: {style: input_with_grad_allreduce, shares: {alibi: {dim: 0, heads: HEADS}}}
+  b: {style: colwise_norm, shares: {group_size: {groups: HEADS}}}
+  c: {style: colwise, heads: HEADS}
+  d: {style: packed_colwise, heads: [HEADS, n_head]}
+"""
+
+
+def test_numbers_of_heads_and_groups_are_written_as_numbers_or_as_text() -> None:
+    number, text = (parse_text(NUMBERS.replace("HEADS", word), "mine.yaml") for word in ("8", '"8"'))
+    assert number.diagnostics == text.diagnostics == ()
+    assert number.plan.tensor_parallel == text.plan.tensor_parallel
+    a, b, c, d = number.plan.tensor_parallel
+    assert (a.shares, b.shares) == ((Share("alibi", dim=0, heads="8"),), (Share("group_size", groups="8"),))
+    assert (c.heads, d.heads) == (("8",), ("8", "n_head"))
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "true", "1.5", "[]"])
+def test_what_counts_nothing_is_no_number_of_heads(word: str) -> None:
+    found = parse_text(NUMBERS.replace("HEADS", word), "mine.yaml")
+    assert found.plan is None and len(found.diagnostics) == 4, found.diagnostics
+
+
 def test_a_plan_with_every_option() -> None:
     parsed = parse_text(QWEN3, "mine/qwen3.yaml")
     assert parsed.diagnostics == ()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from shardplan import Model, validate
+from shardplan.core.report import Report
 from shardplan.proof.compare import compare
 from shardplan.runtime.parallel import reading, style
 from shardplan.styles import stored_parameters as stored
@@ -358,3 +360,46 @@ def test_a_tied_parameter_is_read_by_any_of_its_names() -> None:
 
     report = validate(Model(ByItsOtherName(), inputs=rows), {"version": "1", "tensor_parallel": rules}, {"tp": 2})
     assert report.ok and report.proven, report
+
+
+class Normed(nn.Module):
+    """An MLP whose second matrix is computed from other parameters."""
+
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), norm(nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("norm", "call"),
+    [
+        (nn.utils.parametrizations.weight_norm, "parametrize.remove_parametrizations(module, 'weight')"),
+        (nn.utils.parametrizations.spectral_norm, "parametrize.remove_parametrizations(module, 'weight')"),
+        (nn.utils.weight_norm, "remove_weight_norm(module)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_weight_that_is_computed_is_kept_whole_or_made_a_parameter(
+    norm: Callable[[nn.Module], nn.Module], call: str
+) -> None:
+    """Both ways that the finding names end in a plan that is proven."""
+    model = nn.Sequential(nn.Linear(16, 16), Normed(norm), Normed(norm))
+
+    def validated(style: str) -> Report:
+        rules = {"*.up": "colwise" if style == "rowwise" else "colwise_gather_output", "*.down": style}
+        plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
+        return validate(Model(model, inputs=lambda seed: {"input": torch.randn(2, 4, 16)}), plan, {"tp": 2})
+
+    (finding,) = validated("rowwise").diagnostics
+    assert finding.code == "SP310" and f"`torch.nn.utils.{call}`" in finding.help
+    assert "`*.down: replicate`" in finding.help
+    assert validated("replicate").ok
+    for block in list(model)[1:]:
+        if "parametrize" in call:
+            nn.utils.parametrize.remove_parametrizations(block.down, "weight")
+        else:
+            nn.utils.remove_weight_norm(block.down)
+    assert validated("rowwise").ok

@@ -106,7 +106,7 @@ def test_the_program_says_what_a_rank_reads() -> None:
         ("mpt", {"n_heads": {"dim": 0}}, "SP313", "n_heads has two shares"),
         ("bloom", {"alibi": {"dim": 0}}, "SP404", "baddbmm"),  # other sequences' biases, of the right shape
         ("bloom", {"alibi": {"dim": 0, "heads": "num_heads"}}, "SP313", "num_heads"),
-        ("bloom", {"alibi": {"dim": 0, "heads": "7"}}, "SP313", "alibi has 7 heads, which tp=2 does not divide"),
+        ("bloom", {"alibi": {"dim": 0, "heads": 7}}, "SP313", "alibi has 7 heads, which tp=2 does not divide"),
         (
             "bloom",
             {"alibi": {"dim": 0, "heads": "n_head"}, "residual": {"dim": 2}},

@@ -106,7 +106,8 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
         options["shares"] = tuple(_shares(options["shares"]))
     for name in ("divides", "heads"):
         if name in options:
-            options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
+            written = options[name] if isinstance(options[name], list) else [options[name]]
+            options[name] = tuple(map(str, written))
     if "read_outside" in options:
         options["read_outside"] = tuple(options["read_outside"])
     return Rule(pattern, style, location, **options)
@@ -118,10 +119,16 @@ def _shares(written: str | Mapping[str, str | ShareOptions] | list[Any]) -> Iter
             yield Share(written)
         case Mapping():
             for name, one in written.items():
-                yield Share(name, one) if isinstance(one, str) else Share(name, **one.model_dump())
+                yield Share(name, one) if isinstance(one, str) else _share(name, one)
         case _:
             for one in written:
                 yield from _shares(one)
+
+
+def _share(name: str, one: ShareOptions) -> Share:
+    """What counts heads or groups is an expression; a number is one."""
+    said = one.model_dump(exclude_none=True)
+    return Share(name, **{option: str(v) if option in ("heads", "groups") else v for option, v in said.items()})
 
 
 _S = TypeVar("_S", bound=OptionSection)

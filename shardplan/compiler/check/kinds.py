@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import ModuleKind
+from shardplan.core.tree import ModuleKind, full_name
 from shardplan.styles import STYLES
 
 from .check_words import join
@@ -56,13 +56,26 @@ def _kind(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagno
     kinds = join([words for kind, words in WORDS.items() if words and kind in (style.kinds or WORDS)], "or")
     kind = facts.resolved.tree.modules[names[0]].kind
     fitting = [s.name for s in STYLES.values() if s.owns_parameters and (s.kinds is None or kind in s.kinds)]
+    help = f"use a style for such a module, such as {join([f'`{name}`' for name in fitting[:4]], 'or')}"
+    if kind in (style.kinds or WORDS):
+        help = _computed_weight(facts, rule, names)
     return Diagnostic(
         code=KIND,
         severity=Severity.ERROR,
         message=f"`{style.name}` is for {kinds}, but {facts.resolved.tree.named(names)} is {what}",
         primary=Label(rule.location, f"names {what}" if WORDS[kind] else f"names a module {what}"),
-        help=f"use a style for such a module, such as {join([f'`{name}`' for name in fitting[:4]], 'or')}",
+        help=help,
         modules=names,
+    )
+
+
+def _computed_weight(facts: Facts, rule: Rule, names: tuple[str, ...]) -> str:
+    """What to do with modules of a kind that fits, whose weight forward computes from other parameters."""
+    registered = full_name(names[0], "parametrizations") in facts.resolved.tree.modules
+    remove = "parametrize.remove_parametrizations(module, 'weight')" if registered else "remove_weight_norm(module)"
+    return (
+        f"keep it whole with `{rule.pattern}: replicate`, or make its weight a parameter before the plan is applied: "
+        f"`torch.nn.utils.{remove}`"
     )
 
 

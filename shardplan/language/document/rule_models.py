@@ -18,13 +18,15 @@ from .field_values import AttributeName, ConditionText, Either, ExpressionText, 
 StyleName = TypeAliasType("StyleName", Annotated[str, WithJsonSchema(style_schema())])
 
 PartCount = Annotated[int, Field(ge=2, description="The number of parts, all of one size.")]
-PartSize = Annotated[
-    Annotated[int, Field(ge=1)] | ExpressionText, Either({int: "a whole number", str: "an expression"})
-]
-PartSizes = Annotated[list[PartSize], Field(min_length=2, description="The sizes of the parts.")]
+Count = Annotated[Annotated[int, Field(ge=1)] | ExpressionText, Either({int: "a whole number", str: "an expression"})]
+PartSizes = Annotated[list[Count], Field(min_length=2, description="The sizes of the parts.")]
 Packed = Annotated[
     PartCount | ExpressionText | PartSizes,
     Either({int: "a whole number", str: "an expression", list: "a list of sizes"}),
+]
+Counts = Annotated[
+    Annotated[int, Field(ge=1)] | ExpressionText | Annotated[list[Count], Field(min_length=1)],
+    Either({int: "a whole number", str: "an expression", list: "a list of them"}),
 ]
 Expressions = Annotated[
     ExpressionText | Annotated[list[ExpressionText], Field(min_length=1)],
@@ -53,21 +55,21 @@ class ShareOptions(Strict):
         description="The name is that of an argument of `forward` or of a buffer, and this the dim that has the heads or features.",
         examples=[0],
     )
-    heads: Given[ExpressionText] = Field(
+    heads: Given[Count] = Field(
         default=None,
         description="Of an argument whose dim is [batch * heads]: how many heads follow each other in it.",
-        examples=["n_head"],
+        examples=["n_head", 8],
     )
     like: Given[AttributeName] = Field(
         default=None,
         description="Of a buffer that has the output features of a module below: that module, whose rule says how they are split.",
         examples=["in_proj"],
     )
-    groups: Given[ExpressionText] = Field(
+    groups: Given[Count] = Field(
         default=None,
         description="How many groups, each with a mean of its own, a norm has; the name is that of its number of groups, or of the "
         "length of one. With fewer groups than ranks, each is on several neighbouring ranks, by whose number the length is divided.",
-        examples=["n_groups"],
+        examples=["n_groups", 2],
     )
 
     @model_validator(mode="after")
@@ -154,11 +156,11 @@ class RuleOptions(Strict):
         "where they are equal. Without it, two equal parts.",
         examples=[3, ["hidden_size", "num_key_value_heads * head_dim", "num_key_value_heads * head_dim"]],
     )
-    heads: Given[Expressions] = Field(
+    heads: Given[Counts] = Field(
         default=None,
         description="How many heads, or groups of a state space layer, the split dimension has; of packed parts, one for each. With fewer "
         "of them than ranks, several neighbouring ranks compute with one. Without it, the structure tells.",
-        examples=[["num_heads", "num_heads", "n_groups", "n_groups", "num_heads"], "num_key_value_heads"],
+        examples=[["num_heads", "num_heads", "n_groups", "n_groups", "num_heads"], "num_key_value_heads", 8],
     )
     shares: Given[Shares] = Field(
         default=None,
