@@ -69,6 +69,7 @@ class Case:
         settings: of its configuration.
         exchange: of its experts, in place of the plan's.
         rules: under `tensor_parallel`, beside the plan's.
+        sliced: under `expert_parallel: sequence_parallel:`, beside the plan's.
         tokens: the shape of a batch.
         dtype: of the model.
         options: keyword arguments of `apply_plan`.
@@ -88,6 +89,7 @@ class Case:
     change: Callable[[nn.Module], None] | None = None
     attention: str = "eager"
     rules: tuple[tuple[str, str], ...] = ()
+    sliced: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 def config_of(model: str, **settings: Any) -> transformers.PreTrainedConfig:
@@ -141,6 +143,9 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def plan_of(case: Case) -> Any:
     if case.rules:
         return {"version": "1", "extends": case.model, "tensor_parallel": dict(case.rules)}
+    if case.sliced:
+        rules = {"sequence_parallel": dict(case.sliced)}
+        return {"version": "1", "extends": case.model, "expert_parallel": rules}
     if case.exchange is None:
         return case.model
     rules = {"model.layers.*.mlp.experts": {"style": "ep_dispatch", "exchange": case.exchange}}

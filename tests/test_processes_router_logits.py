@@ -123,6 +123,15 @@ def test_the_auxiliary_loss_is_the_unsharded_models(case: Case) -> None:
     on_ranks(2, equal_with, case, FLAGS)
 
 
+ON_SLICES = {"style": "sequence_parallel", "read_outside": [0], "override": True}
+
+
+def test_a_router_whose_tokens_are_in_one_row_works_on_slices() -> None:
+    """gpt_oss calls its router with [batch * sequence, hidden]."""
+    case = replace(TWO[1], sliced=(("model.layers.*.mlp.router", ON_SLICES),))
+    on_ranks(2, equal_with, case, ("argument", "off", "own hook"))
+
+
 def gathers(case: Case) -> list[int]:
     """All-gathers of a forward that nobody asks for logits, of one that does, and of one that a hook reads."""
     model, counts = planned(case)[0], []

@@ -106,8 +106,7 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
         options["shares"] = tuple(_shares(options["shares"]))
     for name in ("divides", "heads"):
         if name in options:
-            written = options[name] if isinstance(options[name], list) else [options[name]]
-            options[name] = tuple(map(str, written))
+            options[name] = tuple(map(str, options[name] if isinstance(options[name], list) else [options[name]]))
     if "read_outside" in options:
         options["read_outside"] = tuple(options["read_outside"])
     return Rule(pattern, style, location, **options)
@@ -126,9 +125,8 @@ def _shares(written: str | Mapping[str, str | ShareOptions] | list[Any]) -> Iter
 
 
 def _share(name: str, one: ShareOptions) -> Share:
-    """What counts heads or groups is an expression; a number is one."""
-    said = one.model_dump(exclude_none=True)
-    return Share(name, **{option: str(v) if option in ("heads", "groups") else v for option, v in said.items()})
+    groups, heads = (None if count is None else str(count) for count in (one.groups, one.heads))
+    return Share(name, groups=groups, dim=one.dim, heads=heads, like=one.like)
 
 
 _S = TypeVar("_S", bound=OptionSection)

@@ -275,8 +275,9 @@ class Style:
 
     @property
     def read_outside_option(self) -> bool:
-        """Whether `read_outside:` is accepted: outputs that the style does not move are equal on all ranks (R)."""
-        return (
+        """Whether `read_outside:` is accepted: outputs that the style does not move are equal on all ranks (R), or of slices of the
+        sequence as its input is."""
+        return self.input_destination == self.output_source == V(SEQ) or (
             self.kinds is None
             and self.output_source is None
             and (self.input_destination is None or self.input_destination.kind == "R")

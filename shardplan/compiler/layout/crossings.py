@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardplan.core.layout import I, Layout, P, R, V, in_one_row
+from shardplan.core.layout import SEQ, I, Layout, P, R, V, in_one_row
 from shardplan.core.module_program import ArgumentSlice
 from shardplan.model.forward_code import argument_names
 from shardplan.model.reduced.trace import Event
@@ -106,7 +106,8 @@ class Crossings:
             return
         ndim = self.known.run.values[number].ndim
         actual = self._resolved(event, number, position)
-        if not any(self._fits(actual, layout, ndim, bound) for layout in one.sources):
+        in_row = in_place(bound) and tokens_in_one_row(actual, ndim)
+        if not in_row and not any(self._fits(actual, layout, ndim, bound) for layout in one.sources):
             wanted = " or ".join(str(layout) for layout in one.sources)
             self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
         if bound.link == "block_input":
@@ -125,7 +126,7 @@ class Crossings:
         if one == bound.boundary.inputs[0]:
             self.arguments[bound.name] = tuple(self.known.run.values[inside].shape)
         self.known.maker.setdefault(inside, bound.name)
-        if inside != number or inside not in self.known.types:
+        if (inside != number or inside not in self.known.types) and not in_row:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
 
     def _check_sum(self, event: Event, bound: BoundModule, number: int, actual: Type) -> None:
@@ -215,7 +216,8 @@ class Crossings:
     def _type_output(self, event: Event, bound: BoundModule, output: OutputBoundary) -> None:
         number, moved, destination = event.inputs[0], event.outputs[0], output.destination
         computed, ndim = self.known.type_of(number), self.known.run.values[number].ndim
-        if not self._fits(computed, output.source, ndim, None):
+        in_row = in_place(bound) and tokens_in_one_row(computed, ndim)
+        if not in_row and not self._fits(computed, output.source, ndim, None):
             wanted = str(output.source)
             self.known.find("result", event, bound.name, (number,), actual=computed.describe(ndim), wanted=wanted)
         if output.unresolved_gradient:
@@ -238,7 +240,9 @@ class Crossings:
         """What follows the module's tokens is as they are: slices of them are gathered."""
         found = self.known.type_of(event.inputs[position])
         style, ndim = self.plan[event.module].style, self.known.run.values[event.inputs[position]].ndim
-        wanted = self.incoming.get(event.module, R) if style is not None and style.as_input else R
+        bound = self.plan[event.module]
+        layout = bound.boundary.output.source if bound.boundary.output is not None and in_place(bound) else R
+        wanted = self.incoming.get(event.module, R) if style is not None and style.as_input else layout
         fits = found.kind in (wanted.kind, "whole")
         if found.kind == "V":
             fits = fits and found.spread.dim in range(min(2, ndim - 1)) and found.spread.copies == 1
@@ -255,3 +259,15 @@ class Crossings:
             if self.known.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
                 ndim = self.known.run.values[number].ndim
                 self.known.find("output", event, name, (number,), actual=found.describe(ndim), wanted="I")
+
+
+def in_place(bound: BoundModule) -> bool:
+    """Whether a module works on slices of the sequence as they are, and returns such."""
+    style, output = bound.style, bound.boundary.output
+    on_slices = style is not None and style.input_destination == style.output_source == V(SEQ)
+    return on_slices and output is not None and output.destination == output.source
+
+
+def tokens_in_one_row(found: Type, ndim: int) -> bool:
+    """Whether a rank has slices of the tokens, and code made one row of them: [batch * sequence, hidden]."""
+    return found.kind == "V" and ndim == 2 and found.spread.dim == 0 and found.spread.copies == 1

@@ -186,6 +186,8 @@ class RankRecorder(Recorder):
         if layout.kind == "P":
             return _like(x, whole / self.ranks)  # of ids too, as the move does: their reader then raises
         dim = layout.split_dim(whole.ndim)
+        if layout.dim == 1 and whole.ndim == 2 and tuple(x.shape) == (whole.shape[0] // self.ranks, whole.shape[1]):
+            return None  # slices of a sequence, in one row of tokens
         slices, own = self.ranks // layout.copies, self.rank // layout.copies
         part = whole.narrow(dim, *chunk(whole.shape[dim], slices, own))
         return None if x.shape == part.shape else _like(x, part)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.core.layout import I, Layout, R, V
+from shardplan.core.layout import SEQ, I, Layout, R, V
 from shardplan.core.module_program import (
     FeatureMeans,
     GradientGroup,
@@ -191,7 +191,10 @@ def _outside(plan: ResolvedPlan, one: BoundModule) -> OutsideReads | None:
         return None
     follows = one.style is not None and one.style.as_input
     unread = plan.unread_results.get(one.name, frozenset())
-    return OutsideReads(positions, tokens_layout(plan, one.name) if follows else R, unread.issuperset(positions))
+    output = one.boundary.output
+    sliced = one.style is not None and one.style.input_destination == V(SEQ) and output is not None
+    layout = output.destination if sliced and output is not None and output.destination.kind == "V" else R
+    return OutsideReads(positions, tokens_layout(plan, one.name) if follows else layout, unread.issuperset(positions))
 
 
 def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:
