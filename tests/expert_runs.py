@@ -144,8 +144,11 @@ def plan_of(case: Case) -> Any:
     if case.rules:
         return {"version": "1", "extends": case.model, "tensor_parallel": dict(case.rules)}
     if case.sliced:
-        rules = {"sequence_parallel": dict(case.sliced)}
-        return {"version": "1", "extends": case.model, "expert_parallel": rules}
+        return {
+            "version": "1",
+            "extends": case.model,
+            "expert_parallel": {"sequence_parallel": dict(case.sliced)},
+        }
     if case.exchange is None:
         return case.model
     rules = {"model.layers.*.mlp.experts": {"style": "ep_dispatch", "exchange": case.exchange}}

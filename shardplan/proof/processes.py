@@ -30,7 +30,7 @@ from shardplan.model.reduced.precision import in_dtype
 
 from .compare import compare_steps, worst_of
 from .rank import data_parallel_rank, mesh_of, rank_steps
-from .steps import averaged, cast, reference_steps
+from .steps import averaged, cast, reference_of
 
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
 # Imported once, in a process that runs nothing, from which the ranks are forked: torch and transformers take seconds.
@@ -77,7 +77,7 @@ class Case:
         mesh = mesh_of(self.sizes, APPLIED)
         index, replicas = data_parallel_rank(mesh), self.sizes.dp_replicate * self.sizes.dp_shard
         batches = [[cast(batch, self.dtype) for batch in self.batches(i)] for i in range(replicas)]
-        runs = [reference_steps(in_dtype(self.build(), self.dtype), own) for own in batches]
+        runs = [reference_of(lambda: in_dtype(self.build(), self.dtype), own) for own in batches]
         reference = averaged(runs)[index]
         left = rank_steps(in_dtype(self.build(), self.dtype), mesh, self.program, batches[index], reference)
         return compare_steps(reference, {"": left})

@@ -38,7 +38,7 @@ from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
-from .steps import Batch, Steps, averaged, cast, reference_steps
+from .steps import Batch, Steps, averaged, cast, reference_of
 from .threads import OnRanks, rank_threads
 
 
@@ -226,7 +226,7 @@ def steps_of(
         with reduced_model.running():
             calls = plain_calls(reduced_model, kind) if plain else calls_of(reduced_model, kind)
             batches = [cast(batch, dtype) for batch in calls.batches(index)]
-            known[key] = batches, reference_steps(in_dtype(reduced_model.build(), dtype), batches)
+            known[key] = batches, reference_of(partial(_built, reduced_model, dtype), batches)
     return known[key]
 
 

@@ -4,6 +4,7 @@ tensors, which are compared with those of the unsharded steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.lower.program import Program
 from shardplan.core.mesh import DATA_PARALLEL, Axis, MeshSizes
 from shardplan.model.reduced.weights import writes_to
@@ -81,7 +83,8 @@ def rank_steps(
     apply_program(model, mesh, program, src_data_rank=0)
     given = iter(reference.directions)
     written = writes_to(model)
-    outputs = run_steps(model, batches, lambda results: next(given))
+    with DrawnAlike() if reference.drew else nullcontext():
+        outputs = run_steps(model, batches, lambda results: next(given))
     packed = packed_parameters(program)
 
     def made(name: str, value: Tensor) -> Tensor:

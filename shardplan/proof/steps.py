@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.precision import cast as in_precision
 from shardplan.model.reduced.weights import writes_to
@@ -40,6 +41,7 @@ class Steps:
         parameters: by full name, after the last step.
         written: the parameters that are others by then: a forward changed them.
         zero: the parameters whose gradient is exactly zero.
+        drew: whether the model draws random numbers.
     """
 
     outputs: Sequence[Mapping[str, Tensor]]
@@ -49,6 +51,7 @@ class Steps:
     parameters: Mapping[str, Tensor]
     written: frozenset[str] = frozenset()
     zero: frozenset[str] = frozenset()
+    drew: bool = False
 
 
 def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
@@ -56,8 +59,18 @@ def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
     return private("tree_map")(lambda x: in_precision(x, dtype), dict(inputs))
 
 
+def reference_of(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> Steps:
+    """Run the unsharded model. Where it draws random numbers, it is made once more, and draws those that ranks draw."""
+    steps = reference_steps(build(), batches)
+    if not steps.drew:
+        return steps
+    with DrawnAlike():
+        return replace(reference_steps(build(), batches), drew=True)
+
+
 def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
     """Run the unsharded model."""
+    before = torch.get_rng_state()
     made: list[Directions] = []
 
     def directions(results: Mapping[str, Tensor]) -> Directions:
@@ -74,7 +87,8 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
     zero = frozenset(name for name, gradient in gradients.items() if not gradient.any())
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return Steps(outputs, made, gradients, buffers, parameters, written(), zero)
+    drew = not torch.equal(before, torch.get_rng_state())
+    return Steps(outputs, made, gradients, buffers, parameters, written(), zero, drew)
 
 
 def seed_of(step: int, index: int) -> int:

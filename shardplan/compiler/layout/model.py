@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,8 @@ from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
 from .cross_module_reads import cross_module_reads_of
-from .draws import Noise, decide, noise_of, unmanaged
+from .drawing_operands import OWN_CODE, DrawingOperand
+from .draws import WHOLE, Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .expert_reads import outside_findings
 from .layout_check import LayoutReport, Search, check_layout
@@ -177,13 +178,27 @@ class ModelLayouts:
 
     @property
     def random(self) -> Diagnostic | None:
-        """SP371: the model's code draws random numbers, with which no plan is right; in the reduced model's names.
+        """SP371: the model's code draws random numbers; in the reduced model's names.
 
         Raises:
             PlanError: there is no reduced model, or it does not run.
         """
-        sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
+        sites = self._sites()
         return randomness.finding(self.found.name, sites, self.tp) if sites else None
+
+    def _sites(self, alike: Collection[DrawingOperand] | None = None) -> tuple[randomness.Site, ...]:
+        """The places that draw.
+
+        Args:
+            alike: leave out those in modules whose own code has nothing but whole values, of which all ranks draw the same numbers.
+        """
+        sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
+        if alike is None:
+            return sites
+        kinds = {
+            site.module: {o.kind for o in alike if (o.module, o.name) == (site.module, OWN_CODE)} for site in sites
+        }
+        return tuple(s for s in sites if not s.module or not kinds[s.module] or not kinds[s.module] <= WHOLE)
 
     @property
     def tree(self) -> ModuleTree:
@@ -225,14 +240,18 @@ class ModelLayouts:
         except PlanError as error:
             return LayoutReport(self._untyped(unproven(d, allow_unproven) for d in error.diagnostics))
         tree = benches[0].tree
-        if self.random is not None:
-            return LayoutReport((self._about_the_model(self.random),))
+        if others := tuple(site for site in self._sites() if site.name == randomness.OTHERS):
+            return LayoutReport((self._about_the_model(randomness.finding(self.found.name, others, self.tp)),))
         resolved, about = bind(plan, tree, self.sizes, overlays)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure and self.fit(plan, (overlays,)):
             resolved, _ = bind(plan, self.tree, self.sizes, overlays)
         elif structure:
             return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
+        if self.tp > 1 and self._sites():  # what would fix the layouts is no help there
+            sliced = self._sites(self.check_copy(resolved).operands)
+            if sliced:
+                return LayoutReport((self._about_the_model(randomness.finding(self.found.name, sliced, self.tp)),))
         report = self.layouts_of(plan, resolved, help=help)
         draws, undrawn = self._draws(report, of_model)
         alike = Alike(self.found.tree, self.tree)
@@ -278,6 +297,7 @@ class ModelLayouts:
         except PlanError as error:
             return {}, error.diagnostics
         draws, wrong = decide(self.found.tree, self.tree, noise, report.operands)
+        draws = {**dict.fromkeys(self.names_in_model({s.module: None for s in self._sites()}), "common"), **draws}
         if of_model is None:
             return draws, wrong
         draws, mixed = around_compiled(draws, of_model)

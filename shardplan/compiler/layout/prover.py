@@ -5,7 +5,7 @@ What an operation gives is typed in `operations`, what stands at the boundary of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import nn
@@ -58,7 +58,9 @@ class Prover:
         units: Sequence[str] = (),
         parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
         stop: Callable[[Finding], bool] = lambda finding: False,
+        drawing: Collection[str] = (),
     ):
+        self.drawing = drawing
         self.plan, self.runs, self.run = plan, spreads.runs, origins.run
         self.known = Known(origins, stop)
         self.operations = Operations(self.known, plan, spreads, units, parts)
@@ -85,8 +87,9 @@ class Prover:
         )
 
     def _own_values(self) -> tuple[DrawingOperand, ...]:
-        """Of modules that have a probability."""
+        """Of modules that have a probability, and of those that draw."""
         having = {name for name, one in self.plan.items() if is_noisy(one.module.kind, one.module.numbers)}
+        having |= set(self.drawing)
         return tuple(dict.fromkeys(own_values(self.run, self.known, self.operations.spreads, having))) if having else ()
 
     def _parameters(self) -> None:

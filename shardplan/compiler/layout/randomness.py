@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +61,22 @@ class Site:
 
 Key = tuple[str, str, SourceLine | None]
 Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (what draws, its bounds if it is uniform) -> numbers
+
+
+class DrawnAlike(_DispatchMode):
+    """While it lasts, what an operation draws depends on the shapes of its operands alone. So ranks draw for whole values what the
+    unsharded model does, and other numbers for slices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        shapes = [list(one.shape) if isinstance(one, Tensor) else one for one in args]
+        with _ONE_RANK, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(zlib.crc32(repr(shapes).encode()))
+            return func(*args, **(kwargs or {}))
+
+
+_ONE_RANK = threading.Lock()  # simulated ranks have one generator
 
 
 @dataclass(slots=True)
@@ -120,7 +138,8 @@ def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
     return Diagnostic(
         code=RANDOM,
         severity=Severity.ERROR,
-        message=f"the code of {where} draws random numbers in training, but they are not managed across tp={tp}",
+        message=f"the code of {where} draws random numbers in training, "
+        + (f"but they are not managed across tp={tp}" if tp > 1 else "from generators that are not torch's"),
         notes=tuple(
             f"{module or model}, {source.short}: `{source.text}`" if source else f"{module or model}: {name}"
             for module, name, source in dict.fromkeys(site.key for site in sites)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from .finding import Finding
 from .mergeable_sums import seen_sums
 from .origins import Origins
 from .prover import Prover
-from .randomness import acting_sites, watched
+from .randomness import DrawnAlike, acting_sites, watched
 from .rank_run import run_rank
 from .reads import first_readers, same_arguments
 from .spreads import Spreads
@@ -60,6 +61,9 @@ class Workbench:
         with watched(fresh) as watch:
             self.reference = record(fresh, inputs, self.atoms)
         self.random = acting_sites(model, inputs) if watch.drew else ()
+        if self.random:
+            with DrawnAlike():
+                self.reference = record(copied(model), inputs, self.atoms)
         self.cross_module_reads = find_cross_module_reads(self.reference, tree.tied)
         self.same_arguments = same_arguments(model, self.reference)
         self.unread_results = find_unread_results(self.reference)
@@ -79,8 +83,10 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
     bound = boundaries(plan)
     ranks = plan.sizes.tp
     assert ranks is not None
+    drawing = frozenset(site.module for site in bench.random)
     run = partial(run_rank, bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks)
-    runs = [run(rank) for rank in range(ranks)]
+    with DrawnAlike() if drawing else nullcontext():
+        runs = [run(rank) for rank in range(ranks)]
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
     spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
     unresolved = [
@@ -90,7 +96,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
 
     def typed(layout: Layout) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
-        return Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
+        return Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing).prove()
 
     while True:
         best = typed(R)
@@ -104,7 +110,9 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
             found = parts.setdefault(place, {})
             found.update(dict.fromkeys(positions, False))
         for rank in range(ranks):
-            for place, answers in run(rank, best.doubts).parts.items():
+            with DrawnAlike() if drawing else nullcontext():
+                again = run(rank, best.doubts)
+            for place, answers in again.parts.items():
                 parts[place].update((position, True) for position, acts in answers.items() if acts)
     return replace(
         best,
