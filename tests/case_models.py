@@ -372,3 +372,19 @@ def shared_parts() -> nn.Module:
     first, second = Block(), Block()
     second.up = first.up
     return Stack([first, second])
+
+
+class BoundedTable(Stack):
+    """Looks tokens up in a table whose rows it shortens."""
+
+    def __init__(self) -> None:
+        super().__init__([Block(), Block()])
+        self.table = nn.Embedding(64, 16, max_norm=1.0)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table(input_ids))
+
+
+def bounded_table() -> nn.Module:
+    """Two blocks behind a table with `max_norm`."""
+    return BoundedTable()

@@ -195,6 +195,36 @@ def test_each_rank_has_memory_of_its_own_where_a_forward_writes() -> None:
     assert changed("scale", PLAN) == ([], {"scale": "equal"})
 
 
+def on_data_parallel(way: str, mesh: dict[str, int], *, max_norm: float = 0.5, backend: str = "fsdp2") -> list[str]:
+    model = Renormed(way)
+    if way == "rows":
+        model.embed.max_norm = max_norm
+    units = {"units": ["layers.*"]} if backend == "fsdp2" else {}
+    plan = {**PLAN, "data_parallel": {"backend": backend, **units}}
+    report = shardplan.validate(shardplan.Model(model, inputs=token_ids), plan, {"tp": 1, **mesh})
+    compiled = shardplan.Model(model, inputs=token_ids)
+    if report.errors:
+        with pytest.raises(shardplan.PlanError, match="SP414"):
+            shardplan.compile_plan(compiled, {"tp": 1, **mesh}, plan)
+    else:
+        shardplan.compile_plan(compiled, {"tp": 1, **mesh}, plan)
+    return codes(report)
+
+
+@pytest.mark.parametrize("way", ["rows", "scale"])
+def test_a_parameter_that_a_forward_changes_is_not_for_data_parallel_ranks(way: str) -> None:
+    """FSDP2 loses what is written into what it gathers, and ranks have other rows to shorten."""
+    assert on_data_parallel(way, {"dp_shard": 2}) == ["SP414"]
+    assert on_data_parallel(way, {"dp_replicate": 2}, backend="ddp") == ["SP414"]
+    assert on_data_parallel(way, {"dp_shard": 2, "tp": 2}) == ["SP414"]
+    assert on_data_parallel("none", {"dp_shard": 2}) == []
+    assert on_data_parallel(way, {"dp_shard": 1}) == []
+
+
+def test_a_bound_that_few_rows_pass_is_seen_too() -> None:
+    assert on_data_parallel("rows", {"dp_shard": 2}, max_norm=50.0) == ["SP414"]
+
+
 class Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS
 from shardplan.core.report import NumericProof
 from shardplan.core.schedules import SCHEDULES
+from shardplan.proof import pipelined
 from shardplan.proof.prove_stages import with_pipeline
 from shardplan.proof.stage import Question
 from shardplan.runtime.pipeline import pipelined_model, stage_forward, tied_copies
@@ -114,3 +115,23 @@ def test_inputs_without_rows_are_refused_and_can_be_accepted():
     assert [d.code for d in shardplan.validate(model, PLAN, {"pp": 2}).errors] == ["SP438"]
     allowed = shardplan.validate(model, PLAN, {"pp": 2}, allow_unproven=True)
     assert allowed.ok and not allowed.proven and "SP438" in [d.code for d in allowed.diagnostics]
+
+
+class Careful(Stack):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(input_ids)
+        except Exception:
+            return torch.zeros(())
+
+
+def test_code_that_catches_every_exception_runs_in_stages():
+    """A stage ends in the middle of the model's forward."""
+    assert shardplan.validate(Careful(), PLAN, {"pp": 2}).ok
+
+
+def test_a_loss_function_may_return_another_dtype(monkeypatch: pytest.MonkeyPatch):
+    """torch 2.11 compares the dtype of what the last stage returns."""
+    own = pipelined.objective
+    monkeypatch.setattr(pipelined, "objective", lambda output, labels: own(output, labels).double())
+    assert shardplan.validate(Stack(), PLAN, {"pp": 2}).ok

@@ -90,8 +90,8 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
-    """Add what the layout check finds, without several ranks on the axes tp or ep nothing, and what keeps the sequence from being split over
-    a cp axis. It is for plans without structural errors.
+    """Add what the layout check finds, without several ranks on the axes tp or ep nothing; what keeps the sequence from being split over
+    a cp axis; and parameters that a forward changes, with several data-parallel ranks. It is for plans without structural errors.
 
     Args:
         model: the model at the size of tp that is checked.
@@ -109,6 +109,9 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
         for on, one in variants.resolved.items()
         if (sizes.tp or 1) > 1 or "expert_parallel" in on
     }
+    from .layout.written_parameters import written_findings
+
+    variants = variants.with_findings({on: written_findings(model, one) for on, one in variants.resolved.items()})
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 

@@ -44,8 +44,8 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in nam
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class _StageDone(Exception):
-    """The forward came to the first block of a later stage."""
+class _StageDone(BaseException):
+    """The forward came to the first block of a later stage. Code around it that catches every Exception does not catch this."""
 
 
 @dataclass

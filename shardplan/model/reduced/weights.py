@@ -22,7 +22,8 @@ def randomise(model: nn.Module, seed: int) -> None:
     """Sets every parameter of a model, in place.
 
     Matrices of linear layers, embeddings and expert stacks are normal with standard deviation 1/sqrt(features
-    in), so that attention and routing are not uniform; they depend on the seed and the parameters' names alone.
+    in), so that attention and routing are not uniform; they depend on the seed and the parameters' names alone. About half of
+    the rows of a table with `max_norm` are longer than that.
     Everything else keeps its own initial value plus a little noise: a weight of exactly one or a bias of zero
     would hide wrong gradients behind symmetric ones.
     """
@@ -40,7 +41,8 @@ def randomise(model: nn.Module, seed: int) -> None:
                 parameter.copy_(initial + NOISE * noise)
             else:
                 features_in = parameter.shape[0] if kind == "conv1d" else parameter.shape[-1]
-                parameter.copy_(noise / math.sqrt(features_in))
+                bound = getattr(owner, "max_norm", None)  # of rows that a look-up shortens: some are longer
+                parameter.copy_(noise / math.sqrt(features_in) * (1.0 if bound is None else bound))
     fill_zero_buffers(model, seed)
 
 

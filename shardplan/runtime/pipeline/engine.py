@@ -15,6 +15,7 @@ from shardplan.core.schedules import Schedule
 
 from .hand_over import Ahead, Handed, Handing
 from .micro_batch_inputs import Inputs
+from .step_loss import loss_dtype
 
 
 class _Stage(PipelineStage):
@@ -49,7 +50,7 @@ class Engine:
         device: torch.device,
     ):
         self.micro_batches, self.has_last = micro_batches, stages - 1 in parts
-        loss = Handed((), torch.float32, True)
+        loss = Handed((), loss_dtype(one.dtype for one in handing[-1]), True)  # torch 2.11 compares it
         self.made = {
             stage: _Stage(
                 part,

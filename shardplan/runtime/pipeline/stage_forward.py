@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardplan.model.reduced.live import FLAGS
 from shardplan.model.stage_stubs import Stage
 
-from .step_loss import StepLoss
+from .step_loss import StepLoss, loss_dtype
 
 
 @dataclass
@@ -51,7 +51,8 @@ class StageForward:
             if self.call.loss.function is not None:
                 given.pop("labels", None)  # the function's: no stage's model gets them
             return tuple(_sent(x) for x in self.stage.run(taken, self.own, **given))
-        return self.call.loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
+        loss = self.call.loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
+        return loss.to(loss_dtype(x.dtype for x in taken))
 
 
 class _Taken(torch.autograd.Function):

@@ -7,7 +7,7 @@ by itself (a router's loss) is no sum over tokens; it is averaged over micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
@@ -164,6 +164,12 @@ def tokens_of(labels: Tensor, *, shifted: bool) -> Tensor:
         shifted: whether the loss predicts the next token, so that the first label of a row has none.
     """
     return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
+
+
+def loss_dtype(received: Iterable[torch.dtype]) -> torch.dtype:
+    """What the last stage returns its loss in, given the dtypes of what it received: float32, as a step does, but float64 in a model
+    of that."""
+    return torch.float64 if torch.float64 in received else torch.float32
 
 
 def zero_like_loss(device: torch.device) -> Tensor:

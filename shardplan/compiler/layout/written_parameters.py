@@ -1,0 +1,55 @@
+"""Parameters that the model's forward changes, of a plan with several data-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardplan.compiler.check.field_places import field_label
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.mesh import Axis
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import named, parent
+
+from .model import ModelLayouts
+
+WRITTEN = Code("SP414")
+
+
+def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagnostic, ...]:
+    """SP414 where the plan has data-parallel ranks, and the unsharded reduced model changes a parameter while it runs.
+
+    Args:
+        model: where it does not run, nothing is found.
+        resolved: a variant, bound to the model itself.
+    """
+    ranks = math.prod(map(resolved.sizes.of, (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)))
+    if resolved.data_parallel is None or ranks == 1 or not model.runs:
+        return ()
+    names = sorted(frozenset().union(*(bench.reference.written for bench in model.benches)))
+    if not names:
+        return ()
+    return (
+        Diagnostic(
+            code=WRITTEN,
+            severity=Severity.ERROR,
+            message=f"the forward of {model.found.name} changes {named(names)}, but each of the {ranks} data-parallel ranks has another "
+            "batch",
+            primary=field_label(resolved.data_parallel, "backend"),
+            notes=("what a forward writes into a parameter that is gathered is lost; whole copies drift apart",),
+            help=_help(model.benches[0].model, names),
+            modules=model.names_in_model(names),
+        ),
+    )
+
+
+def _help(model: nn.Module, names: Sequence[str]) -> str:
+    """The lines to write."""
+    bounded = [
+        owner for owner in map(parent, names) if getattr(model.get_submodule(owner), "max_norm", None) is not None
+    ]
+    lines = "; ".join(f"`model.{owner}.max_norm = None`" for owner in bounded)
+    after = "change it after the optimizer's step"
+    return f"{lines}, and shorten its rows after the optimizer's step" if lines else f"{after}, not in forward"
