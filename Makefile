@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # Processes that tests start compile nothing again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: gates quick test test-all docs demo bench gpu judges exhaustive ep pp soundness adversaries zoo variants two-writers
+.PHONY: gates quick test test-all docs demo bench gpu judges exhaustive ep pp soundness adversaries mutants zoo variants two-writers
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -59,7 +59,7 @@ bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle mach
 gpu: $(VENV)/.installed  ## what eight minutes of a CUDA device can tell (MINUTES, RESULTS: a folder that has none yet)
 	$(BIN)/python -m tests.gpu --minutes $(or $(MINUTES),8) --out $(or $(RESULTS),build/gpu)
 
-judges: soundness adversaries zoo variants exhaustive ep pp two-writers  ## all that follow; a day, so rather with SHARE
+judges: soundness adversaries mutants zoo variants exhaustive ep pp two-writers  ## all that follow; a day, so rather with SHARE
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 $(if $(DRAWN),--sample 14 $(DRAWN),--table docs/soundness.md)
@@ -69,6 +69,9 @@ adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past val
 	$(BIN)/python -m tests.adversaries $(DRAWN)
 	$(BIN)/python -m tests.adversaries.random_modules --examples 200 $(DRAWN)
 	$(BIN)/python -m tests.adversaries.generated --count 150 $(or $(DRAWN),--seed $(SEED))
+
+mutants: $(VENV)/.installed  ## changes of the run-time, made by rule: validate refuses a plan that uses the line; ten minutes
+	$(BIN)/python -m tests.mutants $(or $(DRAWN),--seed $(SEED))
 
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md $(DRAWN)

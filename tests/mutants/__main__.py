@@ -1,0 +1,120 @@
+"""`python -m tests.mutants --count 40 --seed 7`: mutants of the run-time, each refused by `validate` for a plan that uses the line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from tests.sampling import add_share  # noqa: E402
+
+from .asked import preload, reached, reaching, verdict  # noqa: E402
+from .equal import reason  # noqa: E402
+from .plans import CASES, Case  # noqa: E402
+from .sites import Site, by_stratum, sites  # noqa: E402
+
+MOST_ASKED = 5  # plans for a mutant
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mutant and what was said of it.
+
+    Args:
+        asked: the last plan that was asked: the one that is refused, where one is.
+        verdict: "refused", "raised", "passes", "hangs"; "unreached" where no plan uses it.
+    """
+
+    site: Site
+    asked: Case | None
+    verdict: str
+    said: str
+
+    @property
+    def problem(self) -> str:
+        return "HOLE" if self.verdict == "passes" and not self.said else "HANGS" if self.verdict == "hangs" else ""
+
+    def line(self) -> str:
+        site = self.site
+        where = f"{site.path.removeprefix('shardplan/')}:{site.lines[0]}"
+        cells = (
+            where,
+            site.operator,
+            f"{site.before} -> {site.after}",
+            self.asked,
+            self.verdict,
+            self.said[:70],
+            self.problem,
+        )
+        return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def drawn(seed: int, found: Sequence[Site]) -> Iterator[Site]:
+    """All sites, in an order that begins with one of each operator in each part of the run-time."""
+    draw = random.Random(seed)
+    strata = [draw.sample(these, len(these)) for these in by_stratum(list(found)).values()]
+    draw.shuffle(strata)
+    while strata:
+        for one in strata:
+            yield one.pop()
+        strata = [one for one in strata if one]
+
+
+def judged(site: Site, lines: Mapping[Case, Mapping[str, frozenset[int]]]) -> Row:
+    """Ask for the plans that use a site, until one is refused."""
+    row, why = Row(site, None, "unreached", ""), reason(site)
+    using = reaching(site, lines)
+    for case in using[:: -(-len(using) // (1 if why else MOST_ASKED))] if using else ():
+        result, said = verdict(site, case)
+        if result == "same":  # what has the name of a group is none, or has one rank
+            continue
+        row = Row(site, case, result, said or why)
+        if result != "passes":
+            break
+    return row
+
+
+def judge(count: int, seed: int, cases: Sequence[Case], only: str = "") -> Iterator[Row]:
+    """So many mutants that a plan uses, and those that none does, drawn before."""
+    preload(cases)
+    lines = {case: reached(case) for case in cases}
+    for site in drawn(seed, [site for site in sites() if only in f"{site.path}:{site.lines[0]} {site.operator}"]):
+        row = judged(site, lines)
+        yield row
+        count -= row.verdict != "unreached"
+        if not count:
+            return
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=40, help="how many mutants that a plan uses (40)")
+    add_share(parser)
+    parser.add_argument("--plans", type=int, default=len(CASES), help="so many of the plans, drawn too (all)")
+    parser.add_argument("--only", default="", help="a part of 'FILE:LINE OPERATOR'")
+    args = parser.parse_args(argv)
+    print("| place | operator | change | plan | verdict | said | problem |\n|---|---|---|---|---|---|---|", flush=True)
+    start, verdicts, problems = time.monotonic(), Counter[str](), 0
+    kept = {*random.Random(args.seed).sample(CASES, args.plans)}
+    cases = [case for case in CASES if case in kept]
+    for row in judge(-(-args.count // args.share), args.seed, cases, args.only):
+        verdicts[row.verdict] += 1
+        problems += bool(row.problem)
+        if row.verdict != "unreached":
+            print(row.line(), flush=True)
+    told = ", ".join(f"{number} {name}" for name, number in verdicts.most_common())
+    print(f"\n{told} (drawn again); {problems} problems; {time.monotonic() - start:.0f} s")
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""The plans that mutants are judged by: small ones that use the run-time's lines together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `validate` is asked.
+
+    Args:
+        model: a model type of transformers.
+        options: of `validate`.
+    """
+
+    model: str
+    mesh: Mapping[str, int] = field(hash=False)
+    options: Mapping[str, bool] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        mesh = " ".join(f"{axis}{size}" for axis, size in self.mesh.items())
+        return " ".join([self.model, mesh, *(name for name, on in self.options.items() if on)])
+
+
+SEQUENCE = {"sequence_parallel": True}
+
+# In the order in which they are asked. Meshes with two axes: a mutant has the group of the other one.
+CASES = (
+    Case("llama", {"dp_shard": 2, "tp": 2}, SEQUENCE),
+    Case("llama", {"dp_shard": 2, "tp": 2}),
+    Case("gpt2", {"dp_shard": 2, "tp": 2}),
+    Case("gemma3_text", {"dp_shard": 2, "tp": 2}),
+    Case("olmo2", {"dp_shard": 2, "tp": 2}),
+    Case("qwen2", {"tp": 4}),
+    Case("mixtral", {"dp_shard": 2, "ep": 2}),
+    Case("mixtral", {"dp_shard": 2, "ep": 2, "tp": 2}, SEQUENCE),
+    Case("deepseek_v3", {"dp_shard": 2, "ep": 2, "tp": 2}),
+    Case("gpt_oss", {"ep": 2, "tp": 2}),
+    Case("mixtral", {"dp_shard": 2, "tp": 2}),
+    Case("llama", {"dp_replicate": 2, "dp_shard": 2}),
+    Case("llama", {"pp": 2, "tp": 2}),
+    Case("qwen3", {"pp": 2, "tp": 2}),
+    Case("mixtral", {"pp": 2, "tp": 2}),
+    Case("gemma2", {"pp": 2}),
+    Case("llama", {"pp": 3}),
+)

@@ -1,0 +1,67 @@
+"""A sample of the mutants of the run-time; `make mutants` judges more."""
+
+from __future__ import annotations
+
+import ast
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.mutants.__main__ import Row, drawn
+from tests.mutants.plans import CASES
+from tests.mutants.sites import OPERATORS, ROOT, Site, sites
+
+SITES = sites()
+EXCHANGE = "shardplan/runtime/parallel/expert_exchange.py"
+
+
+def changed(site: Site) -> set[str]:
+    """The lines that only the changed code has."""
+    before = ast.unparse(ast.parse((ROOT / site.path).read_text()))
+    return {*ast.unparse(site.tree()).splitlines()} - {*before.splitlines()}
+
+
+def test_each_operator_finds_what_moves_values():
+    assert {site.operator for site in SITES} == {*OPERATORS}
+    wanted = {
+        ("swap", "route.back", "route"),
+        ("drop", "ctx.back.exchange(g)", "g"),
+        ("group", "self.group", "another_group(self.group)"),
+    }
+    assert wanted <= {(site.operator, site.before, site.after) for site in SITES if site.path == EXCHANGE}
+    move = [
+        site for site in SITES if site.path.endswith("tensor_moves.py") and site.before.startswith("OPERATIONS[back")
+    ]
+    assert {site.operator for site in move} == {"drop", "swap"}
+
+
+@pytest.mark.parametrize("site", random.Random(5).sample(SITES, 12), ids=lambda site: f"{site.path}:{site.lines[0]}")
+def test_a_mutant_is_the_code_with_one_change(site: Site):
+    assert 0 < len(changed(site)) <= site.lines[1] - site.lines[0] + 4
+
+
+def test_what_is_drawn_begins_with_all_parts_and_operators():
+    order = list(drawn(3, SITES))
+    assert order == list(drawn(3, SITES)) != list(drawn(4, SITES))
+    strata = {(site.area, site.operator) for site in SITES}
+    assert {(site.area, site.operator) for site in order[: len(strata)]} == strata
+    assert len(order) == len({*order}) == len(SITES)
+
+
+def test_one_that_passes_needs_a_reason():
+    assert Row(SITES[0], CASES[0], "passes", "").problem == "HOLE"
+    assert (
+        Row(SITES[0], CASES[0], "passes", "it is equal").problem
+        == Row(SITES[0], CASES[0], "refused", "SP422").problem
+        == ""
+    )
+
+
+@pytest.mark.slow
+def test_mutants_are_refused():
+    command = [sys.executable, "-m", "tests.mutants", "--count", "3", "--seed", "1", "--plans", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("| refused |") == 3 and "0 problems" in done.stdout, done.stdout
