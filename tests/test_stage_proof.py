@@ -20,6 +20,7 @@ from shardplan.core.schedules import SCHEDULES
 from shardplan.proof import pipelined
 from shardplan.proof.prove_stages import with_pipeline
 from shardplan.proof.stage import Question
+from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.pipeline import pipelined_model, stage_forward, tied_copies
 from shardplan.runtime.pipeline.step_loss import StepLoss
 from tests.test_pipeline_cut import PLAN, Stack, Tied
@@ -135,3 +136,10 @@ def test_a_loss_function_may_return_another_dtype(monkeypatch: pytest.MonkeyPatc
     own = pipelined.objective
     monkeypatch.setattr(pipelined, "objective", lambda output, labels: own(output, labels).double())
     assert shardplan.validate(Stack(), PLAN, {"pp": 2}).ok
+
+
+def test_data_parallel_ranks_of_stages_have_batches_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """The loss is divided by the tokens of all of them."""
+    assert shardplan.validate("llama", "auto", {"pp": 2, "dp_shard": 2}).ok
+    monkeypatch.setattr(PlanMesh, "data_parallel_ranks", 1)
+    assert not shardplan.validate("llama", "auto", {"pp": 2, "dp_shard": 2}).ok

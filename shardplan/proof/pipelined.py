@@ -3,10 +3,12 @@ same micro-batches in the unsharded model. The ranks are threads, or processes."
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -103,6 +105,9 @@ def _no_rows(layouts: ModelLayouts) -> Diagnostic:
     )
 
 
+_REDISTRIBUTE = "torch.distributed.tensor._redistribute"
+
+
 @dataclass(frozen=True)
 class ScheduledCase:
     """A schedule's run on every rank of a mesh, whatever the ranks are.
@@ -135,7 +140,8 @@ class ScheduledCase:
             with CheckedSizes():
                 return self.of_rank(expected, models[rank], axes)
 
-        with in_precision_of(expected.models[0]):  # the default dtype is no thread's own
+        silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # that whole tensors are slow to make
+        with silent, in_precision_of(expected.models[0]):  # the default dtype is no thread's own
             return worst_of(row for rows in on_ranks(run) for row in rows)
 
     def built(self) -> nn.Module:

@@ -20,11 +20,13 @@ from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.core.diagnostics import Code, Diagnostic, Label, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays
+from shardplan.core.proof_meshes import MOST
 from shardplan.core.report import Comparison, NumericProof, PipelineProof
 from shardplan.core.schedules import SCHEDULES, Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
 from shardplan.runtime.apply.agreement import on_first_rank
+from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
@@ -33,6 +35,7 @@ from .pipelined import NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows
 from .proof_findings import unreached
 from .prove import EAGER, compile_for, settle, steps_of
 from .reach import unreached_parameters
+from .simulate import with_data_parallel
 from .stage import Question
 from .threads import OnRanks, rank_threads
 
@@ -129,16 +132,19 @@ def reduced_cut(staged: StagedPlan, stages: int) -> PipelineCut:
 def prove_pipeline(
     asked: Question, cut: PipelineCut, wanted: Iterable[Overlays] = (NO_OVERLAYS,), schedule: Schedule = ONE_EACH
 ) -> PipelineProof:
-    """Run the stages of the reduced model on simulated ranks of pp and tp, a micro-batch for each, and compare them with the
-    whole model.
+    """Run the stages of the reduced model on simulated ranks of pp, tp and two data-parallel ones where some are asked for, a
+    micro-batch for each stage, and compare them with the whole model.
 
     Raises:
         PlanError: SP436: a stage raises, but the whole model does not; SP438: no inputs that micro-batches can be made of.
     """
     reduced = asked.reduced
-    sizes = replace(reduced.sizes, pp=cut.stages // schedule.stages_per_rank)
+    sizes = _with_replicas(replace(reduced.sizes, pp=cut.stages // schedule.stages_per_rank), asked.sizes)
     scheduled = Scheduled(cut, schedule, cut.stages, kinds_with_rows(reduced))
-    programs = _programs(asked, wanted)
+    programs = [with_data_parallel(program) for program in _programs(asked, wanted)]
+    sections = [program.resolved.data_parallel for program in programs]
+    if not all(section is None or BACKENDS[section.backend].fully_shard for section in sections):
+        sizes = replace(sizes, dp_shard=reduced.sizes.dp_shard)
 
     def run(on_ranks: OnRanks, dtype: torch.dtype) -> tuple[Comparison, ...]:
         found: list[Comparison] = []
@@ -155,6 +161,13 @@ def prove_pipeline(
     except Exception as error:  # whatever the modelling code raises
         raise PlanError((_raises(error),)) from error
     return PipelineProof(cut.sizes, cut.carried, rows)
+
+
+def _with_replicas(sizes: MeshSizes, asked: MeshSizes) -> MeshSizes:
+    """With two data-parallel ranks, where some are asked for and there is room for them."""
+    if asked.dp_shard * asked.dp_replicate == 1 or sizes.dp_shard > 1 or 2 * sizes.world_size > MOST:
+        return sizes
+    return replace(sizes, dp_shard=2)
 
 
 def _raises(error: Exception) -> Diagnostic:

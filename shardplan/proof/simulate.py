@@ -46,7 +46,7 @@ def simulate(
         references: of each data-parallel rank: the steps on its batches, with the gradients of all (`steps.averaged`).
         on_ranks: of as many ranks as the mesh has.
     """
-    sizes, program = program.resolved.sizes, _wrapped(program)
+    sizes, program = program.resolved.sizes, with_data_parallel(program)
     first = build()
     written = frozenset().union(*(reference.written for reference in references))
     models = [first, *(copy_of(first, written) for _ in range(sizes.world_size - 1))]
@@ -78,7 +78,7 @@ def simulate(
     return worst_of(rows)
 
 
-def _wrapped(program: Program) -> Program:
+def with_data_parallel(program: Program) -> Program:
     """The program with data parallelism, which averages the gradients of data-parallel ranks, also where the plan has no section."""
     resolved = program.resolved
     return replace(program, resolved=replace(resolved, data_parallel=resolved.data_parallel or DataParallel()))

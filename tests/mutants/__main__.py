@@ -73,7 +73,7 @@ def judged(site: Site, lines: Mapping[Case, Mapping[str, frozenset[int]]]) -> Ro
     """Ask for the plans that use a site, until one is refused."""
     row, why = Row(site, None, "unreached", ""), reason(site)
     using = reaching(site, lines)
-    for case in using[:: -(-len(using) // (1 if why else MOST_ASKED))] if using else ():
+    for case in using[:: -(-len(using) // MOST_ASKED) or 1]:
         result, said = verdict(site, case)
         if result == "same":  # what has the name of a group is none, or has one rank
             continue
@@ -99,13 +99,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=40, help="how many mutants that a plan uses (40)")
     add_share(parser)
-    parser.add_argument("--plans", type=int, default=len(CASES), help="so many of the plans, drawn too (all)")
+    parser.add_argument("--models", nargs="+", help="plans of these model types alone (all)")
     parser.add_argument("--only", default="", help="a part of 'FILE:LINE OPERATOR'")
     args = parser.parse_args(argv)
     print("| place | operator | change | plan | verdict | said | problem |\n|---|---|---|---|---|---|---|", flush=True)
     start, verdicts, problems = time.monotonic(), Counter[str](), 0
-    kept = {*random.Random(args.seed).sample(CASES, args.plans)}
-    cases = [case for case in CASES if case in kept]
+    cases = [case for case in CASES if args.models is None or case.model in args.models]
     for row in judge(-(-args.count // args.share), args.seed, cases, args.only):
         verdicts[row.verdict] += 1
         problems += bool(row.problem)

@@ -45,4 +45,5 @@ CASES = (
     Case("mixtral", {"pp": 2, "tp": 2}),
     Case("gemma2", {"pp": 2}),
     Case("llama", {"pp": 3}),
+    Case("llama", {"pp": 2, "dp_shard": 2}),
 )
