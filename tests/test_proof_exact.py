@@ -9,11 +9,16 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from shardplan.core.report import Comparison, Verdict
 from shardplan.proof.exact import in_precision_of
+from shardplan.proof.prove import settle
 from shardplan.proof.steps import reference_steps
-from shardplan.torchlib.modes import CheckedSizes
+from shardplan.proof.threads import on_threads
+from shardplan.torchlib.modes import CheckedSizes, meshes_made_once
+from shardplan.torchlib.private import private
 
 
 class Lowering(nn.Module):
@@ -86,3 +91,28 @@ def test_the_default_dtype_comes_back() -> None:
     with pytest.raises(ValueError, match="no"), in_precision_of(Lowering("to").double()):
         raise ValueError("no")
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_proof_goes_to_float64_at_once_where_it_is_needed_anyway() -> None:
+    ran: list[torch.dtype] = []
+
+    def run(dtype: torch.dtype) -> tuple[Comparison, ...]:
+        ran.append(dtype)
+        verdict: Verdict = "differs" if dtype == torch.float32 else "equal"
+        return (Comparison("loss", "output", 0.0, "rank 0", verdict, str(dtype).removeprefix("torch.")),)
+
+    first = settle(run)
+    assert (first, ran) == (settle(run, at_once=True), [torch.float32, torch.float64, torch.float64])
+
+
+def test_a_mesh_of_two_is_made_once_while_ranks_are_simulated() -> None:
+    def same(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        pair = [mesh["dp_shard"], mesh["tp"]]
+        kind = private("DeviceMesh")
+        made = kind._concatenate(pair)
+        return [made is kind._concatenate(pair), made is kind._concatenate(pair[::-1]), made == mesh]
+
+    with meshes_made_once():
+        assert on_threads(4, same) == [[True, False, True]] * 4
+    assert on_threads(4, same) == [[False, False, True]] * 4

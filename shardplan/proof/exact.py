@@ -15,19 +15,24 @@ from shardplan.torchlib.private import private
 
 LOWER = frozenset((torch.float32, torch.bfloat16, torch.float16))
 CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
+STARTS = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
 
 class _Doubled(TorchFunctionMode):
     """Replaces lower precisions by float64 in every call, also in those that a backward makes."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is Tensor.backward:
-            return _started_under(self, torch.autograd.backward)(*_of_backward(*args, **(kwargs or {})))
-        if func in (torch.autograd.backward, torch.autograd.grad):
+        if func in STARTS:
+            if func is Tensor.backward:
+                func, args, kwargs = torch.autograd.backward, _of_backward(*args, **(kwargs or {})), None
             return _started_under(self, func)(*args, **(kwargs or {}))
         if func in CASTS:
             func = Tensor.double
-        return func(*map(_raised, args), **{name: _raised(value) for name, value in (kwargs or {}).items()})
+        if torch.dtype in map(type, args):
+            args = tuple(map(_raised, args))
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{name: _raised(value) for name, value in kwargs.items()})
 
 
 def _of_backward(

@@ -21,6 +21,7 @@ from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.torchlib.modes import CheckedSizes
 from shardplan.torchlib.packing import unpack
 
 from .steps import Batch, Steps, run_steps
@@ -83,7 +84,7 @@ def rank_steps(
     apply_program(model, mesh, program, src_data_rank=0)
     given = iter(reference.directions)
     written = writes_to(model)
-    with DrawnAlike() if reference.drew else nullcontext():
+    with CheckedSizes(), DrawnAlike() if reference.drew else nullcontext():
         outputs = run_steps(model, batches, lambda results: next(given))
     packed = packed_parameters(program)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.mesh import Axis
@@ -18,7 +20,7 @@ from shardplan.core.sections import DataParallel
 from shardplan.model.rebinding import copied
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
-from shardplan.torchlib.modes import CheckedSizes
+from shardplan.torchlib.modes import meshes_made_once
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
@@ -54,11 +56,11 @@ def simulate(
     def steps(rank: int) -> tuple[int, Left]:
         mesh = mesh_of(sizes, [axis for axis in Axis if sizes.of(axis) > 1])
         index = data_parallel_rank(mesh)
-        with CheckedSizes():
-            given = [_copied(batch) for batch in batches[index]]
-            return index, rank_steps(models[rank], mesh, program, given, references[index], _parts)
+        given = [_copied(batch) for batch in batches[index]]
+        return index, rank_steps(models[rank], mesh, program, given, references[index], _parts)
 
-    with in_precision_of(first), warnings.catch_warnings():  # neither the default dtype nor a filter is a thread's own
+    # Neither the default dtype, nor a filter, nor a function of torch is a thread's own.
+    with in_precision_of(first), warnings.catch_warnings(), meshes_made_once():
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module"
         )  # said in training, and the proof sees what it warns of
@@ -92,6 +94,7 @@ def _parts(value: DTensor) -> bool:
 def _joined(ranks: Sequence[Mapping[str, Tensor]], packed: Mapping[str, Packing], tp: int) -> list[dict[str, Tensor]]:
     """What each rank has, whole: ranks that have parts of one tensor have the same."""
     whole: list[dict[str, Tensor]] = [{} for _ in ranks]
+    others = cache(_others)
     for name in dict.fromkeys(name for mine in ranks for name in mine):
         every = [mine.get(name) for mine in ranks]
         made: dict[tuple[int, ...], Tensor] = {}
@@ -99,7 +102,7 @@ def _joined(ranks: Sequence[Mapping[str, Tensor]], packed: Mapping[str, Packing]
             if value is None:
                 continue
             if isinstance(value, DTensor):
-                places = _others(value, rank)
+                places = others(value.device_mesh, value.placements, rank)
                 group = tuple(places)
                 if group not in made:
                     made[group] = _put_together(value, places, every, packed.get(name), tp)
@@ -108,12 +111,12 @@ def _joined(ranks: Sequence[Mapping[str, Tensor]], packed: Mapping[str, Packing]
     return whole
 
 
-def _others(value: DTensor, rank: int) -> dict[int, tuple[int, ...]]:
+def _others(mesh: DeviceMesh, placements: Sequence[Placement], rank: int) -> Mapping[int, tuple[int, ...]]:
     """The ranks that have the parts of a rank's tensor, with their coordinates in its mesh."""
-    ranks = value.device_mesh.mesh
+    ranks = mesh.mesh
     (mine,) = (ranks == rank).nonzero().tolist()
     places = ((int(ranks[tuple(place)]), tuple(place)) for place in _coordinates(ranks.shape))
-    whole = [axis for axis, placement in enumerate(value.placements) if placement.is_replicate()]
+    whole = [axis for axis, placement in enumerate(placements) if placement.is_replicate()]
     return {other: place for other, place in places if all(place[axis] == mine[axis] for axis in whole)}
 
 

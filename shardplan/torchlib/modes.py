@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from .private import private
 
 _weight_norm = private("weight_norm")
+_CHECKED = frozenset((torch.nn.functional.scaled_dot_product_attention, _weight_norm))
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -38,6 +40,23 @@ def reduced_runs() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def meshes_made_once() -> Iterator[None]:
+    """While it lasts, FSDP2 makes the mesh of its own axes and tp once for all parameters that are on the same two meshes, not once for
+    each parameter, which takes longer than all else that it does with it."""
+    kind = private("DeviceMesh")
+    make, made = kind._concatenate, {}
+
+    def concatenate(meshes: list[Any]) -> Any:
+        key = tuple(map(id, meshes))
+        if key not in made:
+            made[key] = meshes, make(meshes)  # the ids are theirs as long as they are kept
+        return made[key][1]
+
+    with patch.object(kind, "_concatenate", staticmethod(concatenate)):
+        yield
 
 
 def check_sizes(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -66,5 +85,6 @@ class CheckedSizes(TorchFunctionMode):
     """While it lasts, `check_sizes` is called before each function of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        check_sizes(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if func in _CHECKED:
+            check_sizes(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)

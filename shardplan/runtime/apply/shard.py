@@ -34,11 +34,10 @@ def shard(
     if mesh.tp_size == 1:
         styles = {name: styles[name] for name in program.experts}
     tp = mesh.tp_or_one
-    root = styles.pop("", None)
-    parallelize_module(model, tp, styles, src_data_rank=src_data_rank)
-    if root is not None:
-        # As the key "" it would lose src_data_rank.
-        parallelize_module(model, tp, root, src_data_rank=src_data_rank)
+    for name in sorted(
+        styles, key=lambda name: not name
+    ):  # the root last; given all names, torch looks for each by patterns
+        parallelize_module(model.get_submodule(name), tp, styles[name], src_data_rank=src_data_rank)
     if ep is not None:
         watch_experts(model, partial(around_of, kind=OwnExperts))
     for module in model.modules():
