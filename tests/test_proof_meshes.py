@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from shardplan.core.mesh import Axis, MeshSizes
-from shardplan.core.proof_meshes import MOST, proof_meshes
+from shardplan.core.proof_meshes import MOST, proof_meshes, stage_meshes
 
 AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP, Axis.TP)
 SIZES = {
@@ -61,3 +61,18 @@ def test_every_axis_and_every_pair_of_axes_takes_part_on_eight_ranks_at_most() -
 )
 def test_they_are_the_smallest_that_tell(asked: MeshSizes, made: list[MeshSizes]) -> None:
     assert list(proof_meshes(asked)) == made
+
+
+@pytest.mark.parametrize(
+    ("asked", "meshes"),
+    [
+        ({"pp": 2}, [{"pp": 2}]),
+        ({"pp": 4}, [{"pp": 3}]),
+        ({"pp": 4, "tp": 8}, [{"pp": 3, "tp": 2}]),
+        ({"pp": 4, "dp_shard": 4}, [{"pp": 3, "dp_shard": 2}]),
+        ({"pp": 4, "tp": 2, "dp_shard": 2}, [{"pp": 3, "tp": 2}, {"pp": 2, "tp": 2, "dp_shard": 2}]),
+        ({"pp": 2, "ep": 4, "tp": 2, "dp_shard": 2}, [{"pp": 2, "ep": 4, "tp": 2, "dp_shard": 2}]),
+    ],
+)
+def test_the_meshes_of_stages(asked: dict[str, int], meshes: list[dict[str, int]]) -> None:
+    assert stage_meshes(MeshSizes(**{"tp": 1, **asked})) == tuple(MeshSizes(**{"tp": 1, **one}) for one in meshes)

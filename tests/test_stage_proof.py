@@ -118,6 +118,29 @@ def test_inputs_without_rows_are_refused_and_can_be_accepted():
     assert allowed.ok and not allowed.proven and "SP438" in [d.code for d in allowed.diagnostics]
 
 
+OF_REPLICAS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "each data-parallel rank divides by its own tokens": (
+        StepLoss,
+        "items",
+        lambda own: property(lambda self: self.tokens / self.micro_batches),
+    ),
+    "losses are not summed over data-parallel ranks": (
+        pipelined_model.Pipeline,
+        "_data_parallel",
+        lambda own: property(lambda self: []),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", OF_REPLICAS)
+def test_a_change_of_what_data_parallel_ranks_do_is_refused(mutant: str, monkeypatch: pytest.MonkeyPatch):
+    owner, name, change = OF_REPLICAS[mutant]
+    assert shardplan.validate("llama", "auto", {"tp": 1, "pp": 2, "dp_shard": 2}).ok
+    monkeypatch.setattr(owner, name, change(vars(owner)[name]))
+    report = shardplan.validate("llama", "auto", {"tp": 1, "pp": 2, "dp_shard": 2})
+    assert [d.code for d in report.errors] == ["SP436"]
+
+
 class Careful(Stack):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         try:

@@ -47,6 +47,23 @@ def proof_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
     return tuple(dict.fromkeys(made))
 
 
+def stage_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
+    """The meshes on which pipeline stages are proven for a mesh: tp too is the smallest size that tells, as `proof_meshes` has tp as asked
+    for the whole model. The first has a middle stage where the mesh has one and there is room.
+
+    Args:
+        sizes: with several pp ranks and a size of tp.
+    """
+    small = _small(sizes)[0]
+    made = [mesh for mesh in proof_meshes(replace(sizes, tp=small.tp, ep=small.ep)) if mesh.pp > 1]
+    if sizes.pp > 2:
+        if made[0].world_size // 2 * 3 <= MOST:
+            made[0] = replace(made[0], pp=3)
+        elif small.world_size * 3 <= MOST:
+            made.insert(0, replace(small, pp=3))
+    return tuple(made)
+
+
 def _has(mesh: MeshSizes, axes: Iterable[Axis]) -> bool:
     return all(mesh.of(axis) > 1 for axis in axes)
 

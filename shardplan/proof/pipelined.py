@@ -134,7 +134,9 @@ class ScheduledCase:
         """The run on ranks that are threads; each row is the worst of them. Where no forward changes a buffer it is one step."""
         expected, first = self.expected(1), self.built()
         models = [first, *(copy_of(first, expected.written) for _ in range(self.sizes.world_size - 1))]
-        axes = [axis for axis in AXES if axis in (Axis.PP, Axis.TP) or self.sizes.of(axis) > 1]
+        # Replicas are of shards, of one rank at least.
+        always = (Axis.PP, Axis.TP, *((Axis.DP_SHARD,) if self.sizes.dp_replicate > 1 else ()))
+        axes = [axis for axis in AXES if axis in always or self.sizes.of(axis) > 1]
 
         def run(rank: int) -> tuple[Comparison, ...]:
             with CheckedSizes():

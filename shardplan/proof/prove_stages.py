@@ -18,14 +18,15 @@ from shardplan.compiler.lower import Program
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.core.diagnostics import Code, Diagnostic, Label, PlanError, Severity
-from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, Overlays
-from shardplan.core.proof_meshes import MOST
+from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, Overlays, without_sequence
+from shardplan.core.proof_meshes import stage_meshes
 from shardplan.core.report import Comparison, NumericProof, PipelineProof
 from shardplan.core.schedules import SCHEDULES, Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
 from shardplan.runtime.apply.agreement import on_first_rank
+from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
@@ -42,7 +43,6 @@ from .threads import OnRanks, rank_threads
 STAGES = Code("SP436")
 
 MOST_ROWS = 5  # of what differs, in a finding's notes
-MOST_STAGES = 3  # a first, a middle and a last one, where ranks have one each
 ONE_EACH = SCHEDULES["1f1b"]  # a stage on each rank
 
 
@@ -65,23 +65,46 @@ def with_pipeline(
     """
     schedule = schedule or ONE_EACH
     start = time.monotonic()
-    reduced, ranks = asked.reduced, min(asked.reduced.pp, MOST_STAGES)
-    if schedule.multiple:
-        ranks = 2
-        reduced, staged = _with_blocks(asked, staged, ranks * schedule.stages_per_rank)
-    assert staged.resolved is not None
-    if len(staged.resolved.pp_blocks) < ranks * schedule.stages_per_rank:
-        schedule = ONE_EACH
-    cut = reduced_cut(staged, ranks * schedule.stages_per_rank)
-    asked = replace(asked, reduced=reduced)
+    label = field_label(staged.resolved.pipeline_parallel, "layers") if staged.resolved is not None else None
+    made: list[PipelineProof] = []
     try:
-        made = prove_pipeline(asked, cut, wanted, schedule)
+        for mesh in _meshes(asked, staged, multiple=schedule.multiple):
+            made.append(_on_mesh(asked, staged, mesh, wanted, schedule))
     except PlanError as error:
         about = [unproven(d, asked.allow_unproven) if d.code == NO_ROWS else d for d in error.diagnostics]
         return replace(proof, pipeline=PipelineProof((), (), ())), tuple(about)
-    wrong = pipeline_findings(made, field_label(staged.resolved.pipeline_parallel, "layers"))
-    proof = replace(proof, pipeline=made, seconds=proof.seconds + time.monotonic() - start)
+    rows = worst_of(row for one in made for row in one.rows)
+    whole = replace(made[0], rows=rows)
+    wrong = pipeline_findings(whole, label)
+    proof = replace(proof, pipeline=whole, seconds=proof.seconds + time.monotonic() - start)
     return proof, (*wrong, *_unreached(asked, wanted))
+
+
+def _meshes(asked: Question, staged: StagedPlan, *, multiple: bool) -> tuple[MeshSizes, ...]:
+    """Those on which the stages run. Data-parallel ranks are there where the plan wraps the stages with `fully_shard`."""
+    assert staged.resolved is not None
+    section, sizes = staged.resolved.data_parallel, asked.sizes
+    pp = 2 if multiple else max(sizes.pp, asked.reduced.pp)
+    if section is not None and not BACKENDS[section.backend].fully_shard:
+        sizes = replace(sizes, dp_replicate=1, dp_shard=1)
+    return stage_meshes(replace(sizes, pp=pp, tp=sizes.of(Axis.TP)))
+
+
+def _on_mesh(
+    asked: Question, staged: StagedPlan, mesh: MeshSizes, wanted: Sequence[Overlays], schedule: Schedule
+) -> PipelineProof:
+    reduced = asked.reduced
+    stages = mesh.pp * schedule.stages_per_rank
+    if (mesh.tp, mesh.ep) != (reduced.tp, reduced.ep) or reduced.blocks < stages:
+        blocks = max(reduced.blocks, stages)
+        reduced = ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times, stages, blocks)
+        staged = staged_plan(asked.plan, reduced)
+    assert staged.resolved is not None, staged.findings
+    if len(staged.resolved.pp_blocks) < stages:
+        schedule, stages = ONE_EACH, mesh.pp
+    if mesh.tp == 1:  # both are one program
+        wanted = tuple(dict.fromkeys(map(without_sequence, wanted)))
+    return prove_pipeline(replace(asked, reduced=reduced), reduced_cut(staged, stages), wanted, schedule, mesh)
 
 
 def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic, ...]:
@@ -91,22 +114,13 @@ def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic,
         return ()
     runs = [steps_of(reduced.reduced_model, kind, torch.float32, plain=True)[1] for kind in kinds]
     missing = tuple(unreached_parameters(reduced, runs, kinds))
-    found = (unreached(missing, one, reduced, asked.allow_unproven) for one in _programs(asked, wanted))
+    found = (unreached(missing, one, reduced, asked.allow_unproven) for one in _programs(asked, wanted, reduced.sizes))
     return tuple(dict.fromkeys(d for about in found for d in about))
 
 
-def _programs(asked: Question, wanted: Iterable[Overlays]) -> list[Program]:
-    compiled = compile_for(asked.reduced, asked.plan, asked.reduced.sizes, wanted)
+def _programs(asked: Question, wanted: Iterable[Overlays], sizes: MeshSizes) -> list[Program]:
+    compiled = compile_for(asked.reduced, asked.plan, sizes, wanted)
     return [program_of(compiled, on, logits=asked.logits, sections=EAGER) for on in wanted]
-
-
-def _with_blocks(asked: Question, staged: StagedPlan, count: int) -> tuple[ModelLayouts, StagedPlan]:
-    """The reduced model with so many blocks, as far as the model has them."""
-    reduced = asked.reduced
-    if reduced.blocks >= count:
-        return reduced, staged
-    larger = ModelLayouts(reduced.found, reduced.tp, reduced.ep, reduced.heads_times, count, count)
-    return larger, staged_plan(asked.plan, larger)
 
 
 @reduced_runs()
@@ -130,21 +144,26 @@ def reduced_cut(staged: StagedPlan, stages: int) -> PipelineCut:
 
 @torch.random.fork_rng(devices=[])
 def prove_pipeline(
-    asked: Question, cut: PipelineCut, wanted: Iterable[Overlays] = (NO_OVERLAYS,), schedule: Schedule = ONE_EACH
+    asked: Question,
+    cut: PipelineCut,
+    wanted: Iterable[Overlays] = (NO_OVERLAYS,),
+    schedule: Schedule = ONE_EACH,
+    mesh: MeshSizes | None = None,
 ) -> PipelineProof:
-    """Run the stages of the reduced model on simulated ranks of pp, tp and two data-parallel ones where some are asked for, a
-    micro-batch for each stage, and compare them with the whole model.
+    """Run the stages of the reduced model on simulated ranks, a micro-batch for each, and compare them with the whole model.
+
+    Args:
+        mesh: which ranks; None: those of tp and ep that the reduced model is for, with pp.
 
     Raises:
         PlanError: SP436: a stage raises, but the whole model does not; SP438: no inputs that micro-batches can be made of.
     """
     reduced = asked.reduced
-    sizes = _with_replicas(replace(reduced.sizes, pp=cut.stages // schedule.stages_per_rank), asked.sizes)
+    sizes = replace(mesh or reduced.sizes, pp=cut.stages // schedule.stages_per_rank)
     scheduled = Scheduled(cut, schedule, cut.stages, kinds_with_rows(reduced))
-    programs = [with_data_parallel(program) for program in _programs(asked, wanted)]
-    sections = [program.resolved.data_parallel for program in programs]
-    if not all(section is None or BACKENDS[section.backend].fully_shard for section in sections):
-        sizes = replace(sizes, dp_shard=reduced.sizes.dp_shard)
+    programs = [
+        for_stages(with_data_parallel(one), wrapped=True) for one in _programs(asked, wanted, replace(sizes, pp=1))
+    ]
 
     def run(on_ranks: OnRanks, dtype: torch.dtype) -> tuple[Comparison, ...]:
         found: list[Comparison] = []
@@ -161,13 +180,6 @@ def prove_pipeline(
     except Exception as error:  # whatever the modelling code raises
         raise PlanError((_raises(error),)) from error
     return PipelineProof(cut.sizes, cut.carried, rows)
-
-
-def _with_replicas(sizes: MeshSizes, asked: MeshSizes) -> MeshSizes:
-    """With two data-parallel ranks, where some are asked for and there is room for them."""
-    if asked.dp_shard * asked.dp_replicate == 1 or sizes.dp_shard > 1 or 2 * sizes.world_size > MOST:
-        return sizes
-    return replace(sizes, dp_shard=2)
 
 
 def _raises(error: Exception) -> Diagnostic:
