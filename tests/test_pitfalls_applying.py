@@ -217,7 +217,7 @@ WRONG_CALLS = {
             reduced_model("llama", 4, classes="LlamaModel").build(), mesh, "llama", logits="sharded"
         ),
     ),
-    "data parallelism in the simulation": (ValueError, lambda mesh: verify("llama", "llama", {"tp": 2, "dp_shard": 2})),
+    "data parallelism alone in the simulation": (TypeError, lambda mesh: verify("llama", "llama", {"dp_shard": 2})),
     "a question about a model without a plan": (ValueError, lambda mesh: applied(nn.Linear(1, 1))),
     "an unplanned model without sequence parallelism": (
         ValueError,

@@ -128,3 +128,14 @@ def test_data_parallel_ranks_have_batches_of_their_own() -> None:
     assert (one[0]["labels"] != IGNORED).sum() != (other[0]["labels"] != IGNORED).sum()
     assert len(one[1]["input_ids"].unique()) > 8 and len(other[1]["input_ids"].unique()) == 1
     assert torch.equal(found.batches()[0]["input_ids"], reduced_model("llama", 2).inputs(0)["input_ids"])
+
+
+def test_a_cache_is_left_out_where_modules_run_again():
+    """A checkpoint's second run would append to the cache again; torch raises there, with a plan and without."""
+    plan = {"version": "1", "name": "again", "extends": "llama", "activation_checkpointing": {"mode": "full"}}
+    report = shardplan.validate("llama", plan, {"tp": 2})
+    assert report.ok, report.diagnostics
+    assert report.proof is not None
+    (calls,) = report.proof.calls
+    assert "use_cache=True" in calls.left_out
+    assert "output_hidden_states=True" in calls.switched

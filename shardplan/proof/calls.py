@@ -7,17 +7,21 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from shardplan.compiler.lower import Program
 from shardplan.core.report import ProvenCalls
+from shardplan.core.sections import ActivationCheckpointing
 from shardplan.model.config_numbers import text_config
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.outcome import results_of
+from shardplan.runtime.apply.checkpointing import checkpoint_modules
 from shardplan.runtime.apply.refusals import REFUSED_SWITCHES
 
 from .steps import STEPS, seed_of
@@ -87,17 +91,37 @@ def _of_replica(ids: Tensor, labels: Tensor, replica: int, *, alone: bool) -> tu
     return ids, labels
 
 
-_KNOWN: WeakKeyDictionary[ReducedModel, dict[str, Calls]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Checkpointed:
+    """The modules of a reduced model that a plan checkpoints, and how; none without a section."""
+
+    modules: tuple[str, ...]
+    section: ActivationCheckpointing
 
 
-def calls_of(reduced_model: ReducedModel, kind: str) -> Calls:
+def checkpointed_by(program: Program) -> Checkpointed:
+    """What a program checkpoints."""
+    resolved = program.resolved
+    section = resolved.activation_checkpointing
+    return NOTHING if section is None else Checkpointed(tuple(resolved.ac_modules), section)
+
+
+NOTHING = Checkpointed((), ActivationCheckpointing())
+_KNOWN: WeakKeyDictionary[ReducedModel, dict[tuple[str, Checkpointed], Calls]] = WeakKeyDictionary()
+
+
+def calls_of(reduced_model: ReducedModel, kind: str, under: Checkpointed = NOTHING) -> Calls:
     """The calls of one kind of input; they are tried once.
 
-    What is said in one call is tried together, on the unsharded model, and one by one only where that does not run.
+    What is said in one call is tried together, on the unsharded model, and one after the other only where that does not run.
+
+    Args:
+        under: with which the unsharded model has to run too: a second run of its modules does not find a cache as the first one did.
     """
     known = _KNOWN.setdefault(reduced_model, {})
-    if kind not in known:
+    if (kind, under) not in known:
         model = reduced_model.build()
+        checkpoint_modules(model, under.modules, under.section, ())
         inputs = _inputs_of(reduced_model, kind)
         left_out: dict[str, str] = {}
         with reduced_model.running():
@@ -108,10 +132,11 @@ def calls_of(reduced_model: ReducedModel, kind: str) -> Calls:
             }
             left_out |= refused if reduced_model.tp > 1 else {}
             found = {name: change for name, change in found.items() if name not in left_out}
-            second = _running(model, given, {**found, **_padding(model, given)}, left_out)
-            third = _running(model, given, _embeddings(model, given), left_out)
-        known[kind] = Calls(kind, inputs, second, third, left_out)
-    return known[kind]
+            running = partial(_running, model, given, left_out=left_out, again=bool(under.modules))
+            second = running({**found, **_padding(model, given)})
+            third = running(_embeddings(model, given))
+        known[kind, under] = Calls(kind, inputs, second, third, left_out)
+    return known[kind, under]
 
 
 def plain_calls(reduced_model: ReducedModel, kind: str) -> Calls:
@@ -207,32 +232,41 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]
 
 
 def _running(
-    model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str]
+    model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str], *, again: bool
 ) -> Mapping[str, Change]:
-    """Those with which a model runs in one call."""
-    if not changes or not _obstacle(model, given, changes.values()):
+    """Those with which a model runs in one call: all, or one after the other those that run with the ones before."""
+    obstacle = partial(_obstacle, model, given, again=again)
+    if not changes or not obstacle(changes.values()):
         return changes
-    alone = {name: _obstacle(model, given, [change]) for name, change in changes.items()}
+    alone = {name: obstacle([change]) for name, change in changes.items()}
     left_out |= {name: why for name, why in alone.items() if why}
-    kept = {name: change for name, change in changes.items() if not alone[name]}
-    why = _obstacle(model, given, kept.values()) if kept else ""
-    if not why:
-        return kept
-    first, *rest = kept
-    left_out |= dict.fromkeys(rest, f"together with {first}: {why}")
-    return {first: kept[first]}
+    kept: dict[str, Change] = {}
+    for name, change in reversed(list(changes.items())):  # padding before switches
+        if alone[name]:
+            continue
+        if why := obstacle([*kept.values(), change]):
+            left_out[name] = f"together with {', '.join(kept)}: {why}"
+        else:
+            kept[name] = change
+    return {name: change for name, change in changes.items() if name in kept}
 
 
-def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change]) -> str:
-    """Why the unsharded model does not run with changes to its call; empty where it does."""
+def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change], *, again: bool) -> str:
+    """Why the unsharded model does not run with changes to its call; empty where it does.
+
+    Args:
+        again: also backward, where checkpointed modules run again.
+    """
     made = dict(given)
     try:
         for change in changes:
             made = change(made)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.set_grad_enabled(again), torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             results = results_of(model(**made))
             drew = not torch.equal(before, torch.get_rng_state())
+            if again:
+                torch.autograd.backward([value.sum() for value in results.values() if value.requires_grad])
     except Exception as error:  # whatever the modelling code raises
         return f"the model raises {reason(error)}"
     if drew:

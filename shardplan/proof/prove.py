@@ -31,7 +31,7 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
-from .calls import calls_of, plain_calls
+from .calls import NOTHING, Checkpointed, calls_of, checkpointed_by, plain_calls
 from .compare import worst_of
 from .failure import sharded_run
 from .pipelined import Scheduled, ScheduledRecipe
@@ -145,7 +145,8 @@ def prove(
     proofs, missing = [], {}
     for on, program in programs.items():
         ranks = max(_replicas(mesh) for mesh in meshes[on])
-        runs = [steps_of(reduced.reduced_model, kind, torch.float32, index) for kind in kinds for index in range(ranks)]
+        of = partial(steps_of, reduced.reduced_model, dtype=torch.float32, under=checkpointed_by(program))
+        runs = [of(kind, index=index) for kind in kinds for index in range(ranks)]
         missing[on] = (
             *unreached_parameters(reduced, [steps for _, steps in runs], kinds),
             *unreached_modules(reduced, program),
@@ -163,7 +164,9 @@ def prove(
                 scheduled.micro_batches if scheduled is not None else None,
             )
         )
-    called = () if scheduled is not None else tuple(calls_of(reduced.reduced_model, kind).proven for kind in kinds)
+    under = checkpointed_by(next(iter(programs.values())))  # the same in every variant
+    made = () if scheduled is not None else (calls_of(reduced.reduced_model, kind, under) for kind in kinds)
+    called = tuple(calls.proven for calls in made)
     seconds = time.monotonic() - start
     proof = NumericProof(sizes, tuple(proofs), processes, seconds, calls=called, meshes=tuple(every))
     return Proven(proof, programs, missing)
@@ -209,12 +212,18 @@ def _replicas(mesh: MeshSizes) -> int:
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
-_Of = tuple[str, torch.dtype, int, bool]
+_Of = tuple[str, torch.dtype, int, bool, Checkpointed]
 _REFERENCES: WeakKeyDictionary[ReducedModel, dict[_Of, tuple[Sequence[Batch], Steps]]] = WeakKeyDictionary()
 
 
 def steps_of(
-    reduced_model: ReducedModel, kind: str, dtype: torch.dtype, index: int = 0, *, plain: bool = False
+    reduced_model: ReducedModel,
+    kind: str,
+    dtype: torch.dtype,
+    index: int = 0,
+    *,
+    plain: bool = False,
+    under: Checkpointed = NOTHING,
 ) -> tuple[Sequence[Batch], Steps]:
     """The batches of a data-parallel rank and the unsharded steps on them; each is run once for a reduced model.
 
@@ -222,12 +231,13 @@ def steps_of(
         kind: of input.
         index: of the rank.
         plain: the plain call alone, as pipeline stages take it.
+        under: what the plan checkpoints, by which calls are left out; the steps themselves are without.
     """
     known = _REFERENCES.setdefault(reduced_model, {})
-    key = (kind, dtype, index, plain)
+    key = (kind, dtype, index, plain, under)
     if key not in known:
         with reduced_model.running():
-            calls = plain_calls(reduced_model, kind) if plain else calls_of(reduced_model, kind)
+            calls = plain_calls(reduced_model, kind) if plain else calls_of(reduced_model, kind, under)
             batches = [cast(batch, dtype) for batch in calls.batches(index)]
             known[key] = batches, reference_of(partial(_built, reduced_model, dtype), batches)
     return known[key]
@@ -247,7 +257,7 @@ class ReducedCase:
         assert self.sizes.tp is not None  # a proof is of one size
         reduced_model = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep, self.heads_times).reduced_model
         for kind in reduced_model.kinds:
-            batches = calls_of(reduced_model, kind).batches
+            batches = calls_of(reduced_model, kind, checkpointed_by(self.program)).batches
             yield Case(reduced_model.build, batches, self.program, self.sizes, dtype)
 
 
@@ -259,7 +269,8 @@ def _run(
         return worst_of(row for run in run_processes(case, dtype) for row in run)
     rows: list[Comparison] = []
     for kind in reduced_model.kinds:
-        made = [steps_of(reduced_model, kind, dtype, i) for i in range(_replicas(program.resolved.sizes))]
+        of = partial(steps_of, reduced_model, kind, dtype, under=checkpointed_by(program))
+        made = [of(index) for index in range(_replicas(program.resolved.sizes))]
         references = averaged([steps for _, steps in made])
         build = partial(_built, reduced_model, dtype)
         rows += simulate(build, [batches for batches, _ in made], program, references, on_ranks)

@@ -12,6 +12,7 @@ from shardplan.compiler.lower import Program
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 
+from .calls import checkpointed_by
 from .fingerprints import Fingerprint, NotStable
 from .prove import steps_of
 
@@ -43,7 +44,7 @@ def digest_of(
                 shapes = [tuple(run.values[i].shape) for i in event.outputs]
                 digest.add(f"{event.kind} {event.name} {event.place} {event.source} {shapes}")
         for kind in model.kinds:
-            batches, steps = steps_of(model, kind, torch.float32)
+            batches, steps = steps_of(model, kind, torch.float32, under=checkpointed_by(program))
             digest.add(kind, batches, steps.outputs, steps.gradients, steps.buffers)
     except NotStable:
         return None
