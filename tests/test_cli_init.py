@@ -13,6 +13,9 @@ from shardplan.authoring.init.write import braced, folded
 from shardplan.cli.main import main
 from shardplan.language import parse_plan, parse_text
 from shardplan.language.globs import parse_glob
+from tests.adversaries.functions import changed
+from tests.adversaries.hooks import hooked
+from tests.adversaries.parts import features
 from tests.case_models import narrow_blocks
 
 
@@ -79,6 +82,33 @@ def test_nothing_can_be_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     assert code == 1 and out.startswith("error[SP530]: nothing of tests.case_models:odd_blocks can be split at tp=2")
     assert not file.exists()
+
+
+def test_what_validate_refuses_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No batch has values so large that the split part counts."""
+    file = tmp_path / "plan.yaml"
+    inputs = ("--inputs", "tests.adversaries.parts:features")
+    code, out, _ = run(capsys, "tests.adversaries.gates:masked_by_value", "-o", str(file), *inputs)
+    assert code == 1 and out.startswith("error[SP421]: no run reaches layers.0.mlp.up.weight")
+    assert "--> <init>:" in out and "layers.*.mlp.up: colwise" in out
+    assert not file.exists()
+
+
+def test_rules_that_the_numbers_refute_are_not_returned() -> None:
+    """A hook on a tensor of split features centres its gradient."""
+    with pytest.raises(PlanError) as raised:
+        init_plan(Model(hooked("centre"), inputs=features))
+    assert [one.code for one in raised.value.diagnostics] == ["SP420"]
+    assert "--> <init>:" in str(raised.value) and "layers.*.mlp.up: colwise" in str(raised.value)
+
+
+def test_an_overlay_that_the_numbers_refute_is_none() -> None:
+    """A gradient is divided by its norm over the whole sequence."""
+    model = Model(changed("unit", "output"), inputs=features)
+    with pytest.raises(PlanError) as raised:
+        init_plan(model, sequence_parallel=True)
+    assert [one.code for one in raised.value.diagnostics] == ["SP420", "SP531"]
+    assert validate(model, dict(init_plan(model).document), {"tp": 2}).proven
 
 
 @pytest.mark.slow

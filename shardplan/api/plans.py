@@ -6,15 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardplan.compiler.pipeline import Given, at_a_size
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
-from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, wanted_variants
+from shardplan.compiler.variants import wanted_variants
 from shardplan.core.diagnostics import Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan
+from shardplan.core.report import Report
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
 
+from .check import Asked, prove_variants
 from .keywords import model_of
+
+SHOWN = "<init>"  # what findings call the plan that is not written yet
 
 if TYPE_CHECKING:
     from shardplan.authoring.init.new import NewPlan
@@ -53,7 +58,8 @@ def init_plan(
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
-    """Write a plan for a model, from its structure and a run of a reduced model of it; validated and proven numerically.
+    """Write a plan for a model, from its structure and a run of a reduced model of it; checked and proven as `validate` does, with all
+    its variants.
 
     What cannot be split stays whole, and the plan says so; the result's `diagnostics` too, with what keeps the model itself
     from being trained with any plan (its dropout).
@@ -68,13 +74,13 @@ def init_plan(
 
     Raises:
         PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
-            (SP531); the experts cannot be distributed (SP533).
+            (SP531); the experts cannot be distributed (SP533); what was found is not right (SP420) or cannot be proven. Findings
+            point into the plan that was found, `<init>`.
         ValueError: a tp size below 2, or that no mesh has.
     """
-    from shardplan.authoring.init.new import new_plan
-    from shardplan.compiler.layout import ModelLayouts
-    from shardplan.language import parse_plan
-    from shardplan.proof.stage import Question, prove_stage
+    from shardplan.authoring.init.new import new_plan, refused_overlays
+    from shardplan.language.parsing import parse_text
+    from shardplan.proof.stage import nothing_proven
     from shardplan.report.errors import raise_errors
 
     check_count("tp", tp, MOST_RANKS)
@@ -92,27 +98,21 @@ def init_plan(
         name=name,
         progress=progress,
     )
-    parsed = parse_plan(dict(made.document), name="init")
+    parsed = parse_text(made.text, file=SHOWN)
     assert parsed.plan is not None, made.text
     progress("validating")
     sizes = MeshSizes(tp=tp, ep=tp if expert_parallel else 1)
+    given = Given(named, found, parsed.plan, parsed.sources, parsed.diagnostics)
     wanted = wanted_variants(parsed.plan, None, sizes)
-    variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
-    about_rules = [d for d in variants.all_findings if d.primary is not None]
-    raise_errors(about_rules, parsed.sources)
-    reduced_model = ModelLayouts(found, tp, sizes.ep)
-    layouts = prove_layouts(
-        replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, reduced_model
-    )
-    raise_errors(layouts.all_findings, parsed.sources)
-    asked = Question(
-        reduced_model, named, parsed.plan, allow_unproven=True
-    )  # what no run reaches is reported, and stays whole
-    proof, about_proof = prove_stage(asked, wanted, progress)
-    found_late = layouts.with_findings(about_proof).all_findings
-    if proof is None:  # the sharded reduced model raises, as a sequence of its own making cannot be split
-        raise_errors(found_late, parsed.sources)
-    assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
+    variants, allowed = at_a_size(given, sizes, wanted, seq_len=None)
+    raise_errors((d for d in variants.all_findings if d.primary is not None), parsed.sources)
     # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
     about_itself = [replace(d, severity=Severity.WARNING) for d in variants.all_findings if d.primary is None]
-    return replace(made, diagnostics=(*made.diagnostics, *about_itself, *found_late))
+    variants = replace(variants, findings=dict.fromkeys(variants.findings, ()))
+    report = Report(sizes=sizes, checked_tp=tp, allowed_tp=allowed, stages=("plan", "structure"))
+    report, variants = prove_variants(report, variants, given, Asked(named, made.text, sizes, progress=progress))
+    about_overlays = refused_overlays(found.name, variants.findings)
+    raise_errors((*about_overlays, *variants.all_findings), parsed.sources)
+    if not report.proven:
+        raise_errors((nothing_proven(report.proof),), parsed.sources)
+    return replace(made, diagnostics=(*made.diagnostics, *about_itself, *variants.all_findings))

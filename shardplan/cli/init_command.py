@@ -12,6 +12,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 from shardplan.report import text, wants_color
+from shardplan.report.errors import sources_of
 
 from .argument_parts import model_of
 from .editor_settings import schema_line
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
     except PlanError as error:
-        return finish(Report(plans=("init",), model=args.model, diagnostics=error.diagnostics), args)
+        report = Report(plans=("init",), model=args.model, diagnostics=error.diagnostics, sources=sources_of(error))
+        return finish(report, args)
     finally:
         progress("")
     if made.diagnostics:

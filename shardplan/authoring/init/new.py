@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
+from shardplan.core.plan import NO_OVERLAYS, Overlays
 from shardplan.core.tree import element
 from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
@@ -115,6 +116,23 @@ def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
     whole = (_kept(found, one, WHOLE, "stay whole on every rank") for one in derived.whole)
     gathered = (_kept(found, one, GATHERED, "are split, but what is between them is not") for one in derived.gathered)
     return (*whole, *gathered)
+
+
+def refused_overlays(model: str, findings: Mapping[Overlays, Sequence[Diagnostic]]) -> tuple[Diagnostic, ...]:
+    """SP531 or SP533 where the proof refuses what was found, and nothing of it without that overlay.
+
+    Args:
+        model: its name.
+        findings: of each variant of the plan.
+    """
+    wrong = {on: next((d.message for d in found if d.is_error), None) for on, found in findings.items()}
+    refused = [on for on, message in wrong.items() if message is not None]
+    if wrong[NO_OVERLAYS] is not None or not refused:
+        return ()
+    note = f"on the reduced model: {wrong[refused[0]]}"
+    if all("expert_parallel" in on for on in refused):
+        return (_error(NO_EXPERTS_FOUND, f"no rules were found that distribute the experts of {model}", note),)
+    return (_error(NO_OVERLAY, f"no sequence-parallel overlay was found for {model}", note),)
 
 
 def _has_rules(unit: str, derived: Derived) -> bool:

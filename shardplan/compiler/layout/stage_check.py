@@ -160,7 +160,7 @@ def _lengths(benches: Sequence[Workbench], names: Iterable[str]) -> dict[str, in
 
     for name in dict.fromkeys(names):
         noting(name)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         for bench in benches:
             model(**bench.inputs)
             if all(name in found for name in names):
