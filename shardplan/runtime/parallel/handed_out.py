@@ -17,7 +17,7 @@ from shardplan.core.module_program import OutsideReads
 
 from .tensor_moves import move
 
-_OURS = ("shardplan.runtime.", "torch.")  # modules whose hooks read nothing
+_OURS = ("shardplan.runtime.", "shardplan.cost.", "torch.")  # modules whose hooks read nothing
 
 
 @dataclass(slots=True)
