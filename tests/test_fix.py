@@ -64,7 +64,7 @@ def test_a_plan_is_repaired_in_place(tmp_path, capsys, end):
     assert main([*words, "--fix"]) == 0
     assert plan.read_bytes() == RIGHT.replace("\n", end).encode()
     assert main([*words, "--diff"]) == 0
-    assert capsys.readouterr().out.endswith("unsharded model's\n")
+    assert "unsharded model's\n" in capsys.readouterr().out
 
 
 def test_a_rule_of_the_parent_is_overridden_here(tmp_path):
