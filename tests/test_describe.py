@@ -15,6 +15,7 @@ from shardplan.core.module_program import (
     InputMove,
     ModuleProgram,
     OutputMove,
+    OutsideReads,
     ParameterProgram,
     SharedGroup,
 )
@@ -65,7 +66,7 @@ OTHER_MODULES = (
     replace(MODULE, joins="n"),
     replace(MODULE, logits=8),
     replace(MODULE, tail=2),
-    replace(MODULE, outside=(1,)),
+    replace(MODULE, outside=OutsideReads((1,))),
     replace(MODULE, divide=(("heads", 2),)),
     replace(MODULE, divide=(("heads", 4),)),
     replace(MODULE, shared=(SharedGroup((("", "weight"),), 2, True),)),

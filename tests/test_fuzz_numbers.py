@@ -33,13 +33,16 @@ def test_an_absurd_number_is_answered(seed: int) -> None:
     answer(seed)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [("qwen3_next", {"moe_intermediate_size": 0}), ("mixtral", {"vocab_size": 0})],
-    ids=["no width", "no vocabulary"],
-)
-def test_sizes_of_zero(name: str, settings: dict[str, int]) -> None:
-    assert not shardplan.validate(shardplan.Model(name, settings=settings), "auto", {"tp": 2}).ok
+def test_a_vocabulary_of_zero_is_refused() -> None:
+    assert not shardplan.validate(shardplan.Model("mixtral", settings={"vocab_size": 0}), "auto", {"tp": 2}).ok
+
+
+def test_experts_of_zero_width_leave_the_router_its_auxiliary_loss() -> None:
+    """Nothing else reads the router, and a call with `output_router_logits=True` does."""
+    report = shardplan.validate(shardplan.Model("qwen3_next", settings={"moe_intermediate_size": 0}), "auto", {"tp": 2})
+    assert report.proven and report.proof is not None
+    gate = [row for row in report.proof.rows if row.kind == "gradient" and row.name.endswith("mlp.gate.weight")]
+    assert gate and {row.verdict for row in gate} == {"equal"}
 
 
 @pytest.mark.slow

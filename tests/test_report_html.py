@@ -78,7 +78,7 @@ def test_everything_is_in_it(made):
     page = Page(shown(made))
     for said in (
         "no findings",
-        "proven at tp=2",
+        "proven at dp_shard=2, tp=2",
         "Tensor parallel",
         "Sequence parallel",
         "dp_shard: a unit",

@@ -221,8 +221,10 @@ CASES = (
         "flag/taken_at_times", Side, either, document(SIDE), "right", "taken in every other batch", codes=("SP421",)
     ),
     Adversary("flag/taken_at_times_wrong", Side, either, document(WRONG_SIDE), "wrong", "nobody adds it up"),
-    Adversary("data/right", partial(Side, True), lifted, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
-    Adversary("data/wrong", partial(Side, True), lifted, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
+    Adversary("data/right", partial(Side, True), lifted, document(SIDE), "right", "both ways are proven", seeds=RARE),
+    Adversary(
+        "data/wrong", partial(Side, True), lifted, document(WRONG_SIDE), "wrong", "both ways are proven", seeds=RARE
+    ),
     Adversary("second_reader/right", ReadersStack, either, document(READERS), "right", "each reader moves by itself"),
     Adversary(
         "second_reader/rare",
