@@ -153,7 +153,7 @@ class PartialEmbedding:
 
     def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
         """Called with a value that was made whole, and whether its readers leave it a partial sum as its gradient."""
-        if self.outermost is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.outermost is not None:  # in this order: graphs would ask for the module
             self.left.gathered.append((ref(x), partial))
         return x
 
