@@ -153,7 +153,8 @@ class PartialEmbedding:
 
     def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
         """Called with a value that was made whole, and whether its readers leave it a partial sum as its gradient."""
-        if not torch.compiler.is_compiling() and self.outermost is not None:  # in this order: graphs would ask for the module
+        # In this order: a graph would be made anew for each answer of the second.
+        if not torch.compiler.is_compiling() and self.outermost is not None:
             self.left.gathered.append((ref(x), partial))
         return x
 
