@@ -20,13 +20,13 @@ from shardplan.core.sections import ActivationCheckpointing
 from shardplan.model.config_numbers import text_config
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced import ReducedModel
+from shardplan.model.reduced.model_inputs import IGNORED
 from shardplan.model.reduced.outcome import results_of
 from shardplan.runtime.apply.checkpointing import checkpoint_modules
 from shardplan.runtime.apply.refusals import REFUSED_SWITCHES
 
 from .steps import STEPS, seed_of
 
-IGNORED = -100  # the label that losses of next tokens leave out
 # Switches of the form in which the same values are returned, or for code that no training step runs.
 FORMS = frozenset(("return_dict", "training"))
 MASK, IDS, EMBEDDINGS, LABELS = "attention_mask", "input_ids", "inputs_embeds", "labels"

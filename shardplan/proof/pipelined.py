@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import StagedPlan
@@ -27,7 +26,7 @@ from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.adapters import unwrapped
 from shardplan.model.reduced.precision import in_dtype
-from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
+from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
@@ -38,8 +37,8 @@ from shardplan.torchlib.modes import CheckedSizes
 from .compare import NEGLIGIBLE, compare, worst_of
 from .exact import in_precision_of
 from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
-from .rank import whole
-from .simulate import copy_of
+from .rank import data_parallel_rank, mesh_of, replicas, whole
+from .simulate import common_to_ranks, copy_of
 from .steps import STEPS, separate
 from .threads import OnRanks
 
@@ -134,16 +133,14 @@ class ScheduledCase:
         """The run on ranks that are threads; each row is the worst of them. Where no forward changes a buffer it is one step."""
         expected, first = self.expected(1), self.built()
         models = [first, *(copy_of(first, expected.written) for _ in range(self.sizes.world_size - 1))]
-        # Replicas are of shards, of one rank at least.
-        always = (Axis.PP, Axis.TP, *((Axis.DP_SHARD,) if self.sizes.dp_replicate > 1 else ()))
-        axes = [axis for axis in AXES if axis in always or self.sizes.of(axis) > 1]
+        axes = [axis for axis in AXES if axis is Axis.PP or self.sizes.of(axis) > 1]
 
         def run(rank: int) -> tuple[Comparison, ...]:
             with CheckedSizes():
                 return self.of_rank(expected, models[rank], axes)
 
         silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # that whole tensors are slow to make
-        with silent, in_precision_of(expected.models[0]):  # the default dtype is no thread's own
+        with silent, common_to_ranks(expected.models[0]):
             return worst_of(row for rows in on_ranks(run) for row in rows)
 
     def built(self) -> nn.Module:
@@ -155,9 +152,8 @@ class ScheduledCase:
         Args:
             steps: at least; STEPS where a forward changes buffers or parameters.
         """
-        replicas = self.sizes.dp_replicate * self.sizes.dp_shard
-        batches = MicroBatches(self.inputs, self.scheduled.micro_batches, replicas, self.dtype)
-        models = [self.built() for _ in range(replicas)]
+        batches = MicroBatches(self.inputs, self.scheduled.micro_batches, replicas(self.sizes), self.dtype)
+        models = [self.built() for _ in range(batches.replicas)]
         own = own_loss(self.built(), batches.one(0, 0, 0))
         before = {name: value.clone() for name, value in _state(models[0])}
         made = [_reference(models, batches, 0, own=own)]
@@ -165,26 +161,20 @@ class ScheduledCase:
         made += [_reference(models, batches, step, own=own) for step in range(1, STEPS if changed else steps)]
         return _Expected(batches, own, models, tuple(made), changed)
 
-    def of_rank(self, expected: _Expected, model: nn.Module, axes: Iterable[Axis]) -> tuple[Comparison, ...]:
+    def of_rank(self, expected: _Expected, model: nn.Module, axes: Collection[Axis]) -> tuple[Comparison, ...]:
         """Apply the program to the stages of this rank, run the steps, and compare. All ranks call it together.
 
         Args:
             model: this rank's own; it is used up.
-            axes: of the mesh.
+            axes: as for `mesh_of`.
         """
-        sizes = {axis.value: self.sizes.of(axis) for axis in axes}
-        mesh = read_mesh(init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,)), ep=self.sizes.ep)
-        replicas = expected.batches.replicas
-        index = sum(
-            mesh.mesh.get_local_rank(axis) * inner
-            for axis, inner in (("dp_replicate", self.sizes.dp_shard), ("dp_shard", 1))
-            if axis in sizes
-        )
+        mesh = mesh_of(self.sizes, axes)
+        index = data_parallel_rank(mesh)
         pipeline = self._applied(mesh, model, own=expected.own)
         rows: list[Comparison] = []
         for step, right in enumerate(expected.steps):
             given = expected.batches.together(step, index)
-            tokens = None if expected.own else self.scheduled.micro_batches * replicas
+            tokens = None if expected.own else self.scheduled.micro_batches * expected.batches.replicas
             with in_precision_of(expected.models[0]):
                 loss = pipeline.step(tokens=tokens, **given)
             place = _place(pipeline, max(pipeline.by_stage))

@@ -24,6 +24,7 @@ from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, without_sequence
 from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
+from shardplan.core.sections import DataParallel
 from shardplan.core.tree import full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
@@ -36,6 +37,7 @@ from .compare import worst_of
 from .failure import sharded_run
 from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
+from .rank import replicas
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
 from .steps import Batch, Steps, averaged, cast, reference_of
@@ -144,7 +146,7 @@ def prove(
                 rows[on] += found
     proofs, missing = [], {}
     for on, program in programs.items():
-        ranks = max(_replicas(mesh) for mesh in meshes[on])
+        ranks = max(map(replicas, meshes[on]))
         of = partial(steps_of, reduced.reduced_model, dtype=torch.float32, under=checkpointed_by(program))
         runs = [of(kind, index=index) for kind in kinds for index in range(ranks)]
         missing[on] = (
@@ -184,14 +186,18 @@ def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
 
 
 def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:
-    """The meshes on which a variant is simulated. On a mesh with an axis ep a variant without it is proven for tp alone; a model that is
-    not wrapped by `fully_shard` has no data-parallel ranks."""
+    """The meshes on which a variant is simulated. On a mesh with an axis ep a variant without it is proven for tp alone."""
     if "expert_parallel" not in on and sizes.ep > 1:
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
+    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1))
+
+
+def simulated_sizes(sizes: MeshSizes, section: DataParallel | None) -> MeshSizes:
+    """The sizes without data-parallel ranks where the plan does not wrap the model with `fully_shard`: other backends are not simulated."""
     if section is not None and not BACKENDS[section.backend].fully_shard:
-        sizes = replace(sizes, dp_replicate=1, dp_shard=1)
-    return proof_meshes(replace(sizes, pp=1))
+        return replace(sizes, dp_replicate=1, dp_shard=1)
+    return sizes
 
 
 def _reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
@@ -204,11 +210,6 @@ def _reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
 
 def _named(mesh: MeshSizes) -> str:
     return mesh.text((*APPLIED, Axis.EP), ", ") or "one rank"
-
-
-def _replicas(mesh: MeshSizes) -> int:
-    """The data-parallel ranks."""
-    return mesh.dp_replicate * mesh.dp_shard
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
@@ -270,7 +271,7 @@ def _run(
     rows: list[Comparison] = []
     for kind in reduced_model.kinds:
         of = partial(steps_of, reduced_model, kind, dtype, under=checkpointed_by(program))
-        made = [of(index) for index in range(_replicas(program.resolved.sizes))]
+        made = [of(index) for index in range(replicas(program.resolved.sizes))]
         references = averaged([steps for _, steps in made])
         build = partial(_built, reduced_model, dtype)
         rows += simulate(build, [batches for batches, _ in made], program, references, on_ranks)

@@ -27,14 +27,13 @@ from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.runtime.pipeline.refused_plans import for_stages
-from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import cause_of
 from .pipelined import NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows
 from .proof_findings import unreached
-from .prove import EAGER, compile_for, settle, steps_of
+from .prove import EAGER, compile_for, settle, simulated_sizes, steps_of
 from .reach import unreached_parameters
 from .simulate import with_data_parallel
 from .stage import Question
@@ -81,12 +80,10 @@ def with_pipeline(
 
 
 def _meshes(asked: Question, staged: StagedPlan, *, multiple: bool) -> tuple[MeshSizes, ...]:
-    """Those on which the stages run. Data-parallel ranks are there where the plan wraps the stages with `fully_shard`."""
+    """Those on which the stages run."""
     assert staged.resolved is not None
-    section, sizes = staged.resolved.data_parallel, asked.sizes
+    sizes = simulated_sizes(asked.sizes, staged.resolved.data_parallel)
     pp = 2 if multiple else max(sizes.pp, asked.reduced.pp)
-    if section is not None and not BACKENDS[section.backend].fully_shard:
-        sizes = replace(sizes, dp_replicate=1, dp_shard=1)
     return stage_meshes(replace(sizes, pp=pp, tp=sizes.of(Axis.TP)))
 
 

@@ -56,6 +56,11 @@ def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
     return read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=tuple(axis.value for axis in names)), ep=sizes.ep)
 
 
+def replicas(sizes: MeshSizes) -> int:
+    """The data-parallel ranks, which have batches of their own."""
+    return sizes.dp_replicate * sizes.dp_shard
+
+
 def data_parallel_rank(mesh: PlanMesh) -> int:
     """Which of the ranks that have batches of their own this one is: the first where the mesh has no axis of such."""
     index = 0

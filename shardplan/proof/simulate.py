@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -59,11 +60,7 @@ def simulate(
         given = [_copied(batch) for batch in batches[index]]
         return index, rank_steps(models[rank], mesh, program, given, references[index], _parts)
 
-    # Neither the default dtype, nor a filter, nor a function of torch is a thread's own.
-    with in_precision_of(first), warnings.catch_warnings(), meshes_made_once():
-        warnings.filterwarnings(
-            "ignore", "FSDP2-wrapped module"
-        )  # said in training, and the proof sees what it warns of
+    with common_to_ranks(first):
         found = on_ranks(steps)
     packed, tp = packed_parameters(program), sizes.of(Axis.TP)
     gradients, parameters = (
@@ -78,6 +75,20 @@ def simulate(
         }
         rows += compare_steps(reference, ranks)
     return worst_of(rows)
+
+
+@contextmanager
+def common_to_ranks(model: nn.Module) -> Iterator[None]:
+    """What holds on all ranks while they run: neither the default dtype, nor a filter, nor a function of torch is a thread's own.
+
+    Args:
+        model: in the dtype in which it runs.
+    """
+    with in_precision_of(model), warnings.catch_warnings(), meshes_made_once():
+        warnings.filterwarnings(
+            "ignore", "FSDP2-wrapped module"
+        )  # said in training, and the proof sees what it warns of
+        yield
 
 
 def with_data_parallel(program: Program) -> Program:

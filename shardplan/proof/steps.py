@@ -1,4 +1,4 @@
-"""Two training steps on two batches, and everything that they leave behind: the basis for comparing a sharded model with the
+"""Training steps, each on a batch of its own, and everything that they leave behind: the basis for comparing a sharded model with the
 unsharded one."""
 
 from __future__ import annotations
