@@ -152,21 +152,28 @@ def gathered_at(depths: list[tuple[int | None, int | None]]) -> list[tuple[list[
         def there(which: range) -> int:
             return sum(groups[i].is_unsharded or groups[i]._all_gather_result is not None for i in which)
 
-        def watch(i: int, layer: nn.Module) -> None:
-            def forward(module: nn.Module, args: Any) -> None:
-                seen["forward"].setdefault(i, there(range(i + 1, LAYERS)))
+        # In a layer, its first norm is the first to compute forward, and its last matrix backward.
+        first = {layer.input_layernorm: i for i, layer in enumerate(layers)}
+        last = {layer.mlp.down_proj: i for i, layer in enumerate(layers)}
 
-            def backward(module: nn.Module, into: Any, out: Any) -> None:
-                seen["backward"].setdefault(i, there(range(i)))
+        def forward_begins(module: nn.Module, args: Any) -> None:
+            if module in first:
+                seen["forward"].setdefault(first[module], there(range(first[module] + 1, LAYERS)))
 
-            # In a layer, its first norm is the first to compute forward, and its last matrix backward.
-            layer.input_layernorm.register_forward_pre_hook(forward)
-            layer.mlp.down_proj.register_full_backward_hook(backward)
+        def backward_begins(module: nn.Module, into: Any, out: Any) -> None:
+            if module in last:
+                seen["backward"].setdefault(last[module], there(range(last[module])))
 
-        for i, layer in enumerate(layers):
-            watch(i, layer)
         ids = batch(mesh.get_local_rank("dp_shard"))
+        # Of all modules: a planned model refuses hooks of its own where a rank has a share of the values.
+        every = nn.modules.module
+        hooks = (
+            every.register_module_forward_pre_hook(forward_begins),
+            every.register_module_full_backward_hook(backward_begins),
+        )
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        for hook in hooks:
+            hook.remove()
         results.append(tuple([seen[way][i] for i in range(LAYERS)] for way in ("forward", "backward")))
     return results
 

@@ -203,4 +203,13 @@ def _object(value: Any) -> Iterator[Any]:
 @cache
 def is_own(file: str) -> bool:
     """Whether code stands in a file of the user's, and of no installed package."""
-    return not file.startswith(INSTALLED) and not any(one in file for one in PACKAGES)
+    return not file.startswith(INSTALLED) and not any(one in file for one in PACKAGES) and not _in_a_target(Path(file))
+
+
+def _in_a_target(file: Path) -> bool:
+    """Whether `pip install --target` wrote it: a list of files beside the outermost folder of its package names that folder."""
+    outermost = file
+    while (outermost.parent / "__init__.py").is_file():
+        outermost = outermost.parent
+    lists = outermost.parent.glob("*.dist-info/RECORD") if outermost != file else ()
+    return any(line.startswith(f"{outermost.name}/") for one in lists for line in one.read_text().splitlines())

@@ -94,6 +94,8 @@ def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings
     sides = other_sides(asked.reduced.reduced_model, asked.reduced.benches[0].model)
     for model in sides.models:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
+        if not right:
+            break
         try:
             reduced = asked.reduced.with_model(model)
             proven = prove(

@@ -58,7 +58,8 @@ class RankGroup(_Threaded):
     @classmethod
     def exception_handle(cls, error: BaseException) -> None:
         """Let all ranks that wait end."""
-        _Threaded.exception_handle(error)
+        with cls._coll_lock:  # torch goes through the collectives, which other ranks begin and end meanwhile
+            _Threaded.exception_handle(error)
         with cls._post:
             cls._post.notify_all()
 

@@ -144,6 +144,10 @@ class Ends:
             outer = [name for name in inside if name in self.called][-1:]
             for name in outer:
                 yield {**self._by_token(name), name: GATHERED}
+        reader = self._reader
+        if reader:  # unlike a module around the blocks, it is called too where a call's switch runs them one by one
+            yield {reader: GATHERS}
+            yield {reader: COMPLETE}
         around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
             :MOST_AROUND
         ]
@@ -162,6 +166,14 @@ class Ends:
             if module.parameters and self.starts.get(name, -1) > last and self.tree.pattern(name) == name
         ]
         return min(behind, key=lambda name: self.starts[name], default="")
+
+    @property
+    def _reader(self) -> str:
+        """The module without parameters that is entered next behind the blocks; empty where there is none."""
+        behind = self.flow.run.events[self.order[self.blocks[-1]] :]
+        name = next((event.module for event in behind if event.kind == "enter"), "")
+        below = (m for other, m in self.tree.modules.items() if f"{other}.".startswith(f"{name}."))
+        return name if name and self.tree.pattern(name) == name and not any(m.parameters for m in below) else ""
 
     def _exit(self, name: str) -> Rules:
         """How it gathers the sequence: a norm behind itself, the head in front."""
