@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import platform
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from shardplan.runtime.parallel.fsdp_units import groups_of
 from shardplan.torchlib import private as room
 from shardplan.torchlib.private import NAMES, Private, private
 from shardplan.torchlib.private_attributes import ATTRIBUTES, SEEN, Attributes
+from shardplan.torchlib.untested import untested
 
 PACKAGE = Path(room.__file__).parents[1]
 
@@ -132,3 +135,42 @@ def _has(owner: object, name: str) -> bool:
         for one in own
         if one.__module__.startswith(("torch.", "transformers", "accelerate", "argparse"))
     )
+
+
+VERSIONS = {"torch": SEEN["torch"][-1], "transformers": SEEN["transformers"][-1]}
+
+
+@pytest.mark.parametrize(
+    ("newer", "said"),
+    [
+        ({}, ""),
+        ({"torch": SEEN["torch"][0] + "+cpu", "transformers": "not installed"}, ""),
+        ({"torch": SEEN["torch"][-1].rpartition(".")[0] + ".99"}, ""),
+        ({"torch": "9.0.0a0+git123"}, "torch 9.0.0a0+git123: "),
+        ({"torch": "9.0", "transformers": "10.1.dev0"}, "torch 9.0 and transformers 10.1.dev0: "),
+    ],
+)
+def test_what_is_newer_than_the_tested_releases(newer, said):
+    found = untested({**VERSIONS, **newer})
+    assert found.startswith(said) and bool(found) == bool(said)
+    assert all(f"tested with {name} 2.11 to" in found for name in newer if said and name == "torch")
+
+
+def test_the_command_and_the_library_warn_once_and_work():
+    """The command prints nothing else of what is warned about."""
+    old = "from shardplan.torchlib import private_attributes as p; p.SEEN['transformers'] = ('5.0.0',); import sys, warnings; "
+    library = old + "from shardplan import unshard, validate, verify"
+    command = old + (
+        "sys.argv[1:] = ['validate', 'llama', 'auto', '--tp', '2', '--no-proof']; "
+        "from shardplan.cli import main; main.import_module = lambda name: (warnings.warn('other'), __import__(name, fromlist='x'))[1]; "
+        "main.console()"
+    )
+    for code, begin in ((library, "UntestedVersionWarning: "), (command, "shardplan: warning: ")):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert (
+            done.stderr.count(f"{begin}transformers {version('transformers')}: shardplan ")
+            == done.stderr.lower().count("warning: ")
+            == 1
+        )
+    assert "report it with the message and the output of `shardplan --version`" in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import shardplan
 from shardplan.core.schedules import SCHEDULES
@@ -129,6 +130,14 @@ def test_arguments_without_a_meaning_for_a_stage(name: str) -> None:
         read_inputs({"input_ids": IDS, name: True}, 4)
     assert str(told.value) == f"{name} in a pipeline step: {REFUSED[name]}"
     assert name not in read_inputs({"input_ids": IDS, name: None}, 4).tensors
+
+
+@pytest.mark.parametrize("cache", [DynamicCache(), {"of": [EncoderDecoderCache(DynamicCache(), DynamicCache())]}])
+def test_a_cache_is_refused_under_any_name(cache: Any) -> None:
+    """transformers 5.24 renames `past_key_values`, and models of one's own have names of their own."""
+    with pytest.raises(ValueError) as told:
+        read_inputs({"input_ids": IDS, "memory": cache}, 4)
+    assert str(told.value) == f"memory in a pipeline step: {REFUSED['past_key_values']}"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
 
+from shardplan.core.version import UntestedVersionWarning
+
 from .exits import BROKEN_PIPE, BUG, INTERRUPTED, USAGE, UsageError
 
 NOT_IN_CORE = ("torch", "transformers", "safetensors", "tqdm", "numpy")  # which `shardplan-core` does not bring
@@ -58,6 +60,8 @@ def console() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what concerns the user is a finding
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        warnings.simplefilter("default", UntestedVersionWarning)
+        warnings.formatwarning = lambda message, *_, **__: f"shardplan: warning: {message}\n"
     # One that was closed outside is None.
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, TextIOWrapper)]
     for stream in streams:

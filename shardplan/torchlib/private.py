@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .untested import warn_of_untested
+
 
 @dataclass(frozen=True, slots=True)
 class Private:
@@ -145,3 +147,6 @@ def private(name: str) -> Any:
             return getattr(loaded, attribute)
     places = " or ".join(f"{module}.{attribute}".rstrip(".") for module, attribute in entry.places)
     raise RuntimeError(f"torch {torch.__version__} has no {places}, and shardplan needs it for: {entry.purpose}")
+
+
+warn_of_untested()  # here, as all that runs a model imports this file, once a process

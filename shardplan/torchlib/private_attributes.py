@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 SEEN = {
     "torch": ("2.11.0", "2.13.0"),
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.23.0", "5.24.0"),
     "accelerate": ("1.15.0",),
     "argparse": ("3.11", "3.12"),
     "sys": ("3.11", "3.12"),

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from shardplan.torchlib.private import private
 
 _tree_map, _tree_leaves = private("tree_map"), private("tree_leaves")
 
+NO_CACHE = "a stage keeps no cache: evaluate losses, or generate with an unsharded model"
 REFUSED = {
-    "use_cache": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
-    "past_key_values": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
-    "cache_params": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
+    "use_cache": NO_CACHE,
+    "past_key_values": NO_CACHE,
+    "cache": NO_CACHE,
+    "cache_params": NO_CACHE,
     "output_hidden_states": "the hidden states of other stages are on other ranks",
     "output_attentions": "the attention maps of other stages are on other ranks",
     "return_dict": "step returns the loss",
@@ -92,6 +95,10 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in _tree_leaves(value) if isinstance(x, Tensor)]
 
 
+def _is_cache(value: Any) -> bool:
+    return isinstance(value, Cache)
+
+
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return _tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
 
@@ -109,6 +116,9 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
         value = arguments.get(name)
         if value is not None and value is not False:
             raise ValueError(f"{name} in a pipeline step: {why}")
+    for name, value in arguments.items():
+        if any(map(_is_cache, _tree_leaves(value, is_leaf=_is_cache))):
+            raise ValueError(f"{name} in a pipeline step: {NO_CACHE}")
     given = {name: value for name, value in arguments.items() if name not in REFUSED and value is not None}
     shown = {name: found[0] for name, value in given.items() if (found := _tensors(value))}
     if not shown:
