@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 from shardplan import (
@@ -24,6 +23,7 @@ from shardplan import (
     clip_grad_norm_,
     load_checkpoint,
     load_training_state,
+    micro_batches,
     save_checkpoint,
     save_training_state,
 )
@@ -91,7 +91,7 @@ def batch_of(step: int, sequences: torch.Tensor, args: argparse.Namespace) -> to
     return sequences[torch.stack(chosen)]
 
 
-def micro_batches(batch: torch.Tensor, share: int, shares: int, args: argparse.Namespace) -> tuple[torch.Tensor, ...]:
+def parts_of(batch: torch.Tensor, share: int, shares: int, args: argparse.Namespace) -> tuple[torch.Tensor, ...]:
     """This rank's sequences, equally many at a time."""
     if args.batch % (shares * args.micro_batch):
         raise SystemExit(
@@ -106,12 +106,10 @@ def saves(output: Path) -> list[Path]:
 
 
 def backward(model: torch.nn.Module, parts: tuple[torch.Tensor, ...], device: str) -> torch.Tensor:
-    """Add up the gradients of the mean loss of a rank's parts. Returns that loss, the same on all ranks: the global one."""
+    """The gradients of the mean loss over the tokens of all parts, on all ranks. Returns that loss, the same on all ranks."""
     mean = torch.zeros((), device=device)
-    for number, ids in enumerate(parts, 1):
-        if isinstance(model, FSDPModule):  # reduce gradients once a step
-            model.set_requires_gradient_sync(number == len(parts))
-        loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss / len(parts)
+    for ids, scale in micro_batches(model, parts, labels=lambda ids: ids):
+        loss = model(input_ids=ids.to(device), labels=ids.to(device), use_cache=False).loss * scale
         loss.backward()
         mean += loss.detach()
     dist.all_reduce(mean)
@@ -137,7 +135,7 @@ def train(args: argparse.Namespace) -> None:
 
     for step in range(done + 1, args.steps + 1):
         torch.manual_seed((args.seed * args.steps + step) * shares + share)  # dropout where tp is 1
-        loss = backward(model, micro_batches(batch_of(step, sequences, args), share, shares, args), device)
+        loss = backward(model, parts_of(batch_of(step, sequences, args), share, shares, args), device)
         norm = clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ from shardplan import (
     clip_grad_norm_,
     count_expert_tokens,
     materialize,
+    micro_batches,
     update_expert_bias,
 )
 
@@ -96,8 +97,9 @@ def train(args: argparse.Namespace) -> None:
     losses = []
     for step in range(1, args.steps + 1):
         ids = own_part(text, step, args, part, parts).to(device)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        for batch, scale in micro_batches(model, [{"input_ids": ids, "labels": ids}]):
+            loss = model(**batch, use_cache=False).loss * scale
+            loss.backward()
         norm = clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -21,6 +21,7 @@ from shardplan import (
     load_checkpoint,
     load_training_state,
     materialize,
+    micro_batches,
     save_checkpoint,
     save_training_state,
 )
@@ -118,13 +119,15 @@ def train(args: argparse.Namespace) -> None:
     losses = {}
     for step in range(done + 1, args.steps + 1):
         ids = own_part(global_batch(text, step, args.batch, args.seq_len), mesh).to(device)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        # One batch a step. With several, their gradients are those of the mean over all of their tokens.
+        for batch, scale in micro_batches(model, [{"input_ids": ids, "labels": ids}]):
+            loss = model(**batch, use_cache=False).loss * scale
+            loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-        # Ranks have equally many tokens, so the mean over ranks is the mean over the global batch.
+        # The mean over the ranks is the mean over the tokens of all.
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses[step] = mean.item() / dist.get_world_size()

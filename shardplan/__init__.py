@@ -33,13 +33,13 @@ if TYPE_CHECKING:  # each name under its own name again: so type checkers know t
     from .core.plan_lock import LockedQuestion as LockedQuestion
     from .core.report import Report as Report
     from .runtime.apply import build_mesh as build_mesh, without_sequence_parallel as without_sequence_parallel
-    from .runtime.apply.micro_batches import micro_batches as micro_batches
     from .runtime.pipeline import Pipeline as Pipeline, PipelineOptions as PipelineOptions
     from .runtime.training import (
         causal_lm_loss as causal_lm_loss,
         clip_grad_norm_ as clip_grad_norm_,
         context_parallel as context_parallel,
         count_expert_tokens as count_expert_tokens,
+        micro_batches as micro_batches,
         pad_to_multiple as pad_to_multiple,
         unshard as unshard,
         update_expert_bias as update_expert_bias,
@@ -76,7 +76,7 @@ _EXPORTS = {
     "applied": "shardplan.api.apply",
     "build_mesh": "shardplan.runtime.apply",
     "without_sequence_parallel": "shardplan.runtime.apply",
-    "micro_batches": "shardplan.runtime.apply",
+    "micro_batches": "shardplan.runtime.training",
     "Pipeline": "shardplan.runtime.pipeline",
     "PipelineOptions": "shardplan.runtime.pipeline",
     "materialize": "shardplan.weights",

@@ -124,7 +124,7 @@ def test_the_order_of_the_data_follows_from_the_seed():
 def test_parts_are_equal():
     finetune = script()
     args = finetune.arguments(["--model", "m", "--text", "t", "--output", "o", "--batch", "8", "--micro-batch", "2"])
-    parts = finetune.micro_batches(torch.arange(8), 1, 2, args)
+    parts = finetune.parts_of(torch.arange(8), 1, 2, args)
     assert [part.tolist() for part in parts] == [[4, 5], [6, 7]]
     with pytest.raises(SystemExit, match="not a multiple of 3 data-parallel ranks x --micro-batch 2"):
-        finetune.micro_batches(torch.arange(8), 1, 3, args)
+        finetune.parts_of(torch.arange(8), 1, 3, args)

@@ -18,9 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 from training_runs import ADAMW
 
-from shardplan import load_checkpoint, save_checkpoint
+from shardplan import load_checkpoint, micro_batches, save_checkpoint
 from shardplan.proof.compare import relative_error
-from shardplan.runtime.apply.micro_batches import micro_batches
 from shardplan.runtime.training import clip_grad_norm_, get_grad_norm
 from tests.expert_stacks import Case, batch, sharded, share_of
 
@@ -144,8 +143,8 @@ def test_two_steps_of_the_optimizer():
 
 def micro(case: Case) -> None:
     model, mesh = sharded(case)
-    for step in micro_batches(model, range(2)):
-        (model(*batch(share_of(mesh), step)) / 2).backward()
+    for step, scale in micro_batches(model, range(2), labels=lambda step: 1, loss="mean"):
+        (model(*batch(share_of(mesh), step)) * scale).backward()
     expected = case.build()
     for share in range(mesh.data_parallel_ranks):
         for step in range(2):

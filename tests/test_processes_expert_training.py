@@ -60,16 +60,17 @@ def trains_as_the_unsharded(runs: list[Training]) -> None:
 
         def loss_of(model: nn.Module, number: int, micro: int, data_rank: int) -> Tensor:
             ids = batch(number, micro, data_rank, tokens=run.case.tokens)
-            return model(input_ids=ids, labels=ids, use_cache=False).loss / run.micro_batches
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
 
         def sharded(number: int) -> None:
-            for micro in shardplan.micro_batches(model, range(run.micro_batches)):
-                loss_of(model, number, micro, own).backward()
+            counted: Any = {"labels": lambda micro: run.case.tokens}
+            for micro, scale in shardplan.micro_batches(model, range(run.micro_batches), **counted):
+                (loss_of(model, number, micro, own) * scale).backward()
 
         def unsharded(number: int) -> None:
             for micro in range(run.micro_batches):
                 for data_rank in range(data_ranks):
-                    (loss_of(reference, number, micro, data_rank) / data_ranks).backward()
+                    (loss_of(reference, number, micro, data_rank) / data_ranks / run.micro_batches).backward()
 
         norms, state = run.train(model, sharded)
         reference = build(run.case)

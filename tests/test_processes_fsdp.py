@@ -212,8 +212,8 @@ def accumulated(n: int) -> None:
     reference = step(small_model("qwen3"), *(batch(i, s) for i in range(n) for s in range(2)))
     model = planned("qwen3", mesh, layers=2)
     counts = []
-    for ids in shardplan.micro_batches(model, [batch(i, share) for i in range(n)]):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss / n
+    for ids, scale in shardplan.micro_batches(model, [batch(i, share) for i in range(n)], labels=lambda ids: ids):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss * scale
         with Reductions() as seen:
             loss.backward()
         counts.append(seen.counts)
@@ -223,7 +223,7 @@ def accumulated(n: int) -> None:
 
     model.zero_grad()
     with pytest.raises(KeyError):
-        for _ in shardplan.micro_batches(model, range(3)):
+        for _ in shardplan.micro_batches(model, range(3), labels=lambda _: 1):
             raise KeyError
     run = step(model, batch(share))
     equal(run, step(small_model("qwen3"), batch(0), batch(1)))
@@ -237,8 +237,8 @@ def replicas_accumulated(n: int) -> None:
     rank = mesh.get_local_rank()
     model = small_model("llama")
     wrapper = shardplan.apply_plan(model, mesh, "auto", data_parallel={"backend": "ddp"}, prove=False)
-    for ids in shardplan.micro_batches(wrapper, [batch(i, rank) for i in range(n)]):
-        (wrapper(input_ids=ids, labels=ids, use_cache=False).loss / n).backward()
+    for ids, scale in shardplan.micro_batches(wrapper, [batch(i, rank) for i in range(n)], labels=lambda ids: ids):
+        (wrapper(input_ids=ids, labels=ids, use_cache=False).loss * scale).backward()
     reference = step(small_model("llama"), *(batch(i, s) for i in range(n) for s in range(4)))
     equal((0.0, {name: p.grad for name, p in model.named_parameters()}), reference)
 

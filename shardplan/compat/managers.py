@@ -96,10 +96,10 @@ class Manager:
         """
         applied(model)
 
-    def micro_batches(self, model: nn.Module, batches: Iterable[_T]) -> Iterator[_T]:
-        """The micro-batches of one optimizer step, as `shardplan.micro_batches`; with `defer_fsdp_grad_sync` off, each
-        one reduces its gradients."""
-        return micro_batches(model, batches) if getattr(self.config, "defer_fsdp_grad_sync", True) else iter(batches)
+    def micro_batches(self, model: nn.Module, batches: Iterable[_T], **how: Any) -> Iterator[tuple[_T, float]]:
+        """The micro-batches of one optimizer step with their factors, as `shardplan.micro_batches`, which takes `how`; with
+        `defer_fsdp_grad_sync` off, each one reduces its gradients."""
+        return micro_batches(model, batches, defer=getattr(self.config, "defer_fsdp_grad_sync", True), **how)
 
     def __getattr__(self, name: str) -> Any:
         """The fields of the config are attributes too."""

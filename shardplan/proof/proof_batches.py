@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.outcome import results_of
-from shardplan.runtime.pipeline.step_loss import IGNORED, predicts_next_token, tokens_of
+from shardplan.runtime.apply.label_counts import IGNORED, predicts_next_token, tokens_of
 from shardplan.torchlib.private import private
 
 from .steps import cast, direction_of, objective_of

@@ -2,7 +2,6 @@
 
 from .applied import Applied, applied, without_sequence_parallel
 from .build_mesh import build_mesh
-from .micro_batches import micro_batches
 from .phases import apply_program
 
-__all__ = ["Applied", "applied", "apply_program", "build_mesh", "micro_batches", "without_sequence_parallel"]
+__all__ = ["Applied", "applied", "apply_program", "build_mesh", "without_sequence_parallel"]

@@ -21,6 +21,7 @@ from .same_kinds import same_kinds
 from .same_weights import same_weights
 from .sampling import sample_alike
 from .unchanged import unchanged
+from .unequal_means import warn_of_unequal_means
 from .watched import Look, Looks, Watched
 
 Kind = Literal["program", "stage", "model"]
@@ -73,10 +74,10 @@ GUARDS: tuple[Guard, ...] = (
 
 
 def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
-    """Attach the guards to a model that a plan was applied to, and let tp ranks sample alike.
+    """Attach the guards to a model that a plan was applied to, let tp ranks sample alike, and look at what losses are means over.
 
     Args:
-        compare: compare the inputs of tp ranks, the kinds of inputs of data-parallel ranks, and the weights of replicas.
+        compare: compare the inputs of tp ranks, the kinds of inputs and the labels of data-parallel ranks, and the weights of replicas.
     """
     found: dict[nn.Module, list[tuple[Guard, Look]]] = defaultdict(list)
     for one in GUARDS:
@@ -90,6 +91,8 @@ def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
         _watch(module, looking)
     if kind == "model" and watched.mesh.tp is not None and watched.mesh.tp_size > 1:
         sample_alike(watched.inner, watched.mesh.tp)
+    if kind == "model" and compare:
+        warn_of_unequal_means(watched)
 
 
 def _watch(module: nn.Module, looking: Sequence[tuple[Guard, Look]]) -> None:

@@ -122,6 +122,12 @@ class PlanMesh:
         sizes = self.sizes
         return sizes.dp_replicate * sizes.dp_shard * sizes.cp
 
+    @property
+    def batch_groups(self) -> list[ProcessGroup]:
+        """The groups over which ranks have batches of their own, one for each axis of several; ranks of cp have one batch."""
+        axes = [self.mesh[self.names[axis]] for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD) if axis in self.names]
+        return [axis.get_group() for axis in axes if axis.size() > 1]
+
     def data_parallel(self, backend: Backend) -> DeviceMesh | None:
         """What a backend works over: a hybrid one over [dp_replicate,] dp_shard x cp flattened, another over all of its
         axes flattened. None where the mesh does not have them.

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardplan.core.mesh import DATA_PARALLEL, Axis
+from shardplan.core.mesh import Axis
 from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.core.tree import full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import AppliedParts
+from shardplan.runtime.apply.label_counts import predicts_next_token, tokens_of
 from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.same_inputs import comparing
@@ -28,7 +29,7 @@ from .hand_over import Ahead, Handing, HandOvers, Mode
 from .micro_batch_inputs import Inputs, flags_of, read_inputs
 from .stage_forward import Call
 from .step_failures import StepFailures, in_words
-from .step_loss import LossFunction, StepLoss, count_by_step, predicts_next_token, tokens_of, zero_like_loss
+from .step_loss import LossFunction, StepLoss, count_by_step, zero_like_loss
 from .tied_copies import compare_copies, copies_of
 
 
@@ -311,25 +312,27 @@ class Pipeline(Parted):
                 "calls but the last of an optimizer step"
             )
 
+    def shifts_labels(self) -> bool:
+        """Whether the first label of a row does not count, as in a loss of next tokens.
+
+        Raises:
+            ValueError: the model's loss is another.
+        """
+        if self.loss_function is None and not self._shifted:
+            raise ValueError(
+                "the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by"
+            )
+        return self.loss_function is None
+
     def _tokens(self, labels: Any) -> Tensor:
         if labels is None:
             raise ValueError("a pipeline step needs labels, or tokens for a loss_fn that needs none")
         if not isinstance(labels, Tensor):
             raise ValueError("the labels are no tensor, whose tokens a step could count: pass `tokens`")
-        if self.loss_function is None and not self._shifted:
-            raise ValueError(
-                "the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by"
-            )
-        count = tokens_of(labels, shifted=self.loss_function is None).to(self.device)
-        for group in self._data_parallel:
+        count = tokens_of(labels, shifted=self.shifts_labels()).to(self.device)
+        for group in self.layout.mesh.batch_groups:
             dist.all_reduce(count, group=group)
         return count
-
-    @property
-    def _data_parallel(self) -> list[Any]:
-        mesh = self.layout.mesh
-        meshes = [mesh.mesh[mesh.names[axis]] for axis in DATA_PARALLEL if axis in mesh.names]
-        return [one.get_group() for one in meshes if one.size() > 1]
 
     def _engine_for(self, handing: Handing) -> Engine:
         if self._engine is None or self._engine[0] != handing:
@@ -355,6 +358,6 @@ class Pipeline(Parted):
         total = zero_like_loss(self.device)
         for loss in losses:
             total = total + loss.detach().float()
-        for group in (self.group, *self._data_parallel):
+        for group in (self.group, *self.layout.mesh.batch_groups):
             dist.all_reduce(total, group=group)
         return total / replicas

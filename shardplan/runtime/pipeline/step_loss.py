@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-IGNORED = -100
+from shardplan.runtime.apply.label_counts import IGNORED, tokens_of
+from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
+
 NUMBER = "num_items_in_batch"
 NOT_DIVIDED = (
     f"the model's `loss_function` does not divide by `{NUMBER}`, and is not the mean over the tokens that a step counts, by which "
@@ -82,7 +83,14 @@ class StepLoss:
 
 
 def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, shifted: bool) -> None:
-    """Make a transformers model divide its sum over tokens by what the step says.
+    """Make a transformers model divide its sum over tokens by what the step says: `divided_by_step`."""
+    model.loss_function = divided_by_step(model.loss_function, current, shifted=shifted)  # type: ignore[assignment,arg-type]  # torch's types
+
+
+def divided_by_step(
+    own: Callable[..., Tensor], current: Callable[[], StepLoss | None], *, shifted: bool
+) -> Callable[..., Tensor]:
+    """A transformers model's loss function, which divides its sum over tokens by what the step says.
 
     A function that is not transformers' own is called again, once, with other numbers: whether it divides by them, and whether
     it counts the tokens that the step does. One that ignores them is weighed, where it is the mean over these tokens.
@@ -91,8 +99,7 @@ def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, s
         current: the loss of the step that runs.
         shifted: as for `tokens_of`.
     """
-    own: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
-    known = own is ForCausalLMLoss
+    known = own in (ForCausalLMLoss, loss_of_model)
     mean = False  # it ignores the number
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
@@ -128,7 +135,8 @@ def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, s
             known = True
         return loss * count / items if mean else loss
 
-    model.loss_function = loss_function  # type: ignore[assignment]  # torch's types know tensors and modules alone
+    loss_function.undivided = own  # type: ignore[attr-defined]
+    return loss_function
 
 
 def _check_mean(run: Callable[..., float], loss: Tensor, labels: Tensor, *, shifted: bool) -> None:
@@ -157,15 +165,6 @@ def _check_count(own: float, steps: float) -> None:
         )
 
 
-def tokens_of(labels: Tensor, *, shifted: bool) -> Tensor:
-    """The number of labels that count, an int64 scalar.
-
-    Args:
-        shifted: whether the loss predicts the next token, so that the first label of a row has none.
-    """
-    return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
-
-
 def loss_dtype(received: Iterable[torch.dtype]) -> torch.dtype:
     """What the last stage returns its loss in, given the dtypes of what it received: float32, as a step does, but float64 in a model
     of that."""
@@ -174,10 +173,3 @@ def loss_dtype(received: Iterable[torch.dtype]) -> torch.dtype:
 
 def zero_like_loss(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
-
-
-def predicts_next_token(model: nn.Module) -> bool:
-    """Whether a transformers model's own loss predicts the next token."""
-    if not isinstance(model, PreTrainedModel):
-        return False
-    return LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss  # as its `loss_function` is chosen

@@ -10,6 +10,7 @@ from .context_parallel import context_parallel
 from .expert_bias import count_expert_tokens, update_expert_bias
 from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
 from .inference import unshard
+from .micro_batches import micro_batches
 from .padding import pad_to_multiple
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "entropy",
     "get_grad_norm",
     "log_probabilities",
+    "micro_batches",
     "pad_to_multiple",
     "to_local_if_dtensor",
     "top_k",

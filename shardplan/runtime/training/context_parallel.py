@@ -15,6 +15,7 @@ from shardplan.model.adapters import unwrapped
 from shardplan.model.model_findings import reason
 from shardplan.model.sequence_chunks import SEQUENCE, check_length, own_chunk_of
 from shardplan.runtime.apply import Applied, applied
+from shardplan.runtime.apply.label_counts import undivided
 from shardplan.runtime.parallel.context_attention import context_attention
 from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
@@ -168,7 +169,7 @@ def _refuse_positions(model: nn.Module, facts: ContextFacts, given: dict[str, Te
 
 def _refuse_loss(record: Applied, facts: ContextFacts, device: torch.device) -> None:
     why = facts.loss
-    function = getattr(unwrapped(record.model), "loss_function", None)
+    function = undivided(getattr(unwrapped(record.model), "loss_function", None))
     if why is None and function is not None and function is not loss_of_model and function not in LOSS_MAPPING.values():
         why = _apart(function, device)
     if why is not None:
