@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # Processes that tests start compile nothing again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: gates quick test test-all docs demo bench gpu judges exhaustive ep pp soundness adversaries mutants zoo variants two-writers
+.PHONY: gates quick test test-all docs demo bench gpu judge judges exhaustive ep pp soundness adversaries mutants zoo variants two-writers
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -58,6 +58,10 @@ bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle mach
 
 gpu: $(VENV)/.installed  ## what eight minutes of a CUDA device can tell (MINUTES, RESULTS: a folder that has none yet)
 	$(BIN)/python -m tests.gpu --minutes $(or $(MINUTES),8) --out $(or $(RESULTS),build/gpu)
+
+# Two releases: of what we build on, or torch and transformers in an environment of their own.
+judge: $(VENV)/.installed  ## WHAT=drift OLD=a.whl NEW=b.whl: what changed of what concerns us; WHAT=versions PAIR=TORCH/TRANSFORMERS: whether it works
+	$(BIN)/python -m tests.$(WHAT) $(if $(PAIR),$(PAIR),$(OLD) $(NEW) --validate) $(DRAWN)
 
 judges: soundness adversaries mutants zoo variants exhaustive ep pp two-writers  ## all that follow; a day, so rather with SHARE
 

@@ -33,6 +33,7 @@ QUICK = {
     "test_code_pages",
     "test_completion",
     "test_conditions",
+    "test_drift",
     "test_fmt",
     "test_fuzz_parse",
     "test_generated",
@@ -55,6 +56,7 @@ QUICK = {
     "test_rooms",
     "test_schema",
     "test_site",
+    "test_versions",
     "test_reduced_model_counts",
 }
 

@@ -1,0 +1,38 @@
+"""Twelve runs in real processes, a step each: losses, logits and every gradient are the unsharded model's. `python -m tests.versions.runs`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from shardplan import verify
+
+# Every way in which ranks share a model, on types whose layers differ most.
+RUNS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("llama", {"tp": 2}),
+    ("llama", {"dp_shard": 2}),
+    ("llama", {"pp": 2}),
+    ("llama", {"dp_shard": 2, "tp": 2}),
+    ("qwen3", {"tp": 2}),
+    ("gemma3_text", {"tp": 2}),
+    ("gpt_oss", {"tp": 2}),
+    ("deepseek_v3", {"tp": 2}),
+    ("qwen3_5_text", {"tp": 2}),
+    ("mamba2", {"tp": 2}),
+    ("mixtral", {"tp": 2}),
+    ("mixtral", {"dp_shard": 2, "ep": 2}),
+)
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore")
+    wrong = 0
+    for name, sizes in RUNS:
+        report = verify(name, "auto", sizes, processes=True)
+        wrong += not report.ok
+        print(f"{name} {sizes}: {'right, ' + ', '.join(report.variants) if report.ok else report}", flush=True)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
