@@ -23,6 +23,7 @@ from shardplan.proof.stage import Question
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.pipeline import pipelined_model, stage_forward, tied_copies
 from shardplan.runtime.pipeline.step_loss import StepLoss
+from tests.adversaries.live import llama
 from tests.test_pipeline_cut import PLAN, Stack, Tied
 
 FAMILIES = ("cohere", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
@@ -166,3 +167,33 @@ def test_data_parallel_ranks_of_stages_have_batches_of_their_own(monkeypatch: py
     assert shardplan.validate("llama", "auto", {"pp": 2, "dp_shard": 2}).ok
     monkeypatch.setattr(PlanMesh, "data_parallel_ranks", 1)
     assert not shardplan.validate("llama", "auto", {"pp": 2, "dp_shard": 2}).ok
+
+
+def llama_halved() -> torch.nn.Module:
+    """A hook on the model halves its loss."""
+    model = llama()
+
+    def halve(module: torch.nn.Module, args: tuple, output: Any) -> Any:
+        output.loss = output.loss / 2
+        return output
+
+    model.register_forward_hook(halve)
+    return model
+
+
+def llama_normalised() -> torch.nn.Module:
+    """Gradients are normalised, so that their size before counts."""
+    model = llama()
+
+    def normalise(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient / (1e-3 + gradient.norm(dim=-1, keepdim=True)))
+        return output
+
+    model.model.layers[1].mlp.up_proj.register_forward_hook(normalise)
+    return model
+
+
+@pytest.mark.parametrize(("build", "ranks"), [(llama_halved, {}), (llama_normalised, {"dp_shard": 2})])
+def test_the_unsharded_steps_are_those_of_training(build: Callable[[], torch.nn.Module], ranks: dict[str, int]):
+    assert shardplan.validate(build(), "llama", {"pp": 2, "tp": 1, **ranks}).ok

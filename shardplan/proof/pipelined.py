@@ -279,8 +279,11 @@ class _Expected:
 
 
 def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
-    """Args:
-    models: one for each data-parallel rank, of the same weights: each has buffers of its own.
+    """Each rank goes back from its share times the number of ranks, and the gradients are averaged, as data parallelism does it: what
+    changes a gradient inside the model (clips, normalises it) sees the one that it has in training.
+
+    Args:
+        models: one for each data-parallel rank, of the same weights: each has buffers of its own.
     """
     gradients: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
@@ -288,12 +291,13 @@ def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *,
         for part in range(batches.count):
             with in_precision_of(model):
                 loss = batches.loss_of(model, step, index, part, own=own)
-                loss.backward()
+                (loss * batches.replicas).backward()
             separate(model)
             total += loss.detach().double()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:
-                gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad.detach()
+                share = parameter.grad.detach() / batches.replicas
+                gradients[name] = gradients[name] + share if name in gradients else share
         model.zero_grad(set_to_none=True)
     return _Reference(total, gradients)
 

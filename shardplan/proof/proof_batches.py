@@ -3,7 +3,8 @@ tokens of all micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -97,19 +98,16 @@ class MicroBatches:
         """The share of one micro-batch in the loss of a step, by the unsharded model.
 
         Args:
-            own: the model's loss: the cross-entropy of its tokens over those of the step, and the mean of all else over the
-                micro-batches. Else `objective`, in the mean over them.
+            own: the model's loss, in the mean over the micro-batches; what its `loss_function` gives, a mean over tokens, is weighed by
+                them. Else `objective`, in the mean over the micro-batches.
         """
         given, shares = self.one(step, replica, part), self.count * self.replicas
         if not own:
             labels = given.pop("labels", None)
             return objective(_read(model(**given)), labels) / shares
-        output, labels = model(**given), given["labels"]
-        flat = nn.functional.cross_entropy(
-            output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        rest = output.loss - flat / tokens_of(labels, shifted=True)
-        return flat / self.tokens(step) + rest / shares
+        weight = int(tokens_of(given["labels"], shifted=True)) * shares / self.tokens(step)
+        with _each_loss(model, lambda loss: loss * weight):
+            return model(**given).loss / shares
 
 
 def _read(output: Any) -> Any:
@@ -133,16 +131,22 @@ def own_loss(model: nn.Module, inputs: Inputs) -> bool:
     if not isinstance(labels, Tensor) or not predicts_next_token(model):
         return False
     called: list[bool] = []
-    function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
 
-    def seen(*args: Any, **kwargs: Any) -> Any:
+    def seen(loss: Tensor) -> Tensor:
         called.append(True)
-        return function(*args, **kwargs)
+        return loss
 
-    model.loss_function = seen  # type: ignore[assignment]  # torch's types know tensors and modules alone
+    with _each_loss(model, seen), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        output = model(**inputs)
+    return bool(called) and getattr(output, "logits", None) is not None
+
+
+@contextmanager
+def _each_loss(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While what a model's `loss_function` returns is changed."""
+    function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]  # torch's types know tensors and modules alone
+    model.loss_function = lambda *args, **kwargs: change(function(*args, **kwargs))  # type: ignore[assignment]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = model(**inputs)
+        yield
     finally:
         model.loss_function = function  # type: ignore[assignment]
-    return bool(called) and getattr(output, "logits", None) is not None
