@@ -388,3 +388,18 @@ class BoundedTable(Stack):
 def bounded_table() -> nn.Module:
     """Two blocks behind a table with `max_norm`."""
     return BoundedTable()
+
+
+class Told(Stack):
+    """Takes off the mean of the hidden features where it is told so."""
+
+    def forward(self, x: torch.Tensor, centred: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.relu(layer.up(x))
+            x = x + layer.down(hidden - hidden.mean(-1, keepdim=True) if centred else hidden)
+        return x
+
+
+def told_blocks() -> nn.Module:
+    """Two blocks that compute something else with a switch of the call."""
+    return Told([Block(), Block()])

@@ -15,7 +15,7 @@ from shardplan.language import parse_plan, parse_text
 from shardplan.language.globs import parse_glob
 from tests.adversaries.functions import changed
 from tests.adversaries.hooks import hooked
-from tests.adversaries.parts import features
+from tests.adversaries.parts import MlpBlock, Stack, features
 from tests.case_models import narrow_blocks
 
 
@@ -170,3 +170,12 @@ def test_rules_that_say_the_same_are_one() -> None:
         "b.0": {"style": "split_seq_input"},
     }
     assert list(folded(rules)) == ["a.*.{q,k}_proj", "a.*.out", "b.0"]
+
+
+def test_a_model_that_no_plan_is_for_has_none() -> None:
+    """A hook on a parameter that tp replaces: `validate` refuses every plan."""
+    model = Stack(MlpBlock(), MlpBlock())
+    model.layers[0].mlp.up.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(PlanError) as raised:
+        init_plan(Model(model, inputs=features))
+    assert [one.code for one in raised.value.diagnostics] == ["SP525"]

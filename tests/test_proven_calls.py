@@ -50,9 +50,15 @@ class Model(nn.Module):
             raise RuntimeError("there is no such table")
         for layer in self.layers:
             x, hidden = layer(x)
+            if self.way == "plain":
+                hidden.register_hook(lambda gradient: gradient / gradient.norm())
         split = hidden.square().mean(-1, keepdim=True).detach()
         if self.way == "mask" and attention_mask is not None:
             x = torch.where(attention_mask[..., None] > 0, x, x * split)
+        if self.way == "both" and attention_mask is not None and give_features:
+            x = x * split
+        if self.way == "raises" and give_features and hidden.shape[-1] != 32:
+            raise RuntimeError("a part")
         if self.way == "train" and self.training:
             x = x * split
         if self.way == "eval" and not self.training:
@@ -70,10 +76,24 @@ def validate(way: str) -> shardplan.Report:
     return shardplan.validate(shardplan.Model(Model(way), inputs=ids), PLAN, {"tp": 2})
 
 
-@pytest.mark.parametrize("way", ["switch", "mask"])
-def test_what_a_call_can_be_told_is_proven(way: str) -> None:
-    """The layouts are those of the plain call, in which nothing is wrong."""
-    assert [d.code for d in validate(way).errors] == ["SP420"]
+ONLY = "only where the model is called with "
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "only"),
+    [
+        ("switch", "SP420", "give_features=True"),
+        ("mask", "SP420", "padding on the right or padding on the left"),
+        ("both", "SP420", "give_features=True and padding on the left together"),
+        ("raises", "SP422", "give_features=True"),
+        ("plain", "SP420", ""),
+    ],
+)
+def test_what_a_call_can_be_told_is_proven(way: str, code: str, only: str) -> None:
+    """The layouts are those of the plain call, in which nothing is wrong; the finding says with which call something is."""
+    (error,) = validate(way).errors
+    assert error.code == code
+    assert [note for note in error.notes if note.startswith(ONLY)] == ([ONLY + only] if only else [])
     assert validate("").proven
 
 

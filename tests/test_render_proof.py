@@ -5,7 +5,6 @@ import math
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.report.proof_text import fold_rows, proof_text
-from shardplan.report.proven_on import sizes_text
 
 
 def gradient(name: str, error: float = 1e-7, verdict: str = "equal", dtype: str = "float32") -> Comparison:
@@ -71,8 +70,8 @@ def test_a_nan_is_the_worst_error():
 
 
 def test_sizes():
-    assert sizes_text(MeshSizes(tp=2, dp_shard=4)) == "dp_shard 4, tp 2"
-    assert sizes_text(MeshSizes(tp=1)) == "tp 1"
+    assert MeshSizes(tp=2, dp_shard=4).shown == "dp_shard 4, tp 2"
+    assert MeshSizes(tp=1).shown == "tp 1"
 
 
 def test_a_pipeline_in_processes_says_what_ran():
@@ -82,7 +81,7 @@ def test_a_pipeline_in_processes_says_what_ran():
         return proof_text(ran, color=False)
 
     assert title(1).startswith(
-        "pipeline parallel, pp 2, tp 1 (real processes, schedule interleaved, 8 micro-batches)\n"
+        "pipeline parallel, pp 2 (real processes, schedule interleaved, 8 micro-batches)\n"
     )
     assert title(2).startswith("tensor parallel, pp 2, tp 2 (real processes, schedule interleaved, 8 micro-batches)\n")
     assert "split over tp" not in title(1) and "10 parameters, 10.0% of them split over tp" in title(2)

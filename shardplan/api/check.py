@@ -78,7 +78,7 @@ def validate(
         TypeError: something that is not a model, not a plan or not a mesh.
     """
     last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
-    asked = Asked(
+    asked = Check(
         model_of(model),
         plan,
         sizes_of(mesh),
@@ -148,7 +148,7 @@ def verify(
         from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
 
         record = PipelineOptions(schedule or "1f1b", 1 if micro_batches is None else micro_batches).record
-    asked = Asked(
+    asked = Check(
         model_of(model),
         plan,
         sizes,
@@ -207,7 +207,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Check:
     """What `validate` and `verify` were asked.
 
     Args:
@@ -228,7 +228,7 @@ class Asked:
     run: _Run | None = None
 
 
-def _checked(asked: Asked, *, strict: bool) -> Report:
+def _checked(asked: Check, *, strict: bool) -> Report:
     if asked.seq_len is not None:
         check_count("seq_len", asked.seq_len, MOST_TOKENS)
     quick = asked.last == "names"
@@ -239,7 +239,7 @@ def _checked(asked: Asked, *, strict: bool) -> Report:
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
 
 
-def _look(report: Report, asked: Asked) -> Report:
+def _look(report: Report, asked: Check) -> Report:
     """Look at the model itself; `report` is of what was looked at before."""
     sizes, plan = asked.sizes, asked.plan
     on = asked.sequence_parallel
@@ -266,7 +266,7 @@ def _look(report: Report, asked: Asked) -> Report:
     )
 
 
-def prove_variants(report: Report, variants: Variants, given: Given, asked: Asked) -> tuple[Report, Variants]:
+def prove_variants(report: Report, variants: Variants, given: Given, asked: Check) -> tuple[Report, Variants]:
     """Check the layouts and the pipeline stages of a plan without structural errors, and prove it where they have none; for
     `verify`, wherever it runs."""
     from shardplan.compiler.layout import ModelLayouts

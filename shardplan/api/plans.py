@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from shardplan.compiler.pipeline import Given, at_a_size
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
 from shardplan.compiler.variants import wanted_variants
-from shardplan.core.diagnostics import Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan
 from shardplan.core.report import Report
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
 
-from .check import Asked, prove_variants
+from .check import Check, prove_variants
 from .keywords import model_of
 
 SHOWN = "<init>"  # what findings call the plan that is not written yet
@@ -61,8 +60,7 @@ def init_plan(
     """Write a plan for a model, from its structure and a run of a reduced model of it; checked and proven as `validate` does, with all
     its variants.
 
-    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too, with what keeps the model itself
-    from being trained with any plan (its dropout).
+    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too.
 
     Args:
         model: as for `validate`.
@@ -74,7 +72,8 @@ def init_plan(
 
     Raises:
         PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
-            (SP531); the experts cannot be distributed (SP533); what was found is not right (SP420) or cannot be proven. Findings
+            (SP531); the experts cannot be distributed (SP533); `validate` refuses what was found: it is not right (SP420), cannot be
+            proven, or no plan is for the model as it is (SP525, its random numbers). Findings
             point into the plan that was found, `<init>`.
         ValueError: a tp size below 2, or that no mesh has.
     """
@@ -105,14 +104,11 @@ def init_plan(
     given = Given(named, found, parsed.plan, parsed.sources, parsed.diagnostics)
     wanted = wanted_variants(parsed.plan, None, sizes)
     variants, allowed = at_a_size(given, sizes, wanted, seq_len=None)
-    raise_errors((d for d in variants.all_findings if d.primary is not None), parsed.sources)
-    # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
-    about_itself = [replace(d, severity=Severity.WARNING) for d in variants.all_findings if d.primary is None]
-    variants = replace(variants, findings=dict.fromkeys(variants.findings, ()))
+    raise_errors(variants.all_findings, parsed.sources)
     report = Report(sizes=sizes, checked_tp=tp, allowed_tp=allowed, stages=("plan", "structure"))
-    report, variants = prove_variants(report, variants, given, Asked(named, made.text, sizes, progress=progress))
+    report, variants = prove_variants(report, variants, given, Check(named, made.text, sizes, progress=progress))
     about_overlays = refused_overlays(found.name, variants.findings)
     raise_errors((*about_overlays, *variants.all_findings), parsed.sources)
     if not report.proven:
         raise_errors((nothing_proven(report.proof),), parsed.sources)
-    return replace(made, diagnostics=(*made.diagnostics, *about_itself, *variants.all_findings))
+    return replace(made, diagnostics=(*made.diagnostics, *variants.all_findings))

@@ -91,6 +91,11 @@ class MeshSizes:
         return joined.join(f"{axis} {self.of(axis)}" for axis in axes if self.of(axis) > 1)
 
     @property
+    def shown(self) -> str:
+        """ "dp_shard 4, ep 2, tp 2": every axis of more than one rank; "tp 1" where there are none."""
+        return self.text(AXES, ", ") or f"{Axis.TP} 1"
+
+    @property
     def world_size(self) -> int:
         return math.prod(map(self.of, _OF_THE_WORLD))
 

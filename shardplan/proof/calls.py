@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from shardplan.core.sections import ActivationCheckpointing
 from shardplan.model.config_numbers import text_config
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced import ReducedModel
-from shardplan.model.reduced.model_inputs import IGNORED
+from shardplan.model.reduced.model_inputs import IGNORED, padded
 from shardplan.model.reduced.outcome import results_of
 from shardplan.runtime.apply.checkpointing import checkpoint_modules
 from shardplan.runtime.apply.refusals import REFUSED_SWITCHES
@@ -55,6 +55,16 @@ class Calls:
     @property
     def steps(self) -> int:
         return STEPS + bool(self.third)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """In what the steps' calls differ from the plain one."""
+        return (*self.second, *self.third)
+
+    def only(self, names: Collection[str]) -> Calls:
+        """The plain call, with these changes alone."""
+        second, third = ({n: one for n, one in all_.items() if n in names} for all_ in (self.second, self.third))
+        return replace(self, second=second, third=third)
 
     def batches(self, replica: int = 0) -> list[Inputs]:
         """The keyword arguments of every step.
@@ -110,14 +120,19 @@ NOTHING = Checkpointed((), ActivationCheckpointing())
 _KNOWN: WeakKeyDictionary[ReducedModel, dict[tuple[str, Checkpointed], Calls]] = WeakKeyDictionary()
 
 
-def calls_of(reduced_model: ReducedModel, kind: str, under: Checkpointed = NOTHING) -> Calls:
+def calls_of(
+    reduced_model: ReducedModel, kind: str, under: Checkpointed = NOTHING, only: Collection[str] | None = None
+) -> Calls:
     """The calls of one kind of input; they are tried once.
 
     What is said in one call is tried together, on the unsharded model, and one after the other only where that does not run.
 
     Args:
         under: with which the unsharded model has to run too: a second run of its modules does not find a cache as the first one did.
+        only: with these changes to the plain call alone; None: with all.
     """
+    if only is not None and not only:
+        return Calls(kind, _inputs_of(reduced_model, kind), {}, {}, {})
     known = _KNOWN.setdefault(reduced_model, {})
     if (kind, under) not in known:
         model = reduced_model.build()
@@ -136,12 +151,7 @@ def calls_of(reduced_model: ReducedModel, kind: str, under: Checkpointed = NOTHI
             second = running({**found, **_padding(model, given)})
             third = running(_embeddings(model, given))
         known[kind, under] = Calls(kind, inputs, second, third, left_out)
-    return known[kind, under]
-
-
-def plain_calls(reduced_model: ReducedModel, kind: str) -> Calls:
-    """The plain call in every step."""
-    return Calls(kind, _inputs_of(reduced_model, kind), {}, {}, {})
+    return known[kind, under] if only is None else known[kind, under].only(only)
 
 
 def _inputs_of(reduced_model: ReducedModel, kind: str) -> Callable[[int], Inputs]:
@@ -193,24 +203,8 @@ def _padding(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
         return {}
     if MASK not in inspect.signature(model.forward).parameters:
         return {}
-    length = ids.shape[-1]
-    pads = {"right": (0, slice(length - length // 4, length)), "left": (1, slice(0, length // 4))}
-    return {f"padding on the {side}": _padded(*place) for side, place in pads.items()}
-
-
-def _padded(row: int, where: slice) -> Change:
-    def change(made: Inputs) -> Inputs:
-        ids, labels = made[IDS], made.get(LABELS)
-        mask = made[MASK].clone() if MASK in made else torch.ones_like(ids)
-        mask[row, ..., where] = 0
-        changed = {**made, MASK: mask}
-        if isinstance(labels, Tensor) and labels.shape == ids.shape:
-            changed[LABELS] = labels.clone()
-            changed[LABELS][row, where] = IGNORED
-            changed[LABELS][row, where.stop % ids.shape[-1]] = IGNORED  # predicted from a position that sees nothing
-        return changed
-
-    return change
+    right, left = partial(padded, row=0, side="right"), partial(padded, row=1, side="left")
+    return {"padding on the right": right, "padding on the left": left}
 
 
 def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:

@@ -12,6 +12,7 @@ from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
 from shardplan.core.report import Comparison, VariantProof
 from shardplan.core.tree import ancestors, block, full_name, named, parent
 
+from .narrowing import note_of
 from .prove import Proven
 from .reach import touched
 
@@ -34,14 +35,16 @@ def findings_of(
     proofs = {proof.variant: proof for proof in proven.proof.variants}
     return {
         on: (
-            *_differing(proofs[variant_name(on)], program.resolved, reduced),
+            *_differing(proofs[variant_name(on)], program.resolved, reduced, proven.only_with.get(on)),
             *unreached(proven.missing[on], program, reduced, allow_unproven),
         )
         for on, program in proven.programs.items()
     }
 
 
-def _differing(proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts) -> Iterator[Diagnostic]:
+def _differing(
+    proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts, only_with: str | None
+) -> Iterator[Diagnostic]:
     wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
     if not wrong:
         return
@@ -52,6 +55,8 @@ def _differing(proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts) -
     notes = [f"{row.kind} {row.name}: {_amount(row)} ({row.where})" for row in shown]
     if len(wrong) > len(shown):
         notes.append(f"and {len(wrong) - len(shown)} more")
+    if only_with:
+        notes.append(note_of(only_with))
     about = [name for row in wrong if row.kind != "output" for name in _in_model(row, reduced)]
     yield Diagnostic(
         code=DIFFERS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,8 @@ from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.overrides import Logits, Override
 from shardplan.compiler.user_inputs import Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, check_variants
-from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import APPLIED, Axis, MeshSizes
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, without_sequence
 from shardplan.core.proof_meshes import proof_meshes
@@ -32,9 +32,10 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
-from .calls import NOTHING, Checkpointed, calls_of, checkpointed_by, plain_calls
+from .calls import NOTHING, Checkpointed, calls_of, checkpointed_by
 from .compare import worst_of
-from .failure import sharded_run
+from .failure import RAISES, sharded_run
+from .narrowing import note_of, only_with
 from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
 from .rank import replicas
@@ -52,11 +53,13 @@ class Proven:
         proof: what was compared.
         programs: of each variant, for the reduced model, on the first mesh.
         missing: of each variant, what no run reached, in the names of the reduced model.
+        only_with: of a variant that differs, how the model has to be called for it, where the plain call is right.
     """
 
     proof: NumericProof
     programs: Mapping[Overlays, Program]
     missing: Mapping[Overlays, tuple[str, ...]]
+    only_with: Mapping[Overlays, str]
 
 
 def compile_for(
@@ -123,27 +126,38 @@ def prove(
     meshes = {on: (replace(sizes, pp=1),) if processes else meshes_of(reduced, plan, sizes, on) for on in variants}
     rows: dict[Overlays, list[Comparison]] = {on: [] for on in variants}
     programs: dict[Overlays, Program] = {}
+    wrong_with: dict[Overlays, list[str]] = {on: [] for on in variants}
     every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
     for mesh in every:
         progress("building a reduced model")
         of_mesh = reduced if processes else _reduced_for(reduced, mesh)
         on_it = [on for on in variants if mesh in meshes[on]]
         compiled = compile_for(of_mesh, plan, mesh, on_it, asked=processes)
-        rounds = False  # a variant of the same model differed in float32
-        with nullcontext() if processes else rank_threads(mesh.world_size) as on_ranks:
-            for on in on_it:
-                progress(f"{variant_name(on).replace('_', ' ')}, {_named(mesh)}: comparing with the unsharded model")
-                program = program_of(compiled, on, logits=logits, sections=EAGER)
-                programs.setdefault(on, program)
-                case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
-                if scheduled is not None:
-                    kept = for_stages(program, wrapped=True)
-                    case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
-                layouts = compiled.layouts.get(on)
-                with sharded_run(layouts.diagnostics if layouts is not None else ()):
-                    found = settle(partial(_run, case, program, on_ranks, of_mesh.reduced_model), at_once=rounds)
-                rounds = rounds or any(row.dtype == "float64" for row in found)
-                rows[on] += found
+        trials: list[Trial] = []
+        for on in on_it:
+            program = program_of(compiled, on, logits=logits, sections=EAGER)
+            programs.setdefault(on, program)
+            case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
+            if scheduled is not None:
+                kept = for_stages(program, wrapped=True)
+                case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
+            known = compiled.layouts[on].diagnostics if on in compiled.layouts else ()
+            trials.append(Trial(case, program, of_mesh.reduced_model, None if processes else mesh.world_size, known))
+        made: list[tuple[Comparison, ...]] = []
+        try:
+            with nullcontext() if processes else rank_threads(mesh.world_size) as on_ranks:
+                for on, trial in zip(on_it, trials, strict=True):
+                    shown = variant_name(on).replace("_", " ")
+                    progress(f"{shown}, {mesh.shown}: comparing with the unsharded model")
+                    # float64 at once where a variant of the same model differed in float32
+                    rounds = any(row.dtype == "float64" for rows in made for row in rows)
+                    made.append(trial.settled(on_ranks, at_once=rounds))
+        except PlanError as error:
+            raise PlanError(trials[len(made)].narrowed(error.diagnostics)) from error.__cause__
+        for on, trial, found in zip(on_it, trials, made, strict=True):
+            rows[on] += found
+            if any(row.verdict == "differs" for row in found):
+                wrong_with[on].append(trial.wrong_with())
     proofs, missing = [], {}
     for on, program in programs.items():
         ranks = max(map(replicas, meshes[on]))
@@ -167,11 +181,13 @@ def prove(
             )
         )
     under = checkpointed_by(next(iter(programs.values())))  # the same in every variant
-    made = () if scheduled is not None else (calls_of(reduced.reduced_model, kind, under) for kind in kinds)
-    called = tuple(calls.proven for calls in made)
+    called = (
+        () if scheduled is not None else tuple(calls_of(reduced.reduced_model, kind, under).proven for kind in kinds)
+    )
     seconds = time.monotonic() - start
     proof = NumericProof(sizes, tuple(proofs), processes, seconds, calls=called, meshes=tuple(every))
-    return Proven(proof, programs, missing)
+    only = {on: " or ".join(dict.fromkeys(found)) for on, found in wrong_with.items() if found and all(found)}
+    return Proven(proof, programs, missing, only)
 
 
 def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -208,12 +224,8 @@ def _reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
     return ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times)
 
 
-def _named(mesh: MeshSizes) -> str:
-    return mesh.text((*APPLIED, Axis.EP), ", ") or "one rank"
-
-
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
-_Of = tuple[str, torch.dtype, int, bool, Checkpointed]
+_Of = tuple[str, torch.dtype, int, tuple[str, ...] | None, Checkpointed]
 _REFERENCES: WeakKeyDictionary[ReducedModel, dict[_Of, tuple[Sequence[Batch], Steps]]] = WeakKeyDictionary()
 
 
@@ -223,7 +235,7 @@ def steps_of(
     dtype: torch.dtype,
     index: int = 0,
     *,
-    plain: bool = False,
+    only: Collection[str] | None = None,
     under: Checkpointed = NOTHING,
 ) -> tuple[Sequence[Batch], Steps]:
     """The batches of a data-parallel rank and the unsharded steps on them; each is run once for a reduced model.
@@ -231,14 +243,14 @@ def steps_of(
     Args:
         kind: of input.
         index: of the rank.
-        plain: the plain call alone, as pipeline stages take it.
+        only: the changes to the plain call; None: all that are tried.
         under: what the plan checkpoints, by which calls are left out; the steps themselves are without.
     """
     known = _REFERENCES.setdefault(reduced_model, {})
-    key = (kind, dtype, index, plain, under)
+    key = (kind, dtype, index, None if only is None else tuple(only), under)
     if key not in known:
         with reduced_model.running():
-            calls = plain_calls(reduced_model, kind) if plain else calls_of(reduced_model, kind, under)
+            calls = calls_of(reduced_model, kind, under, only)
             batches = [cast(batch, dtype) for batch in calls.batches(index)]
             known[key] = batches, reference_of(partial(_built, reduced_model, dtype), batches)
     return known[key]
@@ -262,20 +274,63 @@ class ReducedCase:
             yield Case(reduced_model.build, batches, self.program, self.sizes, dtype)
 
 
-def _run(
-    case: Recipe, program: Program, on_ranks: OnRanks | None, reduced_model: ReducedModel, dtype: torch.dtype
-) -> tuple[Comparison, ...]:
-    """Every kind of input that the model takes; each row is the worst of them. With threads by simulation, else in processes."""
-    if on_ranks is None:
-        return worst_of(row for run in run_processes(case, dtype) for row in run)
-    rows: list[Comparison] = []
-    for kind in reduced_model.kinds:
-        of = partial(steps_of, reduced_model, kind, dtype, under=checkpointed_by(program))
-        made = [of(index) for index in range(replicas(program.resolved.sizes))]
-        references = averaged([steps for _, steps in made])
-        build = partial(_built, reduced_model, dtype)
-        rows += simulate(build, [batches for batches, _ in made], program, references, on_ranks)
-    return worst_of(rows)
+@dataclass(frozen=True)
+class Trial:
+    """A variant on a mesh.
+
+    Args:
+        case: what processes run.
+        ranks: simulated ones; None: processes.
+        known: the findings of the layout check.
+    """
+
+    case: Recipe
+    program: Program
+    reduced_model: ReducedModel
+    ranks: int | None
+    known: tuple[Diagnostic, ...]
+
+    def settled(self, on_ranks: OnRanks | None, *, at_once: bool) -> tuple[Comparison, ...]:
+        """Every kind of input that the model takes; each row is the worst of them.
+
+        Args:
+            on_ranks: of as many as are simulated.
+            at_once: as for `settle`.
+
+        Raises:
+            PlanError: as for `sharded_run`.
+        """
+        with sharded_run(self.known):
+            return settle(partial(self._rows, on_ranks, None), at_once=at_once)
+
+    def _rows(
+        self, on_ranks: OnRanks | None, only: Collection[str] | None, dtype: torch.dtype
+    ) -> tuple[Comparison, ...]:
+        if on_ranks is None:
+            return worst_of(row for run in run_processes(self.case, dtype) for row in run)
+        rows: list[Comparison] = []
+        for kind in self.reduced_model.kinds:
+            of = partial(steps_of, self.reduced_model, kind, dtype, only=only, under=checkpointed_by(self.program))
+            made = [of(index) for index in range(replicas(self.program.resolved.sizes))]
+            references = averaged([steps for _, steps in made])
+            build = partial(_built, self.reduced_model, dtype)
+            rows += simulate(build, [batches for batches, _ in made], self.program, references, on_ranks)
+        return worst_of(rows)
+
+    def wrong_with(self, dtype: torch.dtype = torch.float64) -> str:
+        """With which calls the variant is wrong, where the plain one is right (`only_with`); of processes, which take long to start, nothing."""
+        if self.ranks is None:
+            return ""
+        under = checkpointed_by(self.program)
+        every = (calls_of(self.reduced_model, kind, under).changes for kind in self.reduced_model.kinds)
+        changes = dict.fromkeys(change for changes in every for change in changes)
+        return only_with(lambda on_ranks, only: self._rows(on_ranks, only, dtype), tuple(changes), self.ranks)
+
+    def narrowed(self, raised: tuple[Diagnostic, ...]) -> tuple[Diagnostic, ...]:
+        """The findings about a run that raised, with the calls that raise."""
+        if not any(one.code == RAISES for one in raised) or not (only := self.wrong_with(torch.float32)):
+            return raised
+        return tuple(replace(one, notes=(*one.notes, note_of(only))) for one in raised)
 
 
 def _built(reduced_model: ReducedModel, dtype: torch.dtype) -> nn.Module:

@@ -109,7 +109,7 @@ def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic,
     reduced, kinds = asked.reduced, kinds_with_rows(asked.reduced)
     if kinds == reduced.reduced_model.kinds:
         return ()
-    runs = [steps_of(reduced.reduced_model, kind, torch.float32, plain=True)[1] for kind in kinds]
+    runs = [steps_of(reduced.reduced_model, kind, torch.float32, only=())[1] for kind in kinds]
     missing = tuple(unreached_parameters(reduced, runs, kinds))
     found = (unreached(missing, one, reduced, asked.allow_unproven) for one in _programs(asked, wanted, reduced.sizes))
     return tuple(dict.fromkeys(d for about in found for d in about))

@@ -11,7 +11,6 @@ from shardplan.core.plan import Section
 from shardplan.core.report import Comparison, NumericProof, PipelineProof, VariantProof, Verdict
 
 from .color import Paint, Role
-from .proven_on import sizes_text
 from .short_names import fold_names
 from .table import table
 from .text import named_few
@@ -60,7 +59,7 @@ def _variant(proof: VariantProof, whole: NumericProof, paint: Paint, all_rows: b
     whole_layers = whole.sizes.tp == 1 and proof.variant == "tensor_parallel" and proof.schedule is not None
     what = "pipeline parallel" if whole_layers else VARIANTS[proof.variant]
     how = f"{RANKS[whole.processes]}, schedule {proof.schedule}, {proof.micro_batches} micro-batches"
-    title = f"{what}, {sizes_text(whole.sizes)} ({how if proof.schedule is not None else RANKS[whole.processes]})"
+    title = f"{what}, {whole.sizes.shown} ({how if proof.schedule is not None else RANKS[whole.processes]})"
     missed = {
         "not reached, and not split": proof.unreached,
         "not reached, and so not proven (--allow-unproven)": proof.unproven,

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from shardplan.core.mesh import AXES, Axis, MeshSizes
 from shardplan.core.report import NumericProof
 
 from .width import printable
-
-
-def sizes_text(sizes: MeshSizes) -> str:
-    """ "dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
-    shown = {axis: getattr(sizes, axis) for axis in AXES}
-    return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis is Axis.TP))
 
 
 def proven_on(proof: NumericProof) -> str:
@@ -25,7 +18,7 @@ def proven_on(proof: NumericProof) -> str:
     untold = dict.fromkeys(word for one in proof.calls for word in one.left_out if word not in told)
     steps = f"{max(one.steps for one in proof.calls)} steps in train mode"
     parts = [
-        f"on {' and '.join(map(sizes_text, proof.meshes))}: {', '.join(inputs)}, {steps}, {' and '.join(dtypes)}",
+        f"on {' and '.join(mesh.shown for mesh in proof.meshes)}: {', '.join(inputs)}, {steps}, {' and '.join(dtypes)}",
         *([f"with {', '.join(told)}"] if told else []),
         *([f"not with {', '.join(untold)}"] if untold else []),
     ]

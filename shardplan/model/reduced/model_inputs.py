@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
@@ -100,15 +101,22 @@ def text_inputs(
     elif labels == "next":
         result["labels"] = ids.clone()
         result["labels"][0, : seq_len // 4] = IGNORED
-    if padding is not None:
-        quarter = seq_len // 4
-        padded = slice(0, quarter) if padding == "left" else slice(seq_len - quarter, seq_len)
-        result["attention_mask"] = torch.ones_like(ids)
-        result["attention_mask"][1, ..., padded] = 0
-        if labels in ("next", "classes"):
-            result["labels"][1, padded] = IGNORED
-        if labels == "next" and padding == "left":
-            result["labels"][1, quarter] = IGNORED  # predicted from a position that sees nothing
+    return result if padding is None else padded(result, 1, padding)
+
+
+def padded(inputs: Mapping[str, Any], row: int, side: Padding) -> dict[str, Any]:
+    """Inputs with ids, of which one row is padded by a quarter: `attention_mask` says so, and labels of tokens leave it out."""
+    ids, labels = inputs["input_ids"], inputs.get("labels")
+    length, quarter = ids.shape[-1], ids.shape[-1] // 4
+    where = slice(0, quarter) if side == "left" else slice(length - quarter, length)
+    mask = inputs["attention_mask"].clone() if "attention_mask" in inputs else torch.ones_like(ids)
+    mask[row, ..., where] = 0
+    result = {**inputs, "attention_mask": mask}
+    if isinstance(labels, Tensor) and labels.shape == ids.shape:
+        result["labels"] = labels = labels.clone()
+        labels[row, where] = IGNORED
+        if side == "left":
+            labels[row, quarter] = IGNORED  # predicted from a position that sees nothing
     return result
 
 

@@ -1,0 +1,47 @@
+"""Which of a call's changes (a switch, padding, embeddings in place of ids) makes a sharded model differ, or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.report import Comparison
+
+from .failure import sharded_run
+from .threads import OnRanks, rank_threads
+
+Run = Callable[[OnRanks, Collection[str]], Sequence[Comparison]]
+
+
+def only_with(run: Run, changes: Sequence[str], ranks: int) -> str:
+    """What the model has to be called with for what a proof found: each change by itself, or the least set of them where no single one
+    is enough. Empty where the plain call is wrong too.
+
+    Args:
+        run: the sharded steps, with these changes to the call alone.
+        changes: with which all together something is wrong.
+        ranks: simulated ones.
+    """
+
+    def wrong(told: Collection[str]) -> bool:
+        try:  # ranks that raised are not called again
+            with rank_threads(ranks) as on_ranks, sharded_run():
+                return any(row.verdict == "differs" for row in run(on_ranks, told))
+        except PlanError:
+            return True
+
+    if not changes or wrong(()):
+        return ""
+    alone = [one for one in changes if len(changes) == 1 or wrong((one,))]
+    if alone:
+        return " or ".join(alone)
+    needed = list(changes)
+    for one in changes:
+        if wrong(fewer := [name for name in needed if name != one]):
+            needed = fewer
+    return f"{' and '.join(needed)} together"
+
+
+def note_of(calls: str) -> str:
+    """The note of a finding."""
+    return f"only where the model is called with {calls}"
