@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from small_models import VOCABULARY, batch, small_config, small_model, whole
 from torch import Tensor, nn
@@ -29,20 +30,30 @@ def labels_of(ids: Tensor) -> Tensor:
     return labels
 
 
+def built(case: dict[str, Any]) -> nn.Module:
+    model = small_model(case["model"], tied=case.get("tied", False))
+    if "targets" in case:
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=case["targets"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    return model
+
+
 def chunks(case: dict[str, Any]) -> None:
     """One model and mesh: the loss, this rank's logits, every gradient."""
-    sizes, name = case["sizes"], case["model"]
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
-    share, shares = mesh.get_local_rank("dp_shard"), sizes[0]
-    model = small_model(name, tied=case.get("tied", False))
+    axes = case.get("axes", AXES)
+    mesh = init_device_mesh("cpu", case["sizes"], mesh_dim_names=axes)
+    sizes = dict(zip(axes, case["sizes"], strict=True))
+    share, shares = mesh.get_local_rank(axes[0]), case["sizes"][0]
+    model = built(case)
     shardplan.apply_plan(model, mesh, "auto", **case.get("options", {}), prove=False)
     ids = batch(share, length=LENGTH)
     with shardplan.context_parallel(model, input_ids=ids, labels=labels_of(ids), use_cache=False) as inputs:
-        assert inputs["input_ids"].shape[1] == LENGTH // sizes[1]
+        assert inputs["input_ids"].shape[1] == LENGTH // sizes["cp"]
         output = model(**inputs)
         output.loss.backward()
 
-    reference = small_model(name, tied=case.get("tied", False))
+    reference = built(case)
     results = []
     for i in range(shares):
         other = batch(i, length=LENGTH)
@@ -51,17 +62,19 @@ def chunks(case: dict[str, Any]) -> None:
 
     limit = TOLERANCE[torch.float32]
     logits = whole(output.logits)
-    expected = results[share].logits.chunk(sizes[1], 1)[mesh.get_local_rank("cp")]
+    expected = results[share].logits.chunk(sizes["cp"], 1)[mesh.get_local_rank("cp")]
     assert relative_error(logits, expected) <= limit
     loss = output.loss.detach().clone()
     torch.distributed.all_reduce(loss, group=mesh.get_group("cp"))
-    assert relative_error(loss / sizes[1], results[share].loss) <= limit
+    assert relative_error(loss / sizes["cp"], results[share].loss) <= limit
     packed = packed_parameters(shardplan.applied(model).program)
     references = dict(reference.named_parameters())
-    for key, parameter in model.named_parameters():
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) < len(references) if "targets" in case else len(trained) == len(references)
+    for key, parameter in trained.items():
         gradient = whole(parameter.grad)
         if key in packed:
-            gradient = unpack(gradient, packed[key].dim, packed[key].parts, sizes[2])
+            gradient = unpack(gradient, packed[key].dim, packed[key].parts, sizes.get("tp", 1))
         assert relative_error(gradient, references[key].grad) <= limit, key
 
 
@@ -70,6 +83,8 @@ CASES = {
     "without sequence parallelism": {"model": "phi3", "sizes": (1, 2, 2)},
     "cp alone": {"model": "llama", "sizes": (1, 4, 1)},
     "cp and dp": {"model": "llama", "sizes": (2, 2, 1), "options": {"activation_checkpointing": {"mode": "selective"}}},
+    "cp and replicas": {"model": "llama", "axes": ("dp_replicate", "dp_shard", "cp"), "sizes": (2, 1, 2)},
+    "cp and adapters": {"model": "llama", "sizes": (2, 2, 1), "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
     "split logits": {"model": "llama", "sizes": (1, 2, 2), "options": {"logits": "sharded"}},
     "compiled": {
         "model": "qwen3",
@@ -99,9 +114,10 @@ def test_chunks_are_as_the_whole_sequence():
 
 
 @pytest.mark.slow
-@pytest.mark.proves("tp cp fsdp2", "tp sp cp fsdp2 checkpointing compile")
+@pytest.mark.proves("tp cp fsdp2", "tp sp cp fsdp2 checkpointing compile", "cp hsdp", "cp fsdp2 lora")
 def test_more_chunks_are_as_the_whole_sequence():
-    on_ranks(4, all_chunks, ["without sequence parallelism", "split logits", "compiled"], seconds=300)
+    cases = ["cp and replicas", "cp and adapters", "without sequence parallelism", "split logits", "compiled"]
+    on_ranks(4, all_chunks, cases, seconds=300)
 
 
 def refused(model: nn.Module, kind: type[Exception], words: str, **inputs: Any) -> None:

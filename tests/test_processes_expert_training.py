@@ -11,6 +11,7 @@ import pytest
 import torch
 from collective_counter import CollectiveCounter
 from expert_runs import Case, batch, build, data_rank_of, equal_to_the_unsharded, of, planned, step
+from peft import LoraConfig, inject_adapter_in_model
 from processes import on_ranks
 from small_models import whole_state
 from torch import Tensor, nn
@@ -96,6 +97,12 @@ def recomputed(mode: str) -> tuple[tuple[str, Any], ...]:
     return (("activation_checkpointing", {"mode": mode}),)
 
 
+def adapted(model: nn.Module) -> None:
+    """With adapters of peft, which alone are trained."""
+    targets = ["q_proj", "v_proj", "o_proj"]
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=64, target_modules=targets, init_lora_weights=False), model)
+
+
 FOUR = [
     Training(double("qwen3_moe", dp_shard=2, tp=2, ep=4), micro_batches=2),
     Training(of("deepseek_v3", dp_shard=4, ep=2, implementation="grouped_mm"), (("fused", True),)),
@@ -104,11 +111,14 @@ FOUR = [
     Training(
         replace(double("qwen3_moe", dp_shard=2, tp=2, ep=2, sequence_parallel=True), options=recomputed("selective"))
     ),
+    Training(replace(double("mixtral", dp_shard=2, tp=2, ep=4), change=adapted)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.proves("tp ep fsdp2", "ep fsdp2", "ep hsdp", "ep fsdp2 checkpointing", "tp sp ep fsdp2 checkpointing")
+@pytest.mark.proves(
+    "tp ep fsdp2", "ep fsdp2", "ep hsdp", "ep fsdp2 checkpointing", "tp sp ep fsdp2 checkpointing", "tp ep fsdp2 lora"
+)
 def test_four_ranks_train() -> None:
     on_ranks(4, trains_as_the_unsharded, FOUR)
 

@@ -80,8 +80,6 @@ def test_a_pipeline_in_processes_says_what_ran():
         ran = NumericProof(MeshSizes(tp=tp, pp=2), (proof,), processes=True)
         return proof_text(ran, color=False)
 
-    assert title(1).startswith(
-        "pipeline parallel, pp 2 (real processes, schedule interleaved, 8 micro-batches)\n"
-    )
+    assert title(1).startswith("pipeline parallel, pp 2 (real processes, schedule interleaved, 8 micro-batches)\n")
     assert title(2).startswith("tensor parallel, pp 2, tp 2 (real processes, schedule interleaved, 8 micro-batches)\n")
     assert "split over tp" not in title(1) and "10 parameters, 10.0% of them split over tp" in title(2)

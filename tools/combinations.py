@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 WORDS = ("tp", "sp", "cp", "ep", "pp", "fsdp2", "hsdp", "ddp", "checkpointing", "compile", "lora")
 HEAD = """# What is proven together
 
-- [Pairs](#pairs), [sets](#sets)
+- [Pairs](#pairs), [sets](#sets), [refused](#refused), [right, and refused](#right-and-refused)
 
 Made from the marks of the tests; do not edit. Each test runs real processes (gloo, CPU) and compares the loss, every gradient and the
 norm or the optimizer's steps with the unsharded model, on every rank. They run in `make test`, `make test-all` and `make exhaustive`. `sp` is sequence parallelism, `hsdp` FSDP2 with replicas; `fsdp2`
@@ -23,6 +23,14 @@ stands for both where a set has `hsdp`.
 
 The number of sets that have both; "refused": a call with both raises before the model is touched; empty: no test has both.
 """
+
+SOME_RIGHT = """What `validate` and `apply_plan` refuse though it would train right. `validate` without a variant looks at each that a plan has: where the plan is wrong
+without its expert-parallel section, it is refused on meshes with ep too."""
+# By code; `python -m tests.adversaries.generated` takes these for no mistakes.
+RIGHT_AND_REFUSED = {
+    "SP413": "experts that look at several of their tokens (a mean, a sort), with ep not above tp: there they get the tokens of one batch. With more "
+    "data-parallel ranks in the ep axis the same experts train wrong, so they are refused on every mesh",
+}
 
 
 class Mark(NamedTuple):
@@ -76,6 +84,8 @@ def combinations_document() -> str:
     lines += ["", "## Refused", "", "| set | tests |", "|---|---|"]
     for mark in sorted((mark for mark in marks() if mark.kind == "refuses"), key=lambda mark: sorted(mark.words)):
         lines.append(f"| {' '.join(word for word in WORDS if word in mark.words)} | `{mark.test}` |")
+    lines += ["", "## Right, and refused", "", SOME_RIGHT, "", "| code | what is right |", "|---|---|"]
+    lines += [f"| [{code}](diagnostics/{code}.md) | {what} |" for code, what in RIGHT_AND_REFUSED.items()]
     return "\n".join(lines) + "\n"
 
 

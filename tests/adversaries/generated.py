@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from tests.sampling import add_share  # noqa: E402
+from tools.combinations import RIGHT_AND_REFUSED  # noqa: E402
 
 from .adversary import Adversary  # noqa: E402
 from .afterwards import change, hook, hook_before, own_forward  # noqa: E402
@@ -37,8 +38,6 @@ from .training import momentum  # noqa: E402
 
 STATES = ("", "", "counter", "running", "batch")
 STYLES = (None, "colwise", "rowwise", "replicate", PARTIAL, BLOCK_INPUT, "sequence_parallel", "token_wise")
-# Experts that look at more than one token are refused (docs/language.md), also where their ranks happen to share one batch.
-TOGETHER = "SP413"
 AFTER = {"hook": hook, "hook_before": hook_before, "forward": own_forward}
 
 
@@ -205,12 +204,14 @@ class Outcome:
 
     Args:
         judgement: None where it was not asked: only the structure of the plan is wrong.
+        other_variant: whether the plan without its expert-parallel section, which `validate` looks at too, is refused and wrong.
     """
 
     number: int
     spec: Spec
     said: Said
     judgement: Judgement | None
+    other_variant: bool = False
 
     @property
     def problem(self) -> str:
@@ -223,7 +224,7 @@ class Outcome:
             fine = self.judgement.right or (self.spec.after and self.judgement.truth == "raised")
             return "" if fine else "WRONG PASSED"
         # What is done afterwards says nothing about the plan.
-        designed = bool(self.spec.after) or set(self.said.codes) == {TOGETHER}
+        designed = bool(self.spec.after) or self.other_variant or set(self.said.codes) <= RIGHT_AND_REFUSED.keys()
         return "RIGHT REFUSED" if self.judgement.right and not designed else ""
 
     def __str__(self) -> str:
@@ -237,7 +238,16 @@ def outcome_of(seed: int, number: int) -> Outcome:
     adversary = adversary_of(spec)
     said = validate(adversary)
     structure = not said.passed and all(code < "SP4" for code in said.codes)
-    return Outcome(number, spec, said, None if structure else judge(adversary, anyway=not said.passed))
+    judgement = None if structure else judge(adversary, anyway=not said.passed)
+    right_refused = judgement is not None and judgement.right and not said.passed
+    return Outcome(number, spec, said, judgement, right_refused and _wrong_without_experts(adversary))
+
+
+def _wrong_without_experts(adversary: Adversary) -> bool:
+    if not {"ep", "tp"} <= adversary.mesh.keys():
+        return False
+    without = replace(adversary, mesh={"tp": adversary.mesh["tp"]})
+    return not validate(without).passed and not judge(without, anyway=True).right
 
 
 def main(argv: list[str]) -> int:
