@@ -109,6 +109,57 @@ def test_ranks_that_wait_for_each_other_are_an_error(also: str):
         on_threads(2, run)
 
 
+def test_a_group_that_a_rank_does_not_make_is_an_error():
+    """Torch waits half an hour for the ranks of a group."""
+
+    def run(rank: int) -> None:
+        if rank == 0:
+            dist.new_group([0, 1], use_local_synchronization=True)
+
+    with pytest.raises(RuntimeError, match="rank 1 ended, but the other ranks wait"):
+        on_threads(2, run)
+
+
+def test_a_rank_that_raises_ends_those_that_make_a_group():
+    def run(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("no")
+        dist.new_group([0, 1], use_local_synchronization=True)
+
+    with pytest.raises(ValueError, match="no"):
+        on_threads(2, run)
+
+
+def test_ranks_call_the_same_collective():
+    """Torch does what the first of them called."""
+
+    def gather(rank: int) -> None:
+        if rank == 0:
+            dist.all_reduce(torch.ones(2))
+        else:
+            dist.all_gather([torch.zeros(2)] * 2, torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="a rank calls All.*, and another one of its group All"):
+        on_threads(2, gather)
+    with pytest.raises(
+        RuntimeError, match=r"a rank calls Broadcast src ., and another one of its group Broadcast src ."
+    ):
+        on_threads(2, lambda rank: dist.broadcast(torch.ones(2), src=rank))
+
+
+def test_a_collective_that_fails_on_a_rank_that_goes_on_is_an_error():
+    """One rank does the work of all: the others waited for it, and it for them in the next collective."""
+
+    def run(rank: int) -> None:
+        try:
+            dist.all_reduce(torch.ones(2 + rank))
+        except Exception:
+            dist.all_reduce(torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="size"):
+        on_threads(2, run)
+
+
 def test_what_nobody_receives_is_an_error():
     with pytest.raises(RuntimeError, match="what rank 0 of .* sent to rank 1 is not received"):
         on_threads(2, lambda rank: dist.send(torch.ones(2), 1) if rank == 0 else None)
@@ -130,6 +181,7 @@ def test_sender_and_receiver_agree(other: Tensor):
 def test_ranks_are_let_go_while_no_other_begins_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch goes through the collectives that run: another rank that began or ended one meanwhile made it raise, and the ranks waited
     for ever."""
+    monkeypatch.setattr(RankGroup, "first", None)
     threaded, held = RankGroup.__mro__[1], []
     monkeypatch.setattr(threaded, "exception_handle", lambda error: held.append(RankGroup._coll_lock.locked()))
     RankGroup.exception_handle(ValueError("of a rank"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ from shardplan.proof.prove_stages import with_pipeline
 from shardplan.proof.stage import Question
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.pipeline import pipelined_model, stage_forward, tied_copies
-from shardplan.runtime.pipeline.step_loss import StepLoss
+from shardplan.runtime.pipeline.micro_batch_inputs import Inputs
+from shardplan.runtime.pipeline.step_loss import StepLoss, zero_like_loss
 from tests.adversaries.live import llama
 from tests.test_pipeline_cut import PLAN, Stack, Tied
 
@@ -85,6 +87,12 @@ MUTANTS: dict[str, tuple[Any, Any, str, Callable[[Any], Any]]] = {
         "items",
         lambda own: property(lambda self: None),
     ),
+    "every micro-batch of an evaluation is the first": (
+        "llama",
+        Inputs,
+        "split",
+        lambda own: lambda self, count: own(self, count)[:1] * count,
+    ),
     "ties are not added": (Tied, tied_copies.Copies, "add_gradients", lambda own: lambda *args: None),
     "losses are not summed over ranks": (
         "llama",
@@ -126,8 +134,8 @@ OF_REPLICAS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         lambda own: property(lambda self: self.tokens / self.micro_batches),
     ),
     "losses are not summed over data-parallel ranks": (
-        pipelined_model.Pipeline,
-        "_data_parallel",
+        PlanMesh,
+        "batch_groups",
         lambda own: property(lambda self: []),
     ),
 }
@@ -150,9 +158,57 @@ class Careful(Stack):
             return torch.zeros(())
 
 
-def test_code_that_catches_every_exception_runs_in_stages():
-    """A stage ends in the middle of the model's forward."""
-    assert shardplan.validate(Careful(), PLAN, {"pp": 2}).ok
+class Noisy(Stack):
+    """As a gate that adds noise."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input_ids)
+        return logits + 0.1 * torch.randn_like(logits) * logits
+
+
+def drawn_from_the_default_generator(seed: int) -> dict[str, torch.Tensor]:
+    assert threading.current_thread() is threading.main_thread()
+    torch.manual_seed(seed)
+    return {"input_ids": torch.randint(32, (2, 8))}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Careful(),  # a stage ends in the middle of the model's forward
+        Noisy(),  # ranks draw what the unsharded model does
+        Model(Stack(), inputs=drawn_from_the_default_generator),  # which all ranks share
+    ],
+    ids=["careful", "noisy", "inputs"],
+)
+def test_code_that_runs_in_stages(model: Any):
+    plan = {**PLAN, "data_parallel": {"backend": "fsdp2", "units": ["blocks.*"]}}
+    report = shardplan.validate(model, plan, {"pp": 2, "dp_shard": 2})
+    assert report.ok and report.proof is not None and report.proof.pipeline is not None, report
+    outputs = {row.name: row.verdict for row in report.proof.pipeline.rows if row.kind == "output"}
+    assert outputs == {"loss": "equal", pipelined.EVALUATION: "equal"}
+
+
+class Trains(Stack):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            raise NotImplementedError("it is not evaluated")
+        return super().forward(input_ids)
+
+
+def test_a_model_that_is_not_evaluated_trains_in_stages():
+    report = shardplan.validate(Trains(), PLAN, {"pp": 2})
+    assert report.ok and report.proof is not None and report.proof.pipeline is not None, report
+    (evaluation,) = (row for row in report.proof.pipeline.rows if row.name == pipelined.EVALUATION)
+    assert evaluation.verdict == "unproven"
+
+
+def test_the_loss_of_a_step_is_float32_whatever_the_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert zero_like_loss(torch.device("cpu")).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_loss_function_may_return_another_dtype(monkeypatch: pytest.MonkeyPatch):

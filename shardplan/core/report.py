@@ -171,7 +171,7 @@ class Comparison:
         error: the largest difference over the largest reference value, the worst over all ranks; without a
             unit.
         where: the rank of the worst error ("rank 1", "dp_shard 0, tp 1").
-        verdict: "unproven" where the reference is too small everywhere to decide.
+        verdict: "unproven" where the reference is too small everywhere to decide, or there is none.
         dtype: the precision in which the verdict was reached.
     """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.layout.stage_plan import StagedPlan
 from shardplan.compiler.lower.program import Program
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
@@ -44,6 +46,7 @@ from .threads import OnRanks
 
 NO_ROWS = Code("SP438")
 
+EVALUATION = "loss of an evaluation"
 AXES = (Axis.PP, *(axis for axis in APPLIED if axis is not Axis.CP))  # a mesh with pp has no cp
 
 
@@ -147,22 +150,36 @@ class ScheduledCase:
         return in_dtype(self.build(), self.dtype)
 
     def expected(self, steps: int) -> _Expected:
-        """What the unsharded model makes of the micro-batches.
+        """What the unsharded model makes of the micro-batches. Where it draws random numbers, it runs once more, and draws those that
+        ranks draw.
 
         Args:
             steps: at least; STEPS where a forward changes buffers or parameters.
         """
         batches = MicroBatches(self.inputs, self.scheduled.micro_batches, replicas(self.sizes), self.dtype)
+        before = torch.get_rng_state()
+        made = self._expected(batches, steps, drew=False)
+        drew = not torch.equal(before, torch.get_rng_state())
+        return self._expected(batches, steps, drew=True) if drew else made
+
+    def _expected(self, batches: MicroBatches, steps: int, *, drew: bool, evaluates: bool = True) -> _Expected:
         models = [self.built() for _ in range(batches.replicas)]
         own = own_loss(self.built(), batches.one(0, 0, 0))
         before = {name: value.clone() for name, value in _state(models[0])}
-        made = [_reference(models, batches, 0, own=own)]
-        changed = frozenset(name for name, value in _state(models[0]) if not torch.equal(value, before[name]))
-        made += [_reference(models, batches, step, own=own) for step in range(1, STEPS if changed else steps)]
-        return _Expected(batches, own, models, tuple(made), changed)
+        with DrawnAlike() if drew else nullcontext():
+            made = [_reference(models, batches, 0, own=own)]
+            changed = frozenset(name for name, value in _state(models[0]) if not torch.equal(value, before[name]))
+            made += [_reference(models, batches, step, own=own) for step in range(1, STEPS if changed else steps)]
+            evaluated = None
+            if evaluates:
+                try:
+                    evaluated = _evaluation(models, batches, own=own)
+                except Exception:  # whatever the modelling code raises: there is nothing to compare with
+                    return self._expected(batches, steps, drew=drew, evaluates=False)
+        return _Expected(batches, own, models, tuple(made), changed, evaluated, drew)
 
     def of_rank(self, expected: _Expected, model: nn.Module, axes: Collection[Axis]) -> tuple[Comparison, ...]:
-        """Apply the program to the stages of this rank, run the steps, and compare. All ranks call it together.
+        """Apply the program to the stages of this rank, run the steps, evaluate, and compare. All ranks call it together.
 
         Args:
             model: this rank's own; it is used up.
@@ -173,20 +190,30 @@ class ScheduledCase:
         pipeline = self._applied(mesh, model, own=expected.own)
         rows: list[Comparison] = []
         for step, right in enumerate(expected.steps):
-            given = expected.batches.together(step, index)
-            tokens = None if expected.own else self.scheduled.micro_batches * expected.batches.replicas
-            with in_precision_of(expected.models[0]):
-                loss = pipeline.step(tokens=tokens, **given)
-            place = _place(pipeline, max(pipeline.by_stage))
-            rows.append(compare("loss", "output", [(place, loss)], right.loss.to(loss.dtype)))
+            rows.append(self._loss(pipeline, expected, step, index, "loss", right.loss))
             rows += self._gradients(pipeline, right.gradients)
             pipeline.zero_grad()
+        if expected.evaluated is None:
+            rows.append(Comparison(EVALUATION, "output", 0.0, "every stage", "unproven"))
+        else:
+            with torch.no_grad():
+                rows.append(self._loss(pipeline.eval(), expected, 0, index, EVALUATION, expected.evaluated))
         right_model, written = expected.models[index], expected.written
         buffers = dict(right_model.named_buffers(remove_duplicate=False))
         held = _held(pipeline, lambda part: part.named_buffers(remove_duplicate=False))
         parameters = {n: p.detach() for n, p in right_model.named_parameters(remove_duplicate=False) if n in written}
         changed = _held(pipeline, lambda part: self._whole(part, lambda p: p.detach(), parameters))
         return worst_of((*rows, *_own("buffer", buffers, held), *_own("parameter", parameters, changed)))
+
+    def _loss(
+        self, pipeline: Pipeline, expected: _Expected, step: int, index: int, name: str, right: Tensor
+    ) -> Comparison:
+        """Run a step on the batch of a data-parallel rank, and compare its loss."""
+        given = expected.batches.together(step, index)
+        tokens = None if expected.own else self.scheduled.micro_batches * expected.batches.replicas
+        with in_precision_of(expected.models[0]), DrawnAlike() if expected.drew else nullcontext():
+            loss = pipeline.step(tokens=tokens, **given)
+        return compare(name, "output", [(_place(pipeline, max(pipeline.by_stage)), loss)], right.to(loss.dtype))
 
     def _whole(
         self, part: nn.Module, of: Callable[[nn.Parameter], Tensor | None], names: Container[str] | None = None
@@ -269,6 +296,8 @@ class _Expected:
         own: whether by its own loss.
         models: one for each data-parallel rank, with what its micro-batches have left.
         written: the names of buffers and parameters that forwards change.
+        evaluated: the loss of the first step's micro-batches in evaluation mode, after the steps; None where the model does not run so.
+        drew: whether it draws random numbers.
     """
 
     batches: MicroBatches
@@ -276,6 +305,8 @@ class _Expected:
     models: Sequence[nn.Module]
     steps: Sequence[_Reference]
     written: frozenset[str]
+    evaluated: Tensor | None
+    drew: bool
 
 
 def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
@@ -300,6 +331,17 @@ def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *,
                 gradients[name] = gradients[name] + share if name in gradients else share
         model.zero_grad(set_to_none=True)
     return _Reference(total, gradients)
+
+
+@torch.no_grad()
+def _evaluation(models: Sequence[nn.Module], batches: MicroBatches, *, own: bool) -> Tensor:
+    """The loss of the first step's micro-batches in evaluation mode, in which the models are left."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index, model in enumerate(models):
+        with in_precision_of(model.eval()):
+            for part in range(batches.count):
+                total += batches.loss_of(model, 0, index, part, own=own).double()
+    return total
 
 
 @dataclass(frozen=True)

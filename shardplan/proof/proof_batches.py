@@ -68,7 +68,20 @@ class MicroBatches:
     dtype: torch.dtype
 
     def one(self, step: int, replica: int, part: int) -> Inputs:
-        """A micro-batch. Labels of a token each are left out here and there, so that micro-batches have other numbers of them."""
+        """A micro-batch; who gets it may change it. Labels of a token each are left out here and there, so that micro-batches have other
+        numbers of them."""
+        place = (step, replica, part)
+        if (
+            place not in self._made
+        ):  # once, in one thread: what makes them may draw from a generator that all ranks share
+            self._made[place] = self._new(*place)
+        return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, self._made[place])
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int, int], Inputs]:
+        return {}
+
+    def _new(self, step: int, replica: int, part: int) -> Inputs:
         made = cast(self.inputs((step * self.replicas + replica) * self.count + part), self.dtype)
         ids, labels = made.get("input_ids"), made.get("labels")
         if isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape and ids.ndim == 2:

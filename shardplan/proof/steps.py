@@ -152,17 +152,17 @@ def separate(model: nn.Module) -> None:
 
 
 def objective_of(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
-    """The sum of all outputs, each multiplied with its direction. A scalar.
+    """The sum of all outputs, each multiplied with its direction: of those that are differentiable, where gradients are recorded. A scalar.
 
     Raises:
-        ValueError: none is differentiable.
+        ValueError: there is none.
     """
-    terms = []
+    terms, trains = [], torch.is_grad_enabled()
     for name, result in results.items():
         direction = directions.get(name)
         whole = result.full_tensor() if isinstance(result, DTensor) else result
         # What has another name or shape than in the unsharded model differs anyway.
-        if result.requires_grad and direction is not None and direction.shape == whole.shape:
+        if (result.requires_grad or not trains) and direction is not None and direction.shape == whole.shape:
             terms.append((whole * direction.to(whole.dtype)).sum())
     if not terms:
         raise ValueError("the model returns nothing differentiable, so it cannot be trained")

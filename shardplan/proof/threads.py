@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardplan.torchlib.fakes import keep_device_guard
 from shardplan.torchlib.private import private
-from shardplan.torchlib.rank_group import BACKEND, RankGroup
+from shardplan.torchlib.rank_group import BACKEND, RankGroup, compared_collectives
 
 T = TypeVar("T")
 OFTEN = 0.1  # seconds between two looks at whether ranks wait for one that has ended
@@ -98,7 +98,7 @@ def _on_all(calls: Sequence[Calls], function: Callable[[int], T]) -> list[T]:
         raise
     errors = [raised for result in results if (raised := result.exception()) is not None]
     for raised in sorted(errors, key=lambda raised: isinstance(raised, SystemExit)):
-        raise raised
+        raise RankGroup.first or raised if isinstance(raised, SystemExit) else raised
     if (lost := RankGroup.unreceived()) is not None:
         raise RuntimeError(lost)
     return [result.result() for result in results]
@@ -116,9 +116,8 @@ def _threaded_groups() -> Iterator[None]:
             world.comms = []
         isolate(True)
         try:
-            with patch.object(
-                sys, "excepthook", sys.excepthook
-            ):  # init_process_group has one that begins lines with "[rank0]:"
+            # init_process_group has a hook that begins lines with "[rank0]:"
+            with patch.object(sys, "excepthook", sys.excepthook), compared_collectives():
                 yield
         finally:
             RankGroup.reset()

@@ -29,9 +29,7 @@ _THREADED = "torch.testing._internal.distributed.multi_threaded_pg"
 
 NAMES: dict[str, Private] = {
     "ThreadedGroup": Private(((_THREADED, "ProcessLocalGroup"),), "all ranks of the tp axis in one process"),
-    "store_barrier": Private(
-        (("torch.distributed.distributed_c10d", "_store_based_barrier"),), "all ranks of the mesh in one process"
-    ),
+    "ThreadedCollective": Private(((_THREADED, "Collective"),), "one collective of such ranks"),
     "install_threaded_groups": Private(((_THREADED, "_install_threaded_pg"),), "a process group for each thread"),
     "uninstall_threaded_groups": Private(((_THREADED, "_uninstall_threaded_pg"),), "a process group for each thread"),
     "isolate_threads": Private(

@@ -133,13 +133,13 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     Attributes(
         "torch.testing._internal.distributed.multi_threaded_pg",
         "ProcessLocalGroup",
-        ("_coll_lock", "_cur_coll_on_pgs", "_terminate"),
+        ("_coll_lock", "_cur_coll_on_pgs", "_start_coll", "_terminate"),
         "ranks as threads of which one has ended",
     ),
     Attributes(
         "torch.testing._internal.distributed.multi_threaded_pg",
         "Collective",
-        ("_count", "_world_size"),
+        ("_collective", "_count", "_world_size"),
         "ranks as threads of which one has ended",
     ),
     Attributes("torch", "ops", ("_c10d_functional",), "the operators of collectives"),

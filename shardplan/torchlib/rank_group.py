@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from .private import private
 BACKEND = "threads"
 
 _Threaded: Any = private("ThreadedGroup")
+_ThreadedCollective: Any = private("ThreadedCollective")
+ENDED = "another rank has ended"
 Place = tuple[str, int, int, int, int]  # of a message: the group, from, to, the tag, its number among those
 
 
@@ -31,6 +35,8 @@ class RankGroup(_Threaded):
     _post = threading.Condition()
     _messages: dict[Place, Tensor] = {}  # noqa: RUF012  # of all groups, as torch's own
     _receiving: dict[object, Place] = {}  # noqa: RUF012
+    first: BaseException | None = None  # error of a rank
+    _meeting: dict[object, Callable[[], bool]] = {}  # noqa: RUF012  # what says whether ranks are still missing
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
@@ -56,8 +62,30 @@ class RankGroup(_Threaded):
         return (self.pg_name, *between, self._posted[(*between, sends)])
 
     @classmethod
+    def meet(cls, store: dist.Store, size: int) -> None:
+        """Wait until all ranks of a group have made it. Torch's own waiting would go on for half an hour after a rank has ended.
+
+        Args:
+            store: of the group.
+        """
+
+        def missing() -> bool:
+            return store.add("here", 0) < size
+
+        me = object()
+        with cls._post:
+            store.add("here", 1)
+            cls._post.notify_all()
+            cls._meeting[me] = missing
+            cls._post.wait_for(lambda: not missing() or cls._terminate.is_set())
+            del cls._meeting[me]
+        if missing():
+            sys.exit(ENDED)
+
+    @classmethod
     def exception_handle(cls, error: BaseException) -> None:
         """Let all ranks that wait end."""
+        cls.first = cls.first or error
         with cls._coll_lock:  # torch goes through the collectives, which other ranks begin and end meanwhile
             _Threaded.exception_handle(error)
         with cls._post:
@@ -67,6 +95,7 @@ class RankGroup(_Threaded):
     def reset(cls) -> None:
         """Forget what ranks wait for, and what was sent."""
         _Threaded.reset()
+        cls.first = None
         with cls._post:
             cls._messages.clear()
             cls._receiving.clear()
@@ -85,8 +114,50 @@ class RankGroup(_Threaded):
             running: list[Any] = list(_Threaded._cur_coll_on_pgs.values())
         joined = {(one, count) for one in running if (count := one._count) < one._world_size}
         with cls._post:
-            receipts = {one for one, place in cls._receiving.items() if place not in cls._messages}
-        return frozenset(joined | receipts), sum(count for _, count in joined) + len(receipts)
+            alone = {one for one, place in cls._receiving.items() if place not in cls._messages}
+            alone |= {one for one, missing in cls._meeting.items() if missing()}
+        return frozenset(joined | alone), sum(count for _, count in joined) + len(alone)
+
+
+class _Collective(_ThreadedCollective):
+    """Of all ranks of a group. One of them does the work of all: where that fails the others end, whatever it makes of the error."""
+
+    def join(self, rank: int, data: Any) -> Any:
+        try:
+            return super().join(rank, data)
+        except Exception as error:
+            RankGroup.exception_handle(error)
+            raise
+
+
+def _begin(mine: Any, group: RankGroup) -> _Collective:
+    """The collective that runs in a group: a new one of this kind, or what another rank has begun.
+
+    Raises:
+        RuntimeError: that is of another kind, or from another rank: torch would take what the first rank called for that of all.
+    """
+    with _Threaded._coll_lock:
+        name, running = group.pg_name, _Threaded._cur_coll_on_pgs
+        if name not in running:
+            running[name] = _Collective(group.size(), mine, _Threaded)
+        joined: _Collective = running[name]
+    other = joined._collective
+    if type(mine) is not type(other) or vars(mine) != vars(other):
+        error = RuntimeError(f"a rank calls {_in_words(mine)}, and another one of its group {_in_words(other)}")
+        RankGroup.exception_handle(error)
+        raise error
+    return joined
+
+
+def _in_words(collective: Any) -> str:
+    return " ".join([type(collective).__name__, *(f"{name} {value}" for name, value in vars(collective).items())])
+
+
+@contextmanager
+def compared_collectives() -> Iterator[None]:
+    """While it lasts, ranks that call different collectives of one group at once are told so."""
+    with patch.object(_Threaded, "_start_coll", staticmethod(_begin)):
+        yield
 
 
 class Work:
@@ -115,7 +186,7 @@ class _Receipt(Work):
             group._receiving.pop(me, None)
             sent = group._messages.pop(self._place, None)
         if sent is None:
-            sys.exit("another rank has ended")  # as in torch's collectives
+            sys.exit(ENDED)  # as in torch's collectives
         if (sent.numel(), sent.dtype) != (self._tensor.numel(), self._tensor.dtype):  # torch sends scalars as vectors
             raise RuntimeError(
                 f"rank {self._place[1]} of the group sends {sent.dtype} {list(sent.shape)}, and rank {self._place[2]} receives "
@@ -132,7 +203,7 @@ class _Receipt(Work):
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> RankGroup:
     group = RankGroup(rank, size)
-    private("store_barrier")(rank, store, "", size, timeout)  # a subgroup is there on all of its ranks
+    group.meet(store, size)  # a subgroup is there on all of its ranks
     return group
 
 

@@ -22,7 +22,7 @@ from .equal import reason  # noqa: E402
 from .plans import CASES, Case  # noqa: E402
 from .sites import Site, by_stratum, sites  # noqa: E402
 
-MOST_ASKED = 5  # plans for a mutant
+MOST_ASKED = 5  # plans for a mutant that has a reason to pass
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ def drawn(seed: int, found: Sequence[Site]) -> Iterator[Site]:
 
 
 def judged(site: Site, lines: Mapping[Case, Mapping[str, frozenset[int]]]) -> Row:
-    """Ask for the plans that use a site, until one is refused."""
+    """Ask for the plans that use a site, until one is refused: for all of them, if it has no reason to pass."""
     row, why = Row(site, None, "unreached", ""), reason(site)
     using = reaching(site, lines)
-    for case in using[:: -(-len(using) // MOST_ASKED) or 1]:
+    first = using[:: -(-len(using) // MOST_ASKED) or 1]
+    for case in first if why else dict.fromkeys((*first, *using)):
         result, said = verdict(site, case)
         if result == "same":  # what has the name of a group is none, or has one rank
             continue

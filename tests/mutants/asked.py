@@ -23,7 +23,7 @@ from .sites import OTHER, ROOT, Site
 
 T = TypeVar("T")
 PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pydantic", "transformers")
-LIMIT = 120  # seconds
+LIMIT = 600  # seconds, also beside other programs
 
 
 def preload(cases: Sequence[Case]) -> None:
@@ -37,6 +37,8 @@ def preload(cases: Sequence[Case]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     for case in cases:
+        if case.own is not None:
+            continue
         MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(case.model))]
     assert not any(name.startswith("shardplan.runtime") for name in sys.modules)
 
@@ -104,7 +106,7 @@ def _changed(site: Site, case: Case) -> tuple[str, str]:
 def _errors(case: Case) -> list[str]:
     import shardplan
 
-    report = shardplan.validate(case.model, "auto", dict(case.mesh), **case.options)
+    report = shardplan.validate(*case.question, dict(case.mesh), **case.options)
     return sorted({d.code for d in report.diagnostics if d.is_error})
 
 

@@ -24,7 +24,31 @@ REASONS = {
         "",
         "argument",
         "place=",
-    ): "the place of a stage among random streams, and a proof draws no numbers",
+    ): "the place of a stage among random streams, which a proof does not draw from",
+    (
+        "apply_stages.py",
+        "",
+        "argument",
+        "ranks=",
+    ): "tells ranks of a failure, and none fails (test_processes_pipeline_steps)",
+    (
+        "pipelined_model.py",
+        "__init__",
+        "argument",
+        "comparing(one, axis)",
+    ): "the axis in the words of an error about other inputs, which are the same here (test_processes_pipeline_steps)",
+    (
+        "pipelined_model.py",
+        "step",
+        "group",
+        "compare_copies(self.copies, self.group, self.device)",
+    ): "compares what stages have, the same here (test_processes_pipeline_steps)",
+    (
+        "own_experts.py",
+        "_summed_after",
+        "argument",
+        "regime.reduce_dtype",
+    ): "a proof is in the dtypes of the model, and gradients are reduced in their own (test_pitfalls_gradients)",
     (
         "own_experts.py",
         "__call__",
@@ -37,6 +61,24 @@ REASONS = {
         "",
         "return move(x, mesh, I, R)",
     ): "no gradient is recorded: a value in I and in R is the same",
+    (
+        "plan_mesh.py",
+        "read_mesh",
+        "group",
+        "experts = ep_of(mesh, ep)",
+    ): "finds what build_mesh was told of a mesh, and a proof gives ep itself (test_expert_mesh)",
+    (
+        "step_loss.py",
+        "zero_like_loss",
+        "argument",
+        "dtype=torch.float32",
+    ): "torch's default, where nobody has set another one (test_stage_proof)",
+    (
+        "reading.py",
+        "_moved",
+        "argument",
+        "program.computed, size=size)",
+    ): "tp divides what is moved: SP303 refuses other plans (test_gathered_parameters)",
     ("plan_mesh.py", "data_parallel_ranks", "factor", "sizes.cp"): "context parallelism is not proven",
 }
 

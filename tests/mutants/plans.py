@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,17 +12,33 @@ class Case:
     """What `validate` is asked.
 
     Args:
-        model: a model type of transformers.
+        model: a model type of transformers; a name for what `own` makes.
         options: of `validate`.
+        own: a model and its plan; it is called where the run-time may be imported. None: the plan is `auto`.
     """
 
     model: str
     mesh: Mapping[str, int] = field(hash=False)
     options: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    own: Callable[[], tuple[Any, Any]] | None = None
+
+    @property
+    def question(self) -> tuple[Any, Any]:
+        """The model and the plan, as `validate` gets them."""
+        return self.own() if self.own is not None else (self.model, "auto")
 
     def __str__(self) -> str:
         mesh = " ".join(f"{axis}{size}" for axis, size in self.mesh.items())
         return " ".join([self.model, mesh, *(name for name, on in self.options.items() if on)])
+
+
+def shared_norm() -> tuple[Any, Any]:
+    """Experts with a norm that all of them share."""
+    from shardplan import Model
+    from tests.adversaries.mixtures import PLAN, mixture
+    from tests.adversaries.parts import features
+
+    return Model(mixture(normed=True), inputs=features), PLAN
 
 
 SEQUENCE = {"sequence_parallel": True}
@@ -39,6 +56,7 @@ CASES = (
     Case("mixtral", {"dp_shard": 2, "ep": 2, "tp": 2}, SEQUENCE),
     Case("deepseek_v3", {"dp_shard": 2, "ep": 2, "tp": 2}),
     Case("gpt_oss", {"ep": 2, "tp": 2}),
+    Case("shared_norm", {"dp_shard": 2, "ep": 4, "tp": 2}, own=shared_norm),
     Case("mixtral", {"dp_shard": 2, "tp": 2}),
     Case("llama", {"dp_replicate": 2, "dp_shard": 2}),
     Case("llama", {"pp": 2, "tp": 2}),

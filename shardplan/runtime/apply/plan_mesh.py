@@ -231,7 +231,8 @@ def read_mesh(
             f"the mesh has the axis {own!r}, but ep is no axis of its own: it is taken from dp_shard x cp x tp. Make the mesh "
             "without it, and pass ep"
         )
-    read = PlanMesh(mesh, names, ep_of(mesh, ep))
+    experts = ep_of(mesh, ep)
+    read = PlanMesh(mesh, names, experts)
     read.sizes.check_ep()
     return read
 
