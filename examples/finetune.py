@@ -126,9 +126,7 @@ def train(args: argparse.Namespace) -> None:
     schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
     done = 0
     if found := saves(args.output):
-        extra = load_training_state(model, optimizer, found[-1])
-        done = extra["step"]
-        schedule.load_state_dict(extra["schedule"])
+        done = load_training_state(model, optimizer, found[-1], schedulers=[schedule])["step"]
     if first:
         print(applied(model), f"after step {done}", sep="\n", flush=True)
         args.output.mkdir(parents=True, exist_ok=True)
@@ -146,8 +144,8 @@ def train(args: argparse.Namespace) -> None:
                 file.write(json.dumps(row) + "\n")
         schedule.step()
         if step % args.save_every == 0 or step == args.steps:
-            extra = {"step": step, "schedule": schedule.state_dict()}
-            save_training_state(model, optimizer, args.output / f"step-{step}", extra=extra, overwrite=True)
+            folder, extra = args.output / f"step-{step}", {"step": step}
+            save_training_state(model, optimizer, folder, schedulers=[schedule], extra=extra, overwrite=True)
             for old in saves(args.output)[: -args.keep] if first else ():
                 shutil.rmtree(old)
 

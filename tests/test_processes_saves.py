@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from processes import on_ranks
 from small_models import batch, small_model, whole_state
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
 
 import shardplan
 from shardplan.weights import all_ranks, training_state
@@ -41,12 +43,22 @@ def two_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimi
     ]
 
 
-def trained(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], seed: int) -> None:
+def two_schedules(optimizers: list[torch.optim.Optimizer], factor: float) -> list[LRScheduler]:
+    first, second = optimizers
+    warm = [LinearLR(first, factor, total_iters=2), LambdaLR(first, lambda step: 1 / (1 + step))]
+    return [SequentialLR(first, warm, milestones=[2]), MultiStepLR(second, [2], gamma=factor)]
+
+
+def trained(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], seed: int, schedules: Sequence[LRScheduler] = ()
+) -> None:
     ids = batch(seed)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     for one in optimizers:
         one.step()
         one.zero_grad()
+    for one in schedules:
+        one.step()
 
 
 def moments(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -68,48 +80,65 @@ def error_of(call: Any) -> str:
 def several_optimizers(folder: Path) -> list[str]:
     model = planned()
     optimizers = two_optimizers(model, 1e-2)
-    trained(model, optimizers, 1)
-    shardplan.save_training_state(model, optimizers, folder, extra={"step": 1})
+    schedules = two_schedules(optimizers, 0.5)
+    trained(model, optimizers, 1, schedules)
+    shardplan.save_training_state(model, optimizers, folder, schedulers=schedules, extra={"step": 1})
     expected = whole_state(model), moments(model, optimizers)
-    trained(model, optimizers, 2)
-    further = whole_state(model)
+    for seed in (2, 3, 4):
+        trained(model, optimizers, seed, schedules)
+    further, rates = whole_state(model), [one.get_last_lr() for one in schedules]
 
     other = planned(noise=0.5, dp_shard=2, tp=1)
     others = two_optimizers(other, 3.0)
-    assert shardplan.load_training_state(other, others, folder)["step"] == 1
-    assert [g["lr"] for one in others for g in one.param_groups] == [1e-2, 5e-3, 1e-2]
+    again = two_schedules(others, 0.25)
+    assert shardplan.load_training_state(other, others, folder, schedulers=again)["step"] == 1
+    assert [g["lr"] for one in others for g in one.param_groups] == [7.5e-3, 3.75e-3, 1e-2]
     found = whole_state(other), moments(other, others)
     for left, right in zip(expected, found, strict=True):
         assert left.keys() == right.keys() and len(left) > 5
         wrong = [name for name, value in left.items() if not torch.equal(value, right[name])]
         assert not wrong, wrong
-    trained(other, others, 2)
+    for seed in (2, 3, 4):
+        trained(other, others, seed, again)
+    assert [one.get_last_lr() for one in again] == rates
     for name, value in whole_state(other).items():
         torch.testing.assert_close(value, further[name], rtol=1e-5, atol=1e-6)
 
-    def save(given: Any) -> str:
-        return error_of(lambda: shardplan.save_training_state(model, given, folder, overwrite=True))
+    def save(given: Any, schedulers: Any = ()) -> str:
+        return error_of(
+            lambda: shardplan.save_training_state(model, given, folder, schedulers=schedulers, overwrite=True)
+        )
 
-    def load(given: Any) -> str:
-        return error_of(lambda: shardplan.load_training_state(model, given, folder))
+    def load(given: Any, schedulers: Any = ()) -> str:
+        return error_of(lambda: shardplan.load_training_state(model, given, folder, schedulers=schedulers))
 
     return [
         save([]),
         save({"a": optimizers[0]}),
         load([optimizers[0], None]),
         load(SimpleNamespace(optimizer=optimizers[0])),
+        save(optimizers, [optimizers[0]]),
+        save(optimizers, again),
+        load(optimizers),
+        load(optimizers, schedules[::-1]),
     ]
 
 
 @pytest.mark.slow
 def test_several_optimizers_are_saved_and_loaded_on_another_mesh(tmp_path):
     for said in on_ranks(2, several_optimizers, tmp_path / "state"):
+        other = f"ValueError: {tmp_path / 'state'} has the schedules SequentialLR, MultiStepLR, and schedulers= are "
+        those = "pass those that were saved, in their order"
         needed = "TypeError: optimizer must be a torch.optim.Optimizer or a list of them, not "
         assert said == [
             f"{needed}an empty list",
             f"{needed}a dict",
             f"{needed}a NoneType",
             f"{needed}a SimpleNamespace: pass its .optimizer",
+            "TypeError: schedulers must be torch's LRScheduler or a list of them, not a SGD",
+            "ValueError: a SequentialLR is the schedule of another optimizer: pass that one too",
+            f"{other}none: {those}",
+            f"{other}MultiStepLR, SequentialLR: {those}",
         ]
 
 

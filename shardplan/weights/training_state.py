@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.model_parts import parts_of
@@ -27,7 +28,7 @@ from .checksums import CHECKSUMS, SummedFiles, check_checksums, identity, write_
 from .folders import begin, commit, repair, saving
 from .stage_moments import loaded, to_load, to_save
 
-METADATA, EXTRA, RANDOM = ".metadata", "extra.pt", "random.pt"
+METADATA, EXTRA, RANDOM, SCHEDULES = ".metadata", "extra.pt", "random.pt", "schedules.pt"
 _seen: dict[Path, str | None] = {}  # on the first rank: what it last saved or loaded at a place
 
 
@@ -36,11 +37,12 @@ def save_training_state(
     optimizer: Optimizer | Sequence[Optimizer],
     folder: str | PathLike[str],
     *,
+    schedulers: LRScheduler | Sequence[LRScheduler] = (),
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a planned model, its optimizer and the place of its random numbers, so that training can resume on any mesh. Call it
-    on all ranks.
+    """Write a planned model, its optimizer, its schedules and the place of its random numbers, so that training can resume on any
+    mesh. Call it on all ranks.
 
     Every rank writes its own part, into one folder that all ranks see. The files go to a hidden folder of this save alone, which is
     renamed at the end: until then an old one of that name stays complete. Of two jobs that save one folder, the one that began
@@ -48,14 +50,14 @@ def save_training_state(
 
     Args:
         optimizer: one, or several that together have the model's parameters, in any order.
-        extra: numbers, texts, tensors, and lists and dicts of them, such as the step or a scheduler's `state_dict()`; the
-            first rank's are saved.
+        schedulers: of these optimizers; the first rank's are saved.
+        extra: numbers, texts, tensors, and lists and dicts of them, such as the step; the first rank's are saved.
         overwrite: replace what `save_training_state` wrote there before.
 
     Raises:
-        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or the folder
-            has files and `overwrite` is not given, or is no checkpoint.
-        TypeError: `optimizer` is something else.
+        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, a schedule is of another
+            optimizer, or the folder has files and `overwrite` is not given, or is no checkpoint.
+        TypeError: `optimizer` or `schedulers` is something else.
         RuntimeError: a rank failed, such as on a full disk, and is named with its error; or another job saves this folder, or has
             saved it since this job last saved or loaded it. Every rank raises.
     """
@@ -64,6 +66,7 @@ def save_training_state(
     with ExitStack() as stack:
         with all_or_none(None, f"preparing to save {folder}", "save_training_state"):
             optimizers = _several(optimizer)
+            schedules = [(type(one).__name__, one.state_dict()) for one in _schedulers(schedulers, optimizers)]
             for one in optimizers:
                 applied(model).keep_checkpoints_portable(one)
             if first:
@@ -82,6 +85,8 @@ def save_training_state(
         with all_or_none(None, f"finishing {folder}"):
             if first:
                 _write(files, new / EXTRA, dict(extra or {}))
+                if schedules:
+                    _write(files, new / SCHEDULES, {"schedules": schedules})
                 if (streams := applied(parts_of(model)[0]).streams) is not None:
                     _write(files, new / RANDOM, {"seed": streams.seed, "calls": streams.calls})
         write_checksums(new, files.written)
@@ -107,25 +112,29 @@ def _refuse_another(folder: Path) -> None:
 
 
 def load_training_state(
-    model: nn.Module | Pipeline, optimizer: Optimizer | Sequence[Optimizer], folder: str | PathLike[str]
+    model: nn.Module | Pipeline,
+    optimizer: Optimizer | Sequence[Optimizer],
+    folder: str | PathLike[str],
+    *,
+    schedulers: LRScheduler | Sequence[LRScheduler] = (),
 ) -> dict[str, Any]:
-    """Read what `save_training_state` wrote, on any mesh, into a planned model with memory and its optimizer. To be called
-    on all ranks.
+    """Read what `save_training_state` wrote, on any mesh, into a planned model with memory, its optimizer and its schedules. To be
+    called on all ranks.
 
     Every file is compared with the checksum that was saved with it, each by one rank, before anything is changed. If reading
     fails after that, model and optimizer hold parts of the checkpoint and are not to be used.
 
     Args:
-        optimizer: one or several, as they were saved.
+        optimizer, schedulers: one or several, as they were saved.
 
     Returns:
         What was saved as `extra`.
 
     Raises:
-        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or a file is
-            not as it was written.
+        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, other schedules were
+            saved, or a file is not as it was written.
         FileNotFoundError: the folder or a file of it is missing.
-        TypeError: `optimizer` is something else.
+        TypeError: `optimizer` or `schedulers` is something else.
         RuntimeError: names or shapes do not fit, another rank failed, or another job saved the folder meanwhile. Every rank
             raises.
     """
@@ -137,12 +146,14 @@ def load_training_state(
             found = identity(folder)
     with all_or_none(None, f"checking {folder}"):
         optimizers = _several(optimizer)
+        schedules = _schedulers(schedulers, optimizers)
         for one in optimizers:
             applied(model).keep_checkpoints_portable(one)
         _check_files(folder)
     with all_or_none(None, f"preparing to load {folder}"):
         extra = torch.load(folder / EXTRA, weights_only=True)
         random = torch.load(folder / RANDOM, weights_only=True) if (folder / RANDOM).is_file() else None
+        read_schedules = _read_schedules(folder, schedules)
     named = _named(model)
     weights, moments = get_state_dict(named, optimizers)
     wanted = to_load(model, moments) if isinstance(model, Pipeline) else moments
@@ -154,6 +165,8 @@ def load_training_state(
     with all_or_none(None, f"loading {folder}"):
         read = loaded(model, moments, wanted) if isinstance(model, Pipeline) else wanted
         set_state_dict(named, optimizers, model_state_dict=weights, optim_state_dict=read)
+        for schedule, (_, state) in zip(schedules, read_schedules, strict=True):
+            schedule.load_state_dict(state)
         for part in parts_of(model):
             if random is not None and (streams := applied(part).streams) is not None:
                 streams.seed, streams.calls = random["seed"], random["calls"]
@@ -173,6 +186,29 @@ def _several(optimizer: Any) -> list[Optimizer]:
             f"{': pass its .optimizer' if inner else ''}"
         )
     return optimizers
+
+
+def _schedulers(given: Any, optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+    schedules = list(given) if isinstance(given, Sequence) else [given]
+    for one in schedules:
+        if not isinstance(one, LRScheduler):
+            raise TypeError(f"schedulers must be torch's LRScheduler or a list of them, not a {type(one).__name__}")
+        if all(one.optimizer is not optimizer for optimizer in optimizers):
+            raise ValueError(f"a {type(one).__name__} is the schedule of another optimizer: pass that one too")
+    return schedules
+
+
+def _read_schedules(folder: Path, schedules: Sequence[LRScheduler]) -> list[tuple[str, dict[str, Any]]]:
+    """The states of the schedules in a folder. Raises ValueError where others were saved."""
+    path = folder / SCHEDULES
+    saved = torch.load(path, weights_only=True)["schedules"] if path.is_file() else []
+    names, wanted = [name for name, _ in saved], [type(one).__name__ for one in schedules]
+    if names != wanted:
+        raise ValueError(
+            f"{folder} has the schedules {', '.join(names) or 'none'}, and schedulers= are {', '.join(wanted) or 'none'}: pass those that "
+            "were saved, in their order"
+        )
+    return saved
 
 
 def _named(model: nn.Module | Pipeline) -> nn.Module:
