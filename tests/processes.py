@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -157,6 +158,36 @@ def _report(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
 
+def _compile_once() -> None:
+    """A plan that this process has compiled for an equal model and mesh is not compiled again: half of what these tests took was
+    layout checks of the same few small models. Equal is what the proof calls so (`Fingerprint`); files of plans, and plans that all ranks
+    derive together, are never kept."""
+    import torch
+
+    from shardplan.api.deciding import Asked
+    from shardplan.proof.fingerprints import Fingerprint, NotStable
+
+    compiled, known = Asked.compiled, {}
+
+    def once(asked: Any, sizes: Any, *args: Any, **options: Any) -> Any:
+        digest, plan = Fingerprint(), asked.plan
+        try:
+            digest.add(torch.get_default_dtype(), sizes, *(getattr(asked, field.name) for field in fields(asked)))
+        except NotStable:
+            plan = None
+        if not isinstance(plan, dict | str) or (isinstance(plan, str) and Path(plan).exists()):
+            return compiled(asked, sizes, *args, **options)
+        key = digest.hexdigest()
+        if key in known:
+            return known[key]
+        found = compiled(asked, sizes, *args, **options)
+        if found.given.derived is None:
+            known[key] = found
+        return found
+
+    Asked.compiled = once
+
+
 def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
     """One rank: answer calls until the other end is closed."""
     report = _report(folder, rank).open("w")  # open as long as the process lives
@@ -176,6 +207,7 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
         world_size=count,
         timeout=timedelta(seconds=300),
     )
+    _compile_once()
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
         try:

@@ -25,7 +25,7 @@ from shardplan import applied
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.user_inputs import read_plan
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.plan import overlays_of
+from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ParameterInfo
 from shardplan.model import find_any, tree_of
 from shardplan.model.adapters import adapters_in, unwrapped
@@ -208,7 +208,17 @@ def test_the_model_without_its_adapters():
     assert_equal(Case(reduced_model(name, 2).build, reduced_model(name, 2).inputs(), "llama", 2, call).rows())
 
 
-@pytest.mark.parametrize("how", ["injected", "transformers", "two adapters", "one of two", "classifier"])
+# The others are the first one in other clothes.
+OTHER_WAYS = [
+    "injected",
+    pytest.param("transformers", marks=pytest.mark.slow),
+    "two adapters",
+    pytest.param("one of two", marks=pytest.mark.slow),
+    pytest.param("classifier", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("how", OTHER_WAYS)
 def test_other_ways_to_adapters(how):
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
     with torch.device("meta"):
@@ -278,13 +288,19 @@ MISTAKES = [
 ]
 
 
+@functools.cache
+def right_layouts(name: str, sp: bool) -> tuple[ModelLayouts, PlanFile]:
+    """Those of an adapted model, with a plan that is right about them."""
+    model = find_any(CASES[name].meta())
+    layouts, plan = ModelLayouts(model, 2), read_plan("auto", model).plan
+    assert layouts.check(plan, overlays_of(sp)).ok
+    return layouts, plan
+
+
 @pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
 @pytest.mark.parametrize(("name", "part", "shard", "wrong", "codes"), MISTAKES, ids=lambda value: str(value)[:24])
 def test_a_wrong_way_to_hold_an_adapter_is_caught_by_the_layout_check(monkeypatch, name, part, shard, wrong, codes, sp):
-    model = find_any(CASES[name].meta())
-    plan = read_plan("auto", model).plan
-    layouts = ModelLayouts(model, 2)
-    assert layouts.check(plan, overlays_of(sp)).ok
+    layouts, plan = right_layouts(name, sp)
     mutated(monkeypatch, part, shard, wrong)
     report = layouts.check(replace(plan), overlays_of(sp), help=False)  # another object: each is checked once
     found = {d.code for d in report.diagnostics}
@@ -292,6 +308,7 @@ def test_a_wrong_way_to_hold_an_adapter_is_caught_by_the_layout_check(monkeypatc
     assert codes is None or found == codes
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_a_wrong_way_to_hold_an_adapter_is_not_applied(monkeypatch):
     mutated(monkeypatch, "A", "out", WHOLE)
     with pytest.raises(PlanError, match="SP401"):

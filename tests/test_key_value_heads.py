@@ -207,6 +207,7 @@ def test_a_mistake_is_caught(monkeypatch: pytest.MonkeyPatch, where: Any, name: 
     assert code in {d.code for d in report.errors}, report.diagnostics
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_the_layout_check_knows_that_shared_gradients_are_partial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm of the key's heads whose gradient counts as complete."""
     plan = {"version": "1", "name": "x", "extends": "qwen3", "tensor_parallel": {}}

@@ -59,7 +59,7 @@ def extended(parent: str, **sections: dict) -> dict:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PLANS)
 def test_builtin_plans_are_proven(name: str, tp: int, sequence_parallel: bool) -> None:
     report = checked(bench_of(parse_plan(name).plan.models[0], tp), name, tp=tp, sequence_parallel=sequence_parallel)

@@ -101,7 +101,7 @@ def sample(same_seed: bool) -> dict[str, list[Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("same_seed", [False, True])
+@pytest.mark.parametrize("same_seed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sampling_gives_the_text_of_the_first_tp_rank(same_seed):
     ranks = on_ranks(4, sample, same_seed)
     for how in ranks[0]:

@@ -209,6 +209,7 @@ def read_and_written(name: str, settings: dict[str, Any], folder: Path) -> list[
     return drawn
 
 
+@pytest.mark.usefixtures("no_repairs")
 @pytest.mark.parametrize(
     ("rule", "code"),
     [
@@ -237,6 +238,7 @@ def test_a_number_that_a_rank_has_no_value_for_is_a_finding(expression: str) -> 
     assert {one.code for one in report.diagnostics} == {"SP314"}, report.diagnostics
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_heads_that_are_not_declared_are_refused() -> None:
     """Without `heads`, the one group would be cut in two."""
     rule = {
@@ -248,6 +250,7 @@ def test_heads_that_are_not_declared_are_refused() -> None:
     assert not report.ok
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_a_mean_that_is_this_ranks_alone_is_refused() -> None:
     """The weight split without the mean: right for whole groups, wrong where a group is on two ranks."""
     plan = child(

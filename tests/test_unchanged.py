@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardplan import apply_plan
+from shardplan.api import apply, deciding
 from tests.proofs import fake_mesh
 from tests.small_models import small_model
 
@@ -29,8 +30,18 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.fixture(params=["tp", "sp", "tp and dp_shard"])
-def model(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
+MESHES = ("tp", "sp", "tp and dp_shard")
+DECIDED: dict[str, Any] = {}  # by mesh: the program is compiled once, as no change of a model changes it
+
+
+@pytest.fixture(params=MESHES)
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
+    def decide(*given: Any) -> Any:
+        if request.param not in DECIDED:
+            DECIDED[request.param] = deciding.decide(*given)
+        return DECIDED[request.param]
+
+    monkeypatch.setattr(apply, "decide", decide)
     sizes, names = ((2, 2), ("dp_shard", "tp")) if "dp" in request.param else ((2,), ("tp",))
     with fake_mesh(*sizes, names=names) as mesh:
         options = {"sequence_parallel": request.param == "sp", "src_data_rank": None, "prove": False}
@@ -157,7 +168,6 @@ RIGHT: Mapping[str, Change] = {
     "hidden states are recorded": lambda m: m(input_ids=IDS, output_hidden_states=True),
     "a hook of a parameter": lambda m: m.model.norm.weight.register_post_accumulate_grad_hook(lambda p: None),
     "a checkpoint around a module": checkpointed,
-    "a compiled module": replaced("model.layers.1", lambda m: torch.compile(m, backend="eager")),
     "a parameter that is stored alike": put_alike,
     "the same class": at("model.norm", lambda m: setattr(m, "__class__", type(m))),
     "without gradients": lambda m: torch.no_grad()(lambda: m(input_ids=IDS))(),
@@ -169,6 +179,16 @@ RIGHT: Mapping[str, Change] = {
 def test_what_is_right_passes(model: nn.Module, what: str) -> None:
     run(model)
     RIGHT[what](model)
+    for _ in range(2):
+        run(model)
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(mesh, marks=() if mesh == "sp" else pytest.mark.slow) for mesh in MESHES], indirect=True
+)
+def test_a_compiled_module_passes(model: nn.Module) -> None:
+    run(model)
+    replaced("model.layers.1", lambda m: torch.compile(m, backend="eager"))(model)
     for _ in range(2):
         run(model)
 
