@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from shardplan import Model, validate
 from shardplan.core.report import Comparison, Verdict
+from shardplan.proof import prove
 from shardplan.proof.exact import in_precision_of
 from shardplan.proof.prove import settle
 from shardplan.proof.steps import reference_steps
@@ -103,6 +106,42 @@ def test_a_proof_goes_to_float64_at_once_where_it_is_needed_anyway() -> None:
 
     first = settle(run)
     assert (first, ran) == (settle(run, at_once=True), [torch.float32, torch.float64, torch.float64])
+
+
+def features(seed: int) -> dict[str, Tensor]:
+    return {"input": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(seed))}
+
+
+class Cancelling(nn.Module):
+    """Far from zero, what is left of its sums is rounding in float32."""
+
+    def __init__(self, far: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.far = far
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.up(x) + self.far - self.far).tanh())
+
+
+@pytest.mark.parametrize(("far", "dtype"), [(1e4, torch.float64), (1.0, torch.float32)])
+def test_a_model_that_float32_does_not_settle_runs_in_float64_alone(
+    monkeypatch: pytest.MonkeyPatch, far: float, dtype: torch.dtype
+) -> None:
+    run, ran = prove._run, set()
+
+    def counted(*given: Any) -> tuple[Comparison, ...]:
+        ran.add(given[-1])
+        return run(*given)
+
+    monkeypatch.setattr(prove, "_run", counted)
+    plan = {
+        "version": "1",
+        "tensor_parallel": {"0": "input_with_grad_allreduce", "0.up": "colwise", "0.down": "rowwise"},
+    }
+    report = validate(Model(nn.Sequential(Cancelling(far)), inputs=features), plan, {"tp": 2})
+    assert report.proven and ran == {dtype}, report
 
 
 def test_a_mesh_of_two_is_made_once_while_ranks_are_simulated() -> None:

@@ -33,12 +33,12 @@ from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.modes import reduced_runs
 
 from .calls import NOTHING, Checkpointed, calls_of, checkpointed_by
-from .compare import worst_of
+from .compare import compare_steps, worst_of
 from .failure import RAISES, sharded_run
 from .narrowing import note_of, only_with
 from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
-from .rank import replicas
+from .rank import Left, replicas
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
 from .steps import Batch, Steps, averaged, cast, reference_of
@@ -128,6 +128,7 @@ def prove(
     programs: dict[Overlays, Program] = {}
     wrong_with: dict[Overlays, list[str]] = {on: [] for on in variants}
     every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
+    rounds = False  # float32 settles nothing
     for mesh in every:
         progress("building a reduced model")
         of_mesh = reduced if processes else _reduced_for(reduced, mesh)
@@ -143,6 +144,8 @@ def prove(
                 case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
             known = compiled.layouts[on].diagnostics if on in compiled.layouts else ()
             trials.append(Trial(case, program, of_mesh.reduced_model, None if processes else mesh.world_size, known))
+        if not processes:
+            rounds = rounds or _rounds(of_mesh.reduced_model, checkpointed_by(trials[0].program))
         made: list[tuple[Comparison, ...]] = []
         try:
             with nullcontext() if processes else rank_threads(mesh.world_size) as on_ranks:
@@ -150,7 +153,7 @@ def prove(
                     shown = variant_name(on).replace("_", " ")
                     progress(f"{shown}, {mesh.shown}: comparing with the unsharded model")
                     # float64 at once where a variant of the same model differed in float32
-                    rounds = any(row.dtype == "float64" for rows in made for row in rows)
+                    rounds = rounds or any(row.dtype == "float64" for rows in made for row in rows)
                     made.append(trial.settled(on_ranks, at_once=rounds))
         except PlanError as error:
             raise PlanError(trials[len(made)].narrowed(error.diagnostics)) from error.__cause__
@@ -254,6 +257,21 @@ def steps_of(
             batches = [cast(batch, dtype) for batch in calls.batches(index)]
             known[key] = batches, reference_of(partial(_built, reduced_model, dtype), batches)
     return known[key]
+
+
+def _rounds(reduced_model: ReducedModel, under: Checkpointed) -> bool:
+    """Whether the unsharded model itself differs between float32 and float64, by more than what is allowed in float32: then a run of all
+    ranks in float32 settles nothing. A model that does not run in float64 says nothing about it."""
+    for kind in reduced_model.kinds:
+        _, single = steps_of(reduced_model, kind, torch.float32, under=under)
+        try:
+            _, exact = steps_of(reduced_model, kind, torch.float64, under=under)
+        except Exception:  # of the model's own code
+            return False
+        left = Left(exact.outputs, exact.gradients, exact.buffers, {})
+        if any(row.verdict == "differs" for row in compare_steps(single, {"float64": left})):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
