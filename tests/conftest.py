@@ -77,6 +77,16 @@ def no_repairs(monkeypatch):
     monkeypatch.setattr(model, "Search", partial(model.Search, tries=0))
 
 
+@pytest.fixture(scope="module")
+def compiled_once():
+    """For files that apply the same few plans again and again, and change nothing of the compiler."""
+    from tests.compiling import compile_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch.setattr)
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="only the tests that need no torch, and none can import it")
     parser.addoption("--share", type=int, default=1, metavar="N", help="one in N of the tests (all)")

@@ -23,7 +23,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,8 +33,18 @@ LOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.phi3.modeling_phi3",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.trainer",
+    "peft",
+    "pytest",
     "shardplan.api",
-    "shardplan.proof.prove",
+    "shardplan.compat",
+    "shardplan.proof.prove_stages",
+    "shardplan.weights",
+    "tests.compiling",
 )
 GRACE = 5.0  # seconds for the other ranks' own errors, after the first one
 
@@ -158,36 +167,6 @@ def _report(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
 
-def _compile_once() -> None:
-    """A plan that this process has compiled for an equal model and mesh is not compiled again: half of what these tests took was
-    layout checks of the same few small models. Equal is what the proof calls so (`Fingerprint`); files of plans, and plans that all ranks
-    derive together, are never kept."""
-    import torch
-
-    from shardplan.api.deciding import Asked
-    from shardplan.proof.fingerprints import Fingerprint, NotStable
-
-    compiled, known = Asked.compiled, {}
-
-    def once(asked: Any, sizes: Any, *args: Any, **options: Any) -> Any:
-        digest, plan = Fingerprint(), asked.plan
-        try:
-            digest.add(torch.get_default_dtype(), sizes, *(getattr(asked, field.name) for field in fields(asked)))
-        except NotStable:
-            plan = None
-        if not isinstance(plan, dict | str) or (isinstance(plan, str) and Path(plan).exists()):
-            return compiled(asked, sizes, *args, **options)
-        key = digest.hexdigest()
-        if key in known:
-            return known[key]
-        found = compiled(asked, sizes, *args, **options)
-        if found.given.derived is None:
-            known[key] = found
-        return found
-
-    Asked.compiled = once
-
-
 def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
     """One rank: answer calls until the other end is closed."""
     report = _report(folder, rank).open("w")  # open as long as the process lives
@@ -196,6 +175,7 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
     import torch.distributed as dist
 
     import shardplan  # noqa: F401
+    from tests.compiling import compile_once
 
     gc.freeze()  # collections pass over what is imported
     torch.set_num_threads(1)
@@ -207,7 +187,7 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
         world_size=count,
         timeout=timedelta(seconds=300),
     )
-    _compile_once()
+    compile_once()
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
         try:

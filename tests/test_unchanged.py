@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardplan import apply_plan
-from shardplan.api import apply, deciding
 from tests.proofs import fake_mesh
 from tests.small_models import small_model
 
@@ -31,17 +30,10 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 MESHES = ("tp", "sp", "tp and dp_shard")
-DECIDED: dict[str, Any] = {}  # by mesh: the program is compiled once, as no change of a model changes it
 
 
 @pytest.fixture(params=MESHES)
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[nn.Module]:
-    def decide(*given: Any) -> Any:
-        if request.param not in DECIDED:
-            DECIDED[request.param] = deciding.decide(*given)
-        return DECIDED[request.param]
-
-    monkeypatch.setattr(apply, "decide", decide)
+def model(request: pytest.FixtureRequest, compiled_once: None) -> Iterator[nn.Module]:
     sizes, names = ((2, 2), ("dp_shard", "tp")) if "dp" in request.param else ((2,), ("tp",))
     with fake_mesh(*sizes, names=names) as mesh:
         options = {"sequence_parallel": request.param == "sp", "src_data_rank": None, "prove": False}

@@ -1,0 +1,50 @@
+"""Plans that are compiled once in a process: half of what process tests took was layout checks of the same few small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardplan.api.deciding import Asked
+from shardplan.proof.fingerprints import Fingerprint, NotStable
+
+Compiled = Callable[..., Any]
+_KNOWN: dict[str, Any] = {}
+
+
+def compile_once(put: Callable[[type, str, Compiled], None] = setattr) -> None:
+    """Let `apply_plan` and `compile_plan` have what they compiled in this process for an equal model, plan and mesh before. Equal is what
+    the proof calls so (`Fingerprint`). Files of plans, and plans that all ranks derive together, are compiled each time. Not for tests that
+    change the compiler.
+
+    Args:
+        put: sets an attribute.
+    """
+    compiled = Asked.compiled
+
+    def once(asked: Asked, sizes: Any, *args: Any, **options: Any) -> Any:
+        plan = asked.plan
+        try:
+            key = _digest(torch.get_default_dtype(), sizes, *(getattr(asked, field.name) for field in fields(asked)))
+        except NotStable:
+            plan = None
+        if not isinstance(plan, dict | str) or (isinstance(plan, str) and Path(plan).exists()):
+            return compiled(asked, sizes, *args, **options)
+        if key in _KNOWN:
+            return _KNOWN[key]
+        found = compiled(asked, sizes, *args, **options)
+        if found.given.derived is None:
+            _KNOWN[key] = found
+        return found
+
+    put(Asked, "compiled", once)
+
+
+def _digest(*values: Any) -> str:
+    found = Fingerprint()
+    found.add(*values)
+    return found.hexdigest()
