@@ -29,7 +29,8 @@ SMALL = {
 def _cases():
     compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
     cases = [(name, way) for name in gpu.MODELS for way in gpu.ways(name)]
-    yield from (case for case in cases if not case[1].endswith("compiled"))
+    plain = [case for case in cases if not case[1].endswith("compiled")]
+    yield from (pytest.param(*case, marks=() if case in plain[::4] else pytest.mark.slow) for case in plain)
     yield from sampled((case for case in cases if case[1].endswith("compiled")), 2, marks=[pytest.mark.slow, compiler])
 
 

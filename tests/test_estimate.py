@@ -194,7 +194,7 @@ def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
     assert "uneven routes" in one.not_modelled[-1]
 
 
-@pytest.mark.parametrize(("n", "chosen"), [(2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize(("n", "chosen"), [(2, 2), (2, 4), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_a_token_that_is_sent_once_costs_no_more_than_gathering_all_of_them(n: int, chosen: int):
     """With the sequence split, beside experts that are distributed inside tp: in rows of the hidden size. The ids and weights of a
     row come on top, which of rows as short as these are a tenth."""

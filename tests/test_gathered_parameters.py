@@ -36,6 +36,7 @@ def test_it_is_checked_and_proven() -> None:
         assert report.stages[-1] == "proof" and report.proof.variants[1].variant == "sequence_parallel"
 
 
+@pytest.mark.usefixtures("no_repairs")
 @pytest.mark.parametrize(
     ("name", "wrong", "code"), [(NORM, "gathered_partial", "SP406"), (Q_NORM, "gathered", "SP401")]
 )

@@ -483,6 +483,7 @@ def test_one_block_input_takes_the_sums_of_all_tables() -> None:
     )
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_a_whole_value_is_not_split_as_a_sum_that_waits() -> None:
     """A block input that gathers its output takes one look-up of the table; the other one still waits at the next block input."""
     model = own_streams.TwoLists()

@@ -144,7 +144,13 @@ RIGHT = (
 )
 
 
-@pytest.mark.parametrize("patch", RIGHT, ids=lambda patch: patch.__name__)
+LATER = (by_partial, with_attributes, on_a_linear, over_a_closure)  # the ways of the others, put on otherwise
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [pytest.param(patch, id=patch.__name__, marks=pytest.mark.slow if patch in LATER else ()) for patch in RIGHT],
+)
 def test_patched_models_train_right(patch):
     sp = RIGHT.index(patch) % 2 == 0
 

@@ -234,6 +234,7 @@ def test_a_wrong_command_line_is_2(words):
     assert main(words) == 2
 
 
+@pytest.mark.usefixtures("no_repairs")
 def test_a_plan_with_errors_is_refused(capsys):
     small = [word for name, size in SIZES.items() for word in ("--set", f"{name}={size}")]
     assert (

@@ -15,6 +15,9 @@ from shardplan.runtime.apply.plan_mesh import read_mesh
 from tests.proofs import PLANS, fake_mesh, plan_like, reduced_model
 
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def mesh():
     with fake_mesh(4) as mesh:

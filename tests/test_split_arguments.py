@@ -136,4 +136,8 @@ def test_a_reduced_model_has_as_many_heads_as_the_plan_needs() -> None:
     assert layouts.reduced_model.config.n_head == 4
     assert layouts.check(shardplan.load_plan("codegen").file).ok
     assert layouts.reduced_model.config.n_head == 8
+
+
+@pytest.mark.slow
+def test_so_has_the_one_of_eight_ranks() -> None:
     assert shardplan.validate("codegen", "codegen_gathered", {"tp": 8}).ok

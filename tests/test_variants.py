@@ -104,6 +104,7 @@ def test_a_seed_gives_the_same_configurations() -> None:
         assert draw(name, random.Random(1)) == draw(name, random.Random(1)) != draw(name, random.Random(2))
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_applied_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the program of the proof: what the two have of the layers may differ, and did."""
     trial = Trial(
