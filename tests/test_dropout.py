@@ -398,7 +398,7 @@ def double_inputs(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("before", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("before", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["split", "whole"])
 @pytest.mark.parametrize(
     "checkpoint", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["checkpointed", "plain"]
 )

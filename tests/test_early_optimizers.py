@@ -18,7 +18,7 @@ from tests.proofs import fake_mesh, reduced_model
 
 
 @pytest.fixture(scope="module", autouse=True)
-def mesh():
+def mesh(compiled_once):
     with fake_mesh(4) as mesh:
         yield mesh
 

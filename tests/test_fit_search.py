@@ -47,7 +47,7 @@ def ledger_of(made, sizes, *, optimizer, gathers, bare, depth=None):
     ("model", "sizes", "optimizer"),
     [
         ("llama", MeshSizes(tp=2, dp_shard=3), "adamw"),
-        ("mixtral", MeshSizes(tp=2, dp_shard=2, dp_replicate=2), "sgd"),
+        pytest.param("mixtral", MeshSizes(tp=2, dp_shard=2, dp_replicate=2), "sgd", marks=pytest.mark.slow),
         ("mixtral", MeshSizes(tp=2), "none"),
     ],
 )

@@ -14,7 +14,6 @@ from shardplan.runtime.apply import phases, without_sequence_parallel
 from shardplan.runtime.apply.plan_mesh import read_mesh
 from tests.proofs import PLANS, fake_mesh, plan_like, reduced_model
 
-
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 

@@ -80,7 +80,8 @@ def numbers(config: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("size", "tp"),
     [
-        *product(SIZES, (2, 8)),
+        *product(SIZES, (8,)),
+        *(pytest.param(size, 2, marks=pytest.mark.slow) for size in SIZES),
         *sampled(product(SIZES, (3, 4, 16)), 12, marks=[pytest.mark.slow]),
     ],
 )
