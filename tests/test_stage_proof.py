@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,13 +20,15 @@ from shardplan.core.plan import NO_OVERLAYS
 from shardplan.core.report import NumericProof
 from shardplan.core.schedules import SCHEDULES
 from shardplan.proof import pipelined
-from shardplan.proof.prove_stages import with_pipeline
-from shardplan.proof.stage import Question
+from shardplan.proof.prove_stages import prove_stages_on_first_rank, with_pipeline
+from shardplan.proof.remembered_proofs import _KNOWN
+from shardplan.proof.stage import EARLIER, NOW, Question
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.pipeline import pipelined_model, stage_forward, tied_copies
 from shardplan.runtime.pipeline.micro_batch_inputs import Inputs
 from shardplan.runtime.pipeline.step_loss import StepLoss, zero_like_loss
 from tests.adversaries.live import llama
+from tests.proofs import fake_mesh
 from tests.test_pipeline_cut import PLAN, Stack, Tied
 
 FAMILIES = ("cohere", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
@@ -253,3 +256,27 @@ def llama_normalised() -> torch.nn.Module:
 @pytest.mark.parametrize(("build", "ranks"), [(llama_halved, {}), (llama_normalised, {"dp_shard": 2})])
 def test_the_unsharded_steps_are_those_of_training(build: Callable[[], torch.nn.Module], ranks: dict[str, int]):
     assert shardplan.validate(build(), "llama", {"pp": 2, "tp": 1, **ranks}).ok
+
+
+def test_stages_are_proven_once_in_a_process(monkeypatch: pytest.MonkeyPatch):
+    """Not those of a model with another number in its code."""
+
+    class Scaled(Stack):
+        def __init__(self, factor: int) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids) * self.factor
+
+    def known(factor: int, schedule: str = "1f1b") -> str:
+        torch.manual_seed(0)
+        question = replace(asked(Scaled(factor)), mesh=MeshSizes(tp=1, pp=2))
+        staged = staged_plan(question.plan, question.reduced)
+        with fake_mesh(2, names=("pp",)) as mesh:
+            found, how = prove_stages_on_first_rank(question, staged, NO_OVERLAYS, SCHEDULES[schedule], mesh)
+        assert not found
+        return how
+
+    _KNOWN.clear()
+    assert [known(2), known(2), known(3), known(2, "gpipe")] == [NOW, EARLIER, NOW, NOW]

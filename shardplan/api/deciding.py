@@ -145,7 +145,7 @@ def prove_decided(
         PlanError: the proof found errors.
     """
     from shardplan.proof.prove_stages import prove_stages_on_first_rank
-    from shardplan.proof.stage import Question, prove_on_first_rank
+    from shardplan.proof.stage import EARLIER, Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
 
     compiled, resolved = decided.compiled, decided.program.resolved
@@ -155,7 +155,7 @@ def prove_decided(
         unproven = "it cannot be (allow_unproven)" if prove else "prove=False"
         return (), f"not proven: {unproven}" if split else WHOLE
     found: tuple[Diagnostic, ...] = ()
-    proof = WHOLE
+    proof, method = WHOLE, ""
     plan, logits = compiled.given.both[1], asked.changes.logits
     question = Question(reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes)
     if split:
@@ -164,7 +164,8 @@ def prove_decided(
         proof = f"proven {method}, on a reduced model"
     if staged is not None and staged.ok:
         assert decided.layout is not None  # of a mesh with stages
-        about = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)
+        about, how = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)
         raise_errors(about, sources, strict=asked.strict)
-        proof = proof if split else "proven before it was applied, on a reduced model"
+        method = method if split and how == EARLIER else how
+        proof = f"proven {method}, on a reduced model"
     return found, proof

@@ -35,8 +35,9 @@ from .pipelined import NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows
 from .proof_findings import unreached
 from .prove import EAGER, compile_for, settle, simulated_sizes, steps_of
 from .reach import unreached_parameters
+from .remembered_proofs import digest_of, known, remember
 from .simulate import with_data_parallel
-from .stage import Question
+from .stage import EARLIER, NOW, Question
 from .threads import OnRanks, rank_threads
 
 STAGES = Code("SP436")
@@ -90,6 +91,16 @@ def _meshes(asked: Question, staged: StagedPlan, *, multiple: bool) -> tuple[Mes
 def _on_mesh(
     asked: Question, staged: StagedPlan, mesh: MeshSizes, wanted: Sequence[Overlays], schedule: Schedule
 ) -> PipelineProof:
+    reduced, cut, schedule = _cut_for(asked, staged, mesh, schedule)
+    if mesh.tp == 1:  # both are one program
+        wanted = tuple(dict.fromkeys(map(without_sequence, wanted)))
+    return prove_pipeline(replace(asked, reduced=reduced), cut, wanted, schedule, mesh)
+
+
+def _cut_for(
+    asked: Question, staged: StagedPlan, mesh: MeshSizes, schedule: Schedule
+) -> tuple[ModelLayouts, PipelineCut, Schedule]:
+    """The reduced model of a mesh, how it is cut, and what schedule runs."""
     reduced = asked.reduced
     stages = mesh.pp * schedule.stages_per_rank
     if (mesh.tp, mesh.ep) != (reduced.tp, reduced.ep) or reduced.blocks < stages:
@@ -99,9 +110,23 @@ def _on_mesh(
     assert staged.resolved is not None, staged.findings
     if len(staged.resolved.pp_blocks) < stages:
         schedule, stages = ONE_EACH, mesh.pp
-    if mesh.tp == 1:  # both are one program
-        wanted = tuple(dict.fromkeys(map(without_sequence, wanted)))
-    return prove_pipeline(replace(asked, reduced=reduced), reduced_cut(staged, stages), wanted, schedule, mesh)
+    return reduced, reduced_cut(staged, stages), schedule
+
+
+def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedule) -> str | None:
+    """Of all that decides what the proof of the stages of one variant finds (`digest_of`); None too where there is nothing to prove."""
+    parts: list[str] = []
+    try:
+        for mesh in _meshes(asked, staged, multiple=schedule.multiple):
+            reduced, cut, ran = _cut_for(asked, staged, mesh, schedule)
+            (program,) = _programs(replace(asked, reduced=reduced), (on,), replace(mesh, pp=1))
+            digest = digest_of(reduced, program, asked.allow_unproven, (mesh,))
+            if digest is None:
+                return None
+            parts.append(f"{digest} {cut} {ran}")
+    except PlanError:
+        return None
+    return f"stages {schedule} {', '.join(parts)}"
 
 
 def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic, ...]:
@@ -123,11 +148,17 @@ def _programs(asked: Question, wanted: Iterable[Overlays], sizes: MeshSizes) -> 
 @reduced_runs()
 def prove_stages_on_first_rank(
     asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedule, mesh: DeviceMesh
-) -> tuple[Diagnostic, ...]:
-    """What the proof of a plan's pipeline stages finds. The first rank of the mesh proves, and sends the result to the others."""
+) -> tuple[tuple[Diagnostic, ...], str]:
+    """What the proof of a plan's pipeline stages finds, and how that is known. The first rank of the mesh looks it up or proves, and
+    sends the result to the others."""
 
-    def answer() -> tuple[Diagnostic, ...]:
-        return with_pipeline(NumericProof(MeshSizes(pp=2), ()), asked, staged, (on,), schedule)[1]
+    def answer() -> tuple[tuple[Diagnostic, ...], str]:
+        digest = _digest(asked, staged, on, schedule)
+        if (found := known(digest)) is not None:
+            return found, EARLIER
+        found = with_pipeline(NumericProof(MeshSizes(pp=2), ()), asked, staged, (on,), schedule)[1]
+        remember(digest, found)
+        return found, NOW
 
     return on_first_rank(answer, mesh)
 

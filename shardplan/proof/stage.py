@@ -24,6 +24,9 @@ from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, meshes_of, prove
 from .remembered_proofs import digest_of, known, remember
 
+# How a proof is known, in words.
+EARLIER, NOW = "by an earlier proof in this process", "before it was applied"
+
 Findings = Mapping[Overlays, tuple[Diagnostic, ...]]
 
 
@@ -131,7 +134,7 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
         digest = digest_of(asked.reduced, program, asked.allow_unproven, meshes)
         found = known(digest)
         if found is not None:
-            return found, "by an earlier proof in this process"
-        return prove_stage(asked, (on,))[1][on], "before it was applied"
+            return found, EARLIER
+        return prove_stage(asked, (on,))[1][on], NOW
 
     return on_first_rank(answer, mesh)
