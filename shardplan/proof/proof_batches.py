@@ -71,9 +71,8 @@ class MicroBatches:
         """A micro-batch; who gets it may change it. Labels of a token each are left out here and there, so that micro-batches have other
         numbers of them."""
         place = (step, replica, part)
-        if (
-            place not in self._made
-        ):  # once, in one thread: what makes them may draw from a generator that all ranks share
+        # Once, in one thread: what makes them may draw from a generator that all ranks share.
+        if place not in self._made:
             self._made[place] = self._new(*place)
         return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, self._made[place])
 
