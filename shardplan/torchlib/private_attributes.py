@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SEEN = {
-    "torch": ("2.11.0", "2.13.0", "2.14.1"),
+    "torch": ("2.11.0", "2.13.0"),
     "transformers": ("5.17.0", "5.23.0", "5.24.0"),
     "accelerate": ("1.15.0",),
     "argparse": ("3.11", "3.12"),
@@ -46,7 +46,7 @@ _UNITS = "gathering units of FSDP2 for a while, and bringing back what was found
 
 ATTRIBUTES: tuple[Attributes, ...] = (
     Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
-    Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0", "2.14.1")),
+    Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0",)),
     # torch 2.13 has a property of this name, which raises where there are several.
     Attributes(*_STATE, ("_fsdp_param_group",), _UNITS),
     Attributes(
