@@ -7,8 +7,10 @@ from dataclasses import fields, replace
 
 from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import (
     ArgumentSlice,
+    ContextProgram,
     ExpertsProgram,
     FeatureMeans,
     GradientGroup,
@@ -22,13 +24,14 @@ from shardplan.core.module_program import (
 from shardplan.core.plan import NO_OVERLAYS
 from tests.proofs import program_of, reduced_model
 
+V_CP, R_CP = replace(V(1), axis=Axis.CP), replace(R, axis=Axis.CP)
 WEIGHT = ParameterProgram("weight", V(1), V(1))
 BIAS = ParameterProgram("bias", I, I)
 ENTER = InputMove(V(-1), I)
 LEAVE = OutputMove(P, I)
 MODULE = ModuleProgram("m", "rowwise", (WEIGHT, BIAS), (ENTER,), LEAVE)
 
-Part = ModuleProgram | ParameterProgram | InputMove | OutputMove
+Part = ModuleProgram | ParameterProgram | InputMove | OutputMove | ContextProgram
 
 # Each says something else in one place.
 OTHER_WEIGHTS = (
@@ -49,6 +52,15 @@ OTHER_ENTRANCES = (
     replace(ENTER, shared_with="n"),
 )
 OTHER_LEAVES = (replace(LEAVE, src=V(1)), replace(LEAVE, dst=R))
+OVER_CP = ContextProgram("replicate_seq", (InputMove(V_CP, R_CP),), OutputMove(R_CP, V_CP))
+OTHERS_OVER_CP = (
+    replace(OVER_CP, style="split_seq_input"),
+    replace(OVER_CP, enter=()),
+    replace(OVER_CP, enter=(InputMove(V_CP, R_CP, "x"),)),
+    replace(OVER_CP, leave=None),
+    replace(OVER_CP, outside=OutsideReads((0,), V_CP)),
+    replace(OVER_CP, outside=OutsideReads((0,), V_CP, by_hooks=True)),
+)
 OTHER_MODULES = (
     replace(MODULE, name="n"),
     replace(MODULE, style="colwise"),
@@ -76,6 +88,7 @@ OTHER_MODULES = (
     replace(MODULE, experts=ExpertsProgram(8, "once", sliced=True)),
     replace(MODULE, experts=ExpertsProgram(8, "pairs")),
     replace(MODULE, group=GradientGroup((("", "bias"),))),
+    *(replace(MODULE, on_cp=moves) for moves in (OVER_CP, *OTHERS_OVER_CP)),
 )
 # What follows from the model or from another module's fields.
 FOLLOWS = {"size", "vocabulary", "joined", "collects", "sum_rule", "reads_in", "layer", "also_reads"}
@@ -122,6 +135,7 @@ def test_every_field_is_in_the_text_or_follows() -> None:
         *((BIAS, other) for other in OTHER_BIASES),
         *((ENTER, other) for other in OTHER_ENTRANCES),
         *((LEAVE, other) for other in OTHER_LEAVES),
+        *((OVER_CP, other) for other in OTHERS_OVER_CP),
     ]
     varied = {f.name for one, other in pairs for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)}
     assert {f.name for one, _ in pairs for f in fields(one)} == varied | FOLLOWS

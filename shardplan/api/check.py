@@ -277,12 +277,14 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     blocks = run.stages(variants, sizes) if run is not None else 0
     asked.progress("checking layouts")
     sizes = replace(sizes, tp=report.checked_tp or 1)
+    first = sizes if run is not None and run.processes else proof_meshes(sizes, context=plan.has_context)[0]
     reduced = ModelLayouts(
         found,
         sizes.of(Axis.TP),
-        sizes.ep if run is not None and run.processes else proof_meshes(sizes)[0].ep,
+        first.ep,
         pp=blocks or sizes.pp,
         blocks=blocks,
+        cp=first.cp if plan.has_context else 1,
     )
     variants = prove_layouts(variants, plan, reduced, allow_unproven=allow)
     looked: tuple[Stage, ...] = (*report.stages, "layouts") if variants.layouts else report.stages
@@ -296,8 +298,9 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
         wanted = run.proven_whole(wanted, sizes, cut)
     elif asked.last != "proof" or variants.any_error or not variants.layouts or not reduced.runs:
         wanted = ()
-    if sizes.tp == 1 and sizes.ep > 1 and not question.processes:
-        wanted = tuple(on for on in wanted if on == {"expert_parallel"})  # the others split nothing
+    if sizes.tp == 1 and sizes.pp == 1 and not question.processes:
+        splitting: Overlays = frozenset({"expert_parallel", "context_parallel"})
+        wanted = tuple(on for on in wanted if on and on <= splitting)  # the others split nothing
     if wanted:
         proof, about = prove_stage(question, wanted, asked.progress)
         variants, looked = variants.with_findings(about), (*looked, "proof")

@@ -150,7 +150,7 @@ def prove_decided(
 
     compiled, resolved = decided.compiled, decided.program.resolved
     reduced, staged, sources = compiled.reduced_model, compiled.staged, compiled.given.sources
-    split = (resolved.sizes.tp or 1) > 1 or "expert_parallel" in resolved.overlays
+    split = (resolved.sizes.tp or 1) > 1 or bool(resolved.overlays & {"expert_parallel", "context_parallel"})
     if not prove or reduced is None:
         unproven = "it cannot be (allow_unproven)" if prove else "prove=False"
         return (), f"not proven: {unproven}" if split else WHOLE

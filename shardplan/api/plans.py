@@ -54,6 +54,7 @@ def init_plan(
     tp: int = 2,
     sequence_parallel: bool = False,
     expert_parallel: bool = False,
+    context_parallel: bool = False,
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
@@ -67,6 +68,7 @@ def init_plan(
         tp: the size for which rules are tried and the plan is proven; `validate` reports which others the model allows.
         sequence_parallel: with a sequence-parallel section.
         expert_parallel: with an expert-parallel section; tried and proven with as many ep ranks as tp ranks.
+        context_parallel: with rules for the axis cp, and the sequence-parallel section that they follow from; proven with two ranks.
         name: of the plan; None is the model's type.
         progress: called with what is being done.
 
@@ -92,15 +94,16 @@ def init_plan(
     made = new_plan(
         found,
         tp=tp,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=sequence_parallel or context_parallel,
         expert_parallel=expert_parallel,
+        context_parallel=context_parallel,
         name=name,
         progress=progress,
     )
     parsed = parse_text(made.text, file=SHOWN)
     assert parsed.plan is not None, made.text
     progress("validating")
-    sizes = MeshSizes(tp=tp, ep=tp if expert_parallel else 1)
+    sizes = MeshSizes(tp=tp, ep=tp if expert_parallel else 1, cp=2 if context_parallel else 1)
     given = Given(named, found, parsed.plan, parsed.sources, parsed.diagnostics)
     wanted = wanted_variants(parsed.plan, None, sizes)
     variants, allowed = at_a_size(given, sizes, wanted, seq_len=None)

@@ -10,7 +10,7 @@ from shardplan.compiler.automatic import Derive
 from shardplan.compiler.pipeline import Changes, compile_variant, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Section, variant_name
+from shardplan.core.plan import Variant, variant_name
 from shardplan.core.report import Report
 
 from .check import validate
@@ -46,8 +46,8 @@ class PlanReport:
     model: str
     sizes: MeshSizes
     report: Report
-    programs: Mapping[Section, Program] = field(default_factory=dict)
-    estimates: Mapping[Section, Estimate] = field(default_factory=dict)
+    programs: Mapping[Variant, Program] = field(default_factory=dict)
+    estimates: Mapping[Variant, Estimate] = field(default_factory=dict)
     flow: Flow = ("", ())
     pipeline: PipelineCut | None = None
 
@@ -97,7 +97,7 @@ def plan_report(
     given = look_up(named, plan, split=sizes.splits_layers, derive=how)
     programs = {variant_name(on): one for on, one in compiled(given, sizes, sequence_parallel, progress).items()}
     pipeline = _pipeline(named, plan, sizes, step, how) if sizes.pp > 1 else None
-    estimates: dict[Section, Estimate] = {}
+    estimates: dict[Variant, Estimate] = {}
     if step is not None:
         for section, program in programs.items():
             progress(f"estimating, {section}")

@@ -144,6 +144,10 @@ def _init(parser: Parser) -> None:
     text = "the size for which rules are tried and proven (2)"
     mesh_options(parser, (Axis.TP,), help={Axis.TP: text}, types={Axis.TP: several})
     parser.add_argument("--sequence-parallel", action="store_true", help="also write a sequence_parallel section")
+    text = (
+        "also write a context_parallel section, for the axis cp, and the sequence_parallel section that it follows from"
+    )
+    parser.add_argument("--context-parallel", action="store_true", help=text)
     parser.add_argument("--expert-parallel", action="store_true", help="also write an expert_parallel section")
     model_options(parser)
     parser.add_argument("--json", action="store_true", help="print findings as JSON")

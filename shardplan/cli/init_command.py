@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
                 tp=tp,
                 sequence_parallel=args.sequence_parallel,
                 expert_parallel=args.expert_parallel,
+                context_parallel=args.context_parallel,
                 name=args.name,
                 progress=progress,
             )

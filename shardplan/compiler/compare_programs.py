@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, Section, variant_name
+from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, Variant, variant_name
 from shardplan.core.plan_changes import Checkpoints, FieldChange, ModuleChange, RuleChange, Said
 from shardplan.core.sections import DataParallel, Sections
 from shardplan.core.tree import parent, starred
@@ -52,7 +52,7 @@ def _said(assignment: Assignment | None) -> tuple[Said, ...]:
 
 
 def module_changes(
-    section: Section, old: Mapping[str, tuple[str, ...]], new: Mapping[str, tuple[str, ...]]
+    section: Variant, old: Mapping[str, tuple[str, ...]], new: Mapping[str, tuple[str, ...]]
 ) -> tuple[ModuleChange, ...]:
     """The modules that differ, those together whose changes are equal but for the numbers of layers.
 

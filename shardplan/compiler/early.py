@@ -67,7 +67,7 @@ def _apart(plan: PlanFile) -> Callable[[str], bool]:
         for file in plan.lineage
         for section in (file.data_parallel, file.activation_checkpointing, file.compile)
         for pattern in (
-            *(rule.pattern for rule in (*file.tensor_parallel, *file.sequence_parallel)),
+            *(rule.pattern for rule in (*file.tensor_parallel, *file.sequence_parallel, *file.context_parallel)),
             *(getattr(section, "units", ()) or ()),
             *(getattr(section, "modules", ()) or ()),
             *(getattr(section, "ignored", ()) or ()),

@@ -209,11 +209,12 @@ def compile_variant(
     if any_error(findings):
         return Compiled(None, findings, given)
     found, read = given.both
-    overlays = overlays_of(changes.sequence_parallel and (sizes.tp or 1) > 1, sizes)
+    overlays = overlays_of(changes.sequence_parallel and (sizes.tp or 1) > 1, sizes, context=read.has_context)
     variants = given.structure(sizes, {without_sequence(overlays), overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
-    reduced_model = ModelLayouts(found, sizes.tp or 1, proof_meshes(sizes)[0].ep, pp=sizes.pp)
+    first = proof_meshes(sizes, context=read.has_context)[0]
+    reduced_model = ModelLayouts(found, sizes.tp or 1, first.ep, pp=sizes.pp, cp=first.cp)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     staged = None
     if sizes.pp > 1:
@@ -248,7 +249,8 @@ def compile_variants(
     needed = dict.fromkeys((*map(without_sequence, wanted), *wanted))
     variants = given.structure(sizes, needed)
     if not variants.any_error:
-        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp)
+        cp = sizes.cp if read.has_context else 1
+        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp, cp=cp)
         variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = (*given.findings, *variants.all_findings)
     return {} if any_error(findings) else {on: program_of(variants, on) for on in wanted}, findings

@@ -68,7 +68,8 @@ def wanted_variants(plan: PlanFile, sequence_parallel: bool | None, sizes: MeshS
     last."""
     both = sequence_parallel is None and plan.has_overlay
     asked = (False, True) if both else (bool(sequence_parallel),)
-    return tuple(dict.fromkeys(overlays_of(on, mesh) for mesh in (None, sizes) for on in asked))
+    context = plan.has_context
+    return tuple(dict.fromkeys(overlays_of(on, mesh, context=context) for mesh in (None, sizes) for on in asked))
 
 
 def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
@@ -90,7 +91,7 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
-    """Add what the layout check finds, without several ranks on the axes tp or ep nothing; what keeps the sequence from being split over
+    """Add what the layout check finds, without several ranks on the axes tp, ep or (with rules for it) cp nothing; what keeps the sequence from being split over
     a cp axis; and parameters that a forward changes, with several data-parallel ranks. It is for plans without structural errors.
 
     Args:
@@ -98,7 +99,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
         allow_unproven: what keeps a plan from being proven is a warning instead of an error.
     """
     sizes = next(iter(variants.resolved.values())).sizes
-    if sizes.cp > 1:
+    if sizes.cp > 1 and not plan.has_context:
         from .layout.context_chunks import context_facts
 
         facts, about = context_facts(model.found)
@@ -107,7 +108,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
     reports = {
         on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven)
         for on, one in variants.resolved.items()
-        if (sizes.tp or 1) > 1 or "expert_parallel" in on
+        if (sizes.tp or 1) > 1 or on & {"expert_parallel", "context_parallel"}
     }
     from .layout.written_parameters import written_findings
 
@@ -141,12 +142,16 @@ def prove_stages(
 
 
 def _merged(found: Mapping[Overlays, tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
-    """Of the variants without and with sequence parallelism, then of those without and with expert parallelism."""
-    pairs = [
-        [about for on, about in found.items() if ("expert_parallel" in on) == experts] for experts in (False, True)
-    ]
-    sides = [of_both_variants(*pair) if len(pair) == 2 else pair[0] for pair in pairs if pair]
-    return with_overlay_alone(sides[0], sides[1], "expert_parallel") if len(sides) == 2 else next(iter(sides), ())
+    """Of the variants without and with sequence parallelism, then of those without and with the sections that apply by the mesh."""
+    sides: dict[Overlays, list[tuple[Diagnostic, ...]]] = {}
+    for on, about in found.items():
+        sides.setdefault(on - {"sequence_parallel"}, []).append(about)
+    merged: tuple[Diagnostic, ...] = ()
+    for i, (on, pair) in enumerate(sorted(sides.items(), key=lambda side: len(side[0]))):
+        assert len(pair) <= 2, on  # without and with sequence parallelism
+        side = of_both_variants(*pair) if len(pair) == 2 else pair[0]
+        merged = with_overlay_alone(merged, side, max(on)) if i else side
+    return merged
 
 
 def any_error(findings: Iterable[Diagnostic]) -> bool:

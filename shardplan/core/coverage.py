@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .report import Variant
+from .plan import Variant
 from .tree import ModuleTree, ancestors, block, element, full_name
 
 

@@ -254,6 +254,28 @@ class ExpertsProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextProgram:
+    """The moves of one module on the axis cp, where parameters are whole.
+
+    Args:
+        style: the style of its rule; of the module around it, where that one's moves stand here.
+        enter: moves of arguments, in order.
+        leave: the move of the output.
+        outside: where positions in the output are read outside of the block.
+    """
+
+    style: str
+    enter: tuple[InputMove, ...] = ()
+    leave: OutputMove | None = None
+    outside: OutsideReads | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether whole values become slices of the sequence here that no value of this module was before: the entrance."""
+        return any(move.dst.kind == "V" for move in self.enter)
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleProgram:
     """What happens at one module.
 
@@ -290,6 +312,7 @@ class ModuleProgram:
         slices: arguments of which the rank reads its share.
         buffers: those of which the rank reads its share, each as a parameter that is stored in these shards would be read; they are
             stored whole.
+        on_cp: what happens here on the axis cp. `core.nesting` says in which order the moves of both axes run.
     """
 
     name: str
@@ -319,6 +342,7 @@ class ModuleProgram:
     experts: ExpertsProgram | None = None
     slices: tuple[ArgumentSlice, ...] = ()
     buffers: tuple[ParameterProgram, ...] = ()
+    on_cp: ContextProgram | None = None
 
     @property
     def over_ep(self) -> bool:

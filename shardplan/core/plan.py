@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 from .context_facts import ContextFacts
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
-from .mesh import MeshSizes
+from .mesh import Axis, MeshSizes
 from .module_program import Draws, Exchange
 from .sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel
 from .shares import Share
@@ -19,12 +19,21 @@ from .stages import HandedOn
 from .sum_outputs import SummedOutputs, SumRule
 from .tree import ModuleTree
 
-Overlay = Literal["sequence_parallel", "expert_parallel"]
+Overlay = Literal["sequence_parallel", "expert_parallel", "context_parallel"]
 # A section inside another is written as both names with a dot, and applies where both do.
 Section = Literal["tensor_parallel", Overlay, "expert_parallel.sequence_parallel"]
-SECTIONS: tuple[Section, ...] = get_args(Section)  # each is laid over those before it
+# What applies together, by `variant_name`.
+Variant = Literal[
+    Section,
+    "context_parallel.sequence_parallel",
+    "context_parallel.expert_parallel",
+    "context_parallel.expert_parallel.sequence_parallel",
+]
+SECTIONS: tuple[Section, ...] = get_args(Section)  # of one axis each is laid over those before it
+# The axis that a section's rules are for, where it is not tp: they stand beside those of tp, and are not laid over them.
+_AXIS_OF: Mapping[Section, Axis] = {"context_parallel": Axis.CP}
 
-Overlays = frozenset[Overlay]  # a variant of a plan: the overlays that are laid over it
+Overlays = frozenset[Overlay]  # a variant of a plan: the sections that apply besides `tensor_parallel`
 NO_OVERLAYS: Overlays = frozenset()
 
 
@@ -41,32 +50,46 @@ def section_at(path: Sequence[str | int]) -> Section | None:
     )
 
 
-def overlays_of(sequence_parallel: bool, sizes: MeshSizes | None = None) -> Overlays:
+def axis_of(section: Section) -> Axis:
+    """The axis of the mesh that a section's rules are for."""
+    return _AXIS_OF.get(section, Axis.TP)
+
+
+def overlays_of(sequence_parallel: bool, sizes: MeshSizes | None = None, *, context: bool = False) -> Overlays:
     """The variant that a user asks for.
 
     Args:
         sizes: of the mesh; with several ranks on its ep axis, experts are distributed.
+        context: whether the plan has rules for the axis cp; with several ranks on it they apply.
     """
     asked: dict[Overlay, bool] = {
         "sequence_parallel": sequence_parallel,
         "expert_parallel": sizes is not None and sizes.ep > 1,
+        "context_parallel": context and sizes is not None and sizes.cp > 1,
     }
     return frozenset(overlay for overlay, on in asked.items() if on)
 
 
-def sections_of(overlays: Overlays) -> tuple[Section, ...]:
-    """The sections of a variant, each laid over those before it."""
-    return tuple(section for section in SECTIONS if set(section_path(section)) <= {"tensor_parallel", *overlays})
+def sections_of(overlays: Overlays, axis: Axis = Axis.TP) -> tuple[Section, ...]:
+    """The sections of a variant for an axis, each laid over those before it."""
+    applying = (section for section in SECTIONS if set(section_path(section)) <= {"tensor_parallel", *overlays})
+    return tuple(section for section in applying if axis_of(section) is axis)
 
 
-def variant_name(overlays: Overlays) -> Section:
-    """The section that is laid over the others last."""
-    return sections_of(overlays)[-1]
+def variant_name(overlays: Overlays) -> Variant:
+    """A variant by its sections, in the order of the alphabet."""
+    return cast(Variant, ".".join(sorted(overlays)) or "tensor_parallel")
+
+
+def variant_words(variant: Variant) -> str:
+    """ "expert and sequence parallel"."""
+    *others, last = (section.removesuffix("_parallel") for section in variant.split("."))
+    return f"{', '.join(others)} and {last} parallel" if others else f"{last} parallel"
 
 
 def without_sequence(overlays: Overlays) -> Overlays:
-    """The variant for sequences that are not split."""
-    return overlays - {"sequence_parallel"}
+    """The variant for sequences that are not split, over tp or over cp."""
+    return overlays - {"sequence_parallel", "context_parallel"}
 
 
 Output = Literal["gather", "all_reduce", "reduce_scatter"]
@@ -176,6 +199,7 @@ FIELD_OF: Mapping[Section, str] = {
     "tensor_parallel": "tensor_parallel",
     "sequence_parallel": "sequence_parallel",
     "expert_parallel": "expert_parallel",
+    "context_parallel": "context_parallel",
     "expert_parallel.sequence_parallel": "expert_sequence_parallel",
 }
 
@@ -205,6 +229,7 @@ class PlanFile:
     tensor_parallel: tuple[Rule, ...] = ()
     sequence_parallel: tuple[Rule, ...] = ()
     expert_parallel: tuple[Rule, ...] = ()
+    context_parallel: tuple[Rule, ...] = ()
     expert_sequence_parallel: tuple[Rule, ...] = ()
     data_parallel: DataParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -234,6 +259,11 @@ class PlanFile:
     @property
     def has_overlay(self) -> bool:
         return any(plan.sequence_parallel for plan in self.lineage)
+
+    @property
+    def has_context(self) -> bool:
+        """Whether it has rules for the axis cp."""
+        return any(plan.context_parallel for plan in self.lineage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +330,9 @@ class ResolvedPlan:
         pp_handed: what of it, as that run shows.
         pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
         pp_written: as `PipelineCut.written`, likewise.
-        context: what chunks of the sequence show; None without several cp ranks.
+        context: what chunks of the sequence show; None without several cp ranks, and for a plan with rules for this axis.
+        axis: the axis of the mesh that the rules are for. For another one than tp, `sizes.tp` is its size.
+        on_cp: the same plan with its rules for the axis cp, where they apply: several assignments for a module, one for each axis.
     """
 
     plan: PlanFile
@@ -333,10 +365,16 @@ class ResolvedPlan:
     pp_results: int = 0
     pp_written: tuple[str, ...] = ()
     context: ContextFacts | None = None
+    axis: Axis = Axis.TP
+    on_cp: ResolvedPlan | None = None
 
     @property
     def sequence_parallel(self) -> bool:
         return "sequence_parallel" in self.overlays
+
+    @property
+    def context_parallel(self) -> bool:
+        return "context_parallel" in self.overlays
 
     @cached_property
     def fsdp_units(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .diagnostics import Location
 from .estimates import Estimate
 from .mesh import MeshSizes
-from .plan import Section
+from .plan import Variant
 
 Collectives = Mapping[str, Mapping[str, int]]  # forward or backward -> collective -> how many
 
@@ -36,7 +36,7 @@ class RuleChange:
         old, new: what the rules say; empty where there is none.
     """
 
-    section: Section
+    section: Variant
     names: tuple[str, ...]
     old: tuple[Said, ...]
     new: tuple[Said, ...]
@@ -66,7 +66,7 @@ class ModuleChange:
         gone, added: facts as `Program.describe` has them, of the first of the modules.
     """
 
-    section: Section
+    section: Variant
     names: tuple[str, ...]
     gone: tuple[str, ...]
     added: tuple[str, ...]
@@ -93,7 +93,7 @@ class VariantCost:
 class CostChange:
     """What a variant costs with each of two plans; None where a plan does not have it."""
 
-    section: Section
+    section: Variant
     old: VariantCost | None
     new: VariantCost | None
 

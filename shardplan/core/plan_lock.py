@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .diagnostics import Diagnostic
-from .plan import Section
+from .plan import Variant
 from .sources import SourceMap
 
 Facts = Mapping[str, tuple[str, ...]]  # folded names of modules -> what happens there
@@ -54,7 +54,7 @@ class PlanLock:
     versions: Mapping[str, str]
     files: Mapping[str, str]
     parameters: Mapping[str, str]
-    variants: Mapping[Section, Facts]
+    variants: Mapping[Variant, Facts]
     sections: Mapping[str, str]
     digest: str
 
@@ -77,7 +77,7 @@ class LockCheck:
     lock: PlanLock
     now: PlanLock | None
     parameters: tuple[str, ...] = ()
-    modules: Mapping[Section, tuple[str, ...]] = field(default_factory=dict)
+    modules: Mapping[Variant, tuple[str, ...]] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
     findings: tuple[Diagnostic, ...] = ()

@@ -11,10 +11,10 @@ from .mesh import Axis, MeshSizes
 
 MOST = 8  # ranks at once, where tp itself is no larger
 # In the order in which they are taken into one run; tp is in each.
-_BESIDE = (Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
+_BESIDE = (Axis.CP, Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
 
 
-def proof_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
+def proof_meshes(sizes: MeshSizes, *, context: bool = False) -> tuple[MeshSizes, ...]:
     """The meshes that stand for a mesh.
 
     The first has tp as asked, since the relation of tp to numbers of heads decides what runs; where more axes are above 1 than fit
@@ -22,17 +22,18 @@ def proof_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
     smallest divisor above 1. ep stays below tp, equal to it or above it, as asked, but where tp as asked leaves no room for ep above it.
     A data-parallel axis is there where something else is split: with nothing beside it a plan splits nothing.
 
-    The axis cp has no run of its own: what ep takes of cp it takes of dp_shard, whose ranks have tokens of their own too.
+    Without rules for it the axis cp has no run of its own: what ep takes of cp it takes of dp_shard, whose ranks have tokens of their own too.
 
     Args:
         sizes: with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
+        context: whether the plan has rules for the axis cp.
 
     Returns:
         At least one; none has more than `MOST` ranks where that is possible with tp and two more axes.
     """
-    if not sizes.splits_layers:
+    if not sizes.splits_layers and not (context and sizes.cp > 1):
         return (MeshSizes(tp=sizes.of(Axis.TP)),)
-    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1]
+    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1 and (context or axis is not Axis.CP)]
     if sizes.cp > 1 and _order(sizes) == 3 and Axis.DP_SHARD not in asked:
         asked.insert(0, Axis.DP_SHARD)
     small = _small(sizes)

@@ -10,10 +10,9 @@ from typing import Literal
 from .derived_plan import DerivedPlan
 from .diagnostics import Diagnostic, Severity
 from .mesh import MeshSizes
-from .plan import Section
+from .plan import Overlay, Variant
 from .sources import SourceMap
 
-Variant = Section
 Stage = Literal["plan", "names", "structure", "layouts", "proof"]
 Compared = Literal["output", "gradient", "buffer", "parameter"]
 Verdict = Literal["equal", "differs", "unproven"]
@@ -56,7 +55,7 @@ def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagn
 
 
 def with_overlay_alone(
-    without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...], section: Section
+    without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...], section: Overlay
 ) -> tuple[Diagnostic, ...]:
     """The findings of a plan without and with another overlay, each once: what only the overlay has says so, unless its
     line shows it."""
@@ -78,7 +77,7 @@ def _of_both(diagnostic: Diagnostic, same: Diagnostic | None) -> Diagnostic:
     return replace(diagnostic, related=(*diagnostic.related, label))
 
 
-def _of_overlay(diagnostic: Diagnostic, section: Section) -> Diagnostic:
+def _of_overlay(diagnostic: Diagnostic, section: Overlay) -> Diagnostic:
     if diagnostic.primary is not None and diagnostic.primary.location.path[:1] == (section,):
         return diagnostic
     words = section.replace("_parallel", " parallelism")
@@ -300,7 +299,7 @@ class NumericProof:
         splits, experts = (self.sizes.tp or 1) > 1 or self.sizes.ep > 1, self.sizes.ep > 1
         staged = self.pipeline is None or self.pipeline.ok
         proven = all(
-            p.ok and (p.sharded > 0 or not splits or (experts and not p.variant.startswith("expert_parallel")))
+            p.ok and (p.sharded > 0 or not splits or (experts and "expert_parallel" not in p.variant))
             for p in self.variants
         )
         return proven and staged and (bool(self.variants) or (self.pipeline is not None and not splits))

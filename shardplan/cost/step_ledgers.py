@@ -10,7 +10,8 @@ from torch import nn
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.estimates import Question, TrainingStep
-from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.mesh import Axis
+from shardplan.core.plan import ResolvedPlan
 from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.runtime.apply.phases import apply_program
@@ -56,7 +57,7 @@ def step_ledger(
             mesh,
             inputs_of(found, model, asked.step.micro_batch, asked.step.seq_len),
             optimizer=asked.step.optimizer,
-            logits=_logits(found, asked, program.resolved.sizes),
+            logits=_logits(found, asked, program.resolved),
             offloaded=offloaded,
             name=found.name,
             names=names.within({name for name, _ in model.named_modules()}) if names is not None else None,
@@ -74,12 +75,13 @@ def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
         LOAD.reset(token)
 
 
-def _logits(found: FoundModel, asked: Question, sizes: MeshSizes) -> list[tuple[int, int]]:
+def _logits(found: FoundModel, asked: Question, resolved: ResolvedPlan) -> list[tuple[int, int]]:
     """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for every token or all but the last of
     each sequence."""
     rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
     if not isinstance(rows, int):
         return []
-    chunk = asked.step.seq_len // sizes.cp
+    sizes = resolved.sizes
+    chunk = asked.step.seq_len // (1 if resolved.context_parallel else sizes.cp)
     tokens = [asked.step.micro_batch * length for length in (chunk, chunk - 1)]
     return [(n * width, width) for n in tokens for width in (rows, -(-rows // sizes.of(Axis.TP)))]

@@ -85,7 +85,7 @@ def trace(
     chunks = mesh.cp.get_group().group_name if mesh.cp is not None else None
     meter = Meter(places, groups, logits, parts, chunks)
     following = parts.following(model) if parts is not None else nullcontext()
-    rounds, chunked = min(micro_batches, 2), mesh.sizes.cp > 1
+    rounds, chunked = min(micro_batches, 2), mesh.sizes.cp > 1 and not done.program.resolved.context_parallel
     with without_memory(), meter.running(), places.following(model), following:
         if done.shared is not None and (link := done.shared.link) is not None:
             link.watch(source for source, _ in link.sources)  # hooks that follow the step change no sum of an embedding
@@ -172,7 +172,7 @@ def run_step(
     gradient the step.
 
     Args:
-        chunked: ranks share a sequence.
+        chunked: ranks share a sequence, and each calls the model with its chunk.
     """
     places = meter.places
     for _ in range(micro_batches):

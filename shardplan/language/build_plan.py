@@ -33,6 +33,7 @@ def build_plan(
         "tensor_parallel": document.tensor_parallel,
         "sequence_parallel": document.sequence_parallel,
         "expert_parallel": document.expert_parallel.model_extra or {},
+        "context_parallel": document.context_parallel,
         "expert_parallel.sequence_parallel": document.expert_parallel.sequence_parallel,
     }
     rules_of: dict[str, Any] = {FIELD_OF[section]: _rules(rules, section, file) for section, rules in written.items()}

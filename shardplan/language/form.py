@@ -147,7 +147,10 @@ def _right_field(path: Path, root: Node) -> Proposed:
         if len(homes) == 1:
             return f"`{name}` belongs under `{homes[0]}`", ()
         if "." in name or "*" in name:
-            return "a rule stands under `tensor_parallel`, `sequence_parallel` or `expert_parallel`", ()
+            return (
+                "a rule stands under `tensor_parallel`, `sequence_parallel`, `expert_parallel` or `context_parallel`",
+                (),
+            )
     rule = to_data(node_at(root, path[:-1]) or MapNode(()))
     if name in OLD and "shares" in known and isinstance(rule, dict):
         if (shares := shares_of(rule)) is not None:

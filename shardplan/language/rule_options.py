@@ -96,5 +96,5 @@ def none_rule() -> dict[str, Any]:
         ]
     }
     section = {"additionalProperties": {"not": {"anyOf": [removal, {"type": "array", "contains": removal}]}}}
-    sections = dict.fromkeys(("tensor_parallel", "sequence_parallel"), section)
+    sections = dict.fromkeys(("tensor_parallel", "sequence_parallel", "context_parallel"), section)
     return {"if": {"not": {"required": ["extends"]}}, "then": {"properties": sections}}

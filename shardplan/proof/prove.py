@@ -21,7 +21,7 @@ from shardplan.compiler.variants import Variants, any_error, bind_variants, chec
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import ModuleProgram
-from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, without_sequence
+from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, variant_words, without_sequence
 from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.sections import DataParallel
@@ -86,9 +86,8 @@ def compile_for(
     for on in wanted:
         if any_error(variants.findings[on]):
             raise PlanError(variants.findings[on])
-    if not sizes.splits_layers:
-        return variants
-    return replace(variants, layouts={on: reduced.layouts_of(plan, one) for on, one in variants.resolved.items()})
+    split = {on: one for on, one in variants.resolved.items() if sizes.splits_layers or one.on_cp is not None}
+    return replace(variants, layouts={on: reduced.layouts_of(plan, one) for on, one in split.items()})
 
 
 @reduced_runs()
@@ -150,7 +149,7 @@ def prove(
         try:
             with nullcontext() if processes else rank_threads(mesh.world_size) as on_ranks:
                 for on, trial in zip(on_it, trials, strict=True):
-                    shown = variant_name(on).replace("_", " ")
+                    shown = variant_words(variant_name(on))
                     progress(f"{shown}, {mesh.shown}: comparing with the unsharded model")
                     # float64 at once where a variant of the same model differed in float32
                     rounds = rounds or any(row.dtype == "float64" for rows in made for row in rows)
@@ -205,11 +204,13 @@ def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
 
 
 def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:
-    """The meshes on which a variant is simulated. On a mesh with an axis ep a variant without it is proven for tp alone."""
-    if "expert_parallel" not in on and sizes.ep > 1:
+    """The meshes on which a variant is simulated. On a mesh with an axis ep, or cp that the plan has rules for, a variant without it is
+    proven for tp alone."""
+    context = "context_parallel" in on
+    if ("expert_parallel" not in on and sizes.ep > 1) or (plan.has_context and sizes.cp > 1 and not context):
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
-    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1))
+    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), context=context)
 
 
 def simulated_sizes(sizes: MeshSizes, section: DataParallel | None) -> MeshSizes:
@@ -221,10 +222,9 @@ def simulated_sizes(sizes: MeshSizes, section: DataParallel | None) -> MeshSizes
 
 def _reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
     """The reduced model at the sizes of a mesh."""
-    if mesh.ep == 1 or mesh.ep == reduced.ep:
-        if mesh.tp == reduced.tp:
-            return reduced
-    return ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times)
+    if mesh.ep in (1, reduced.ep) and mesh.cp in (1, reduced.cp) and mesh.tp == reduced.tp:
+        return reduced
+    return ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times, cp=mesh.cp)
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
@@ -286,7 +286,9 @@ class ReducedCase:
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
         """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
         assert self.sizes.tp is not None  # a proof is of one size
-        reduced_model = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep, self.heads_times).reduced_model
+        cp = self.sizes.cp if self.program.resolved.context_parallel else 1
+        made = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep, self.heads_times, cp=cp)
+        reduced_model = made.reduced_model
         for kind in reduced_model.kinds:
             batches = calls_of(reduced_model, kind, checkpointed_by(self.program)).batches
             yield Case(reduced_model.build, batches, self.program, self.sizes, dtype)

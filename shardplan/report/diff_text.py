@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.core.plan import variant_words
 from shardplan.core.plan_changes import ModuleChange, PlanDiff, RuleChange
 
 from .color import Paint
@@ -15,7 +16,6 @@ from .diff_words import (
     said_text,
     title,
     value_text,
-    variant_words,
     verdict,
 )
 from .table import table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardplan.compiler.lower.expected_collectives import COLLECTIVES
-from shardplan.core.plan import Section
+from shardplan.core.plan import variant_words
 from shardplan.core.plan_changes import Checkpoints, CostChange, PlanDiff, RuleChange, Said, VariantCost
 from shardplan.core.sources import SourceMap
 
@@ -22,11 +22,6 @@ def names_text(names: tuple[str, ...]) -> str:
     folded = brace_names(fold_names(names))
     first = ", ".join(name or "(model)" for name in folded[:MOST])
     return first + (f", ... ({len(names)} in all)" if len(folded) > MOST else "")
-
-
-def variant_words(section: Section) -> str:
-    """ "sequence parallel"."""
-    return section.replace("_", " ").replace(".", ", ")
 
 
 def value_text(value: str | tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.expected_collectives import COLLECTIVES, expected_collectives
 from shardplan.core.estimates import CATEGORIES, Estimate
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Section
+from shardplan.core.plan import Variant, variant_words
 from shardplan.core.report import NumericProof, Report, count_text
 from shardplan.core.sources import SourceMap
 from shardplan.core.stages import PipelineCut
@@ -17,7 +17,7 @@ from .estimate_text import bytes_text, mesh_text, peak_place, seconds_text
 from .html_axes import mesh_table
 from .html_parts import chip, color, hue, page, table, text
 from .html_tree import flow_svg, styles_of, tree_html
-from .proof_text import VARIANTS, fold_rows
+from .proof_text import fold_rows
 from .short_names import fold_names
 from .text import proof_lines
 from .text import text as findings_text
@@ -31,8 +31,8 @@ def html_report(
     model: str,
     sizes: MeshSizes,
     report: Report,
-    programs: Mapping[Section, Program],
-    estimates: Mapping[Section, Estimate],
+    programs: Mapping[Variant, Program],
+    estimates: Mapping[Variant, Estimate],
     flow: Flow,
     pipeline: PipelineCut | None = None,
 ) -> str:
@@ -89,7 +89,7 @@ def text_lines(block: str) -> str:
 
 
 def _variant(
-    section: Section,
+    section: Variant,
     program: Program,
     sources: SourceMap,
     estimate: Estimate | None,
@@ -98,7 +98,7 @@ def _variant(
 ) -> str:
     styles = " ".join(chip(style) for style in styles_of(program, sources))
     parts = [
-        f"<h2>{text(VARIANTS[section].capitalize())}</h2>",
+        f"<h2>{text(variant_words(section).capitalize())}</h2>",
         (
             f"<h3>Modules</h3><p>{styles}</p><p class=dim>Bytes are what a rank stores before data parallelism. "
             "Point at a module, or tap it, for its shapes, moves and rules.</p>"
@@ -197,5 +197,5 @@ def _proofs(proof: NumericProof) -> Iterator[str]:
             for row in fold_rows(one.rows)
         ]
         share = f"{one.sharded_share:.0%} of {one.parameters:,} parameters of the reduced model are split"
-        yield f"<h3>{text(VARIANTS[one.variant].capitalize())}</h3><p class=dim>{text(share)}</p>"
+        yield f"<h3>{text(variant_words(one.variant).capitalize())}</h3><p class=dim>{text(share)}</p>"
         yield table(("tensor", "", "worst error", "where", "verdict"), rows, frozenset({2}))

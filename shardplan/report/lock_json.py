@@ -7,11 +7,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from shardplan.core.mesh import named_sizes
+from shardplan.core.plan import variant_words
 from shardplan.core.plan_lock import LockCheck, LockedQuestion, PlanLock
 from shardplan.core.user_files import CannotRead, parse_json
 
 from .color import Paint
-from .diff_words import variant_words
 from .json import json_text
 from .text import text
 from .width import printable

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardplan.core.plan import Section
+from shardplan.core.plan import variant_words
 from shardplan.core.report import Comparison, NumericProof, PipelineProof, VariantProof, Verdict
 
 from .color import Paint, Role
@@ -17,12 +17,6 @@ from .text import named_few
 from .width import printable
 
 VERDICTS: dict[Verdict, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
-VARIANTS: dict[Section, str] = {
-    "tensor_parallel": "tensor parallel",
-    "sequence_parallel": "sequence parallel",
-    "expert_parallel": "expert parallel",
-    "expert_parallel.sequence_parallel": "expert and sequence parallel",
-}
 HEADER = ("  tensor", "worst error", "where", "verdict")
 RANKS = {True: "real processes", False: "simulated in one process"}
 
@@ -57,7 +51,7 @@ def _fold(group: Sequence[Comparison]) -> list[Comparison]:
 def _variant(proof: VariantProof, whole: NumericProof, paint: Paint, all_rows: bool, width: int | None) -> str:
     rows = proof.rows if all_rows else fold_rows(proof.rows)
     whole_layers = whole.sizes.tp == 1 and proof.variant == "tensor_parallel" and proof.schedule is not None
-    what = "pipeline parallel" if whole_layers else VARIANTS[proof.variant]
+    what = "pipeline parallel" if whole_layers else variant_words(proof.variant)
     how = f"{RANKS[whole.processes]}, schedule {proof.schedule}, {proof.micro_batches} micro-batches"
     title = f"{what}, {whole.sizes.shown} ({how if proof.schedule is not None else RANKS[whole.processes]})"
     missed = {

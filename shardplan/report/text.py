@@ -45,6 +45,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
         body += f"\n{_distributed(report)}" if report.ok else ""
     elif report.checked_tp == 1 and report.sizes is not None and report.sizes.pp > 1:
         body += "\nat tp 1 no layer is split: each pipeline stage has some of them"
+    elif report.checked_tp == 1 and any("context_parallel" in variant for variant in report.variants):
+        body += "\nat tp 1 no layer is split: the sequence is, over cp"
     elif report.checked_tp == 1:
         body += "\ndata parallel only: at tp 1 nothing is split, and no layout is checked"
     body += "".join(f"\n{line}" for line in proof_lines(report))

@@ -10,6 +10,7 @@ STYLES = (
         summary="The input of a block under sequence parallelism: the argument is gathered along the sequence once for "
         "all that read it.",
         owns_parameters=False,
+        on_cp=True,
         input_sources=(V(SEQ),),
         input_destination=R,
         options=Options(output=("all_reduce", "reduce_scatter"), grad=True),
@@ -50,6 +51,7 @@ STYLES = (
         summary="The entry into the sequence-parallel region: the argument is split along the sequence; partial sums "
         "from an embedding are reduced on the way.",
         owns_parameters=False,
+        on_cp=True,
         input_sources=(I, P),
         input_destination=V(SEQ),
         options=Options(output=("gather",), grad=True),
@@ -61,6 +63,7 @@ STYLES = (
         summary="The exit from the sequence-parallel region: the output of the module around the blocks, a slice of the "
         "sequence, is gathered.",
         owns_parameters=False,
+        on_cp=True,
         output_source=V(SEQ),
         output_destination=R,
         options=Options(grad=True),
@@ -91,6 +94,7 @@ STYLES = (
         summary="A block that stays whole under sequence parallelism: the argument is gathered along the sequence, every "
         "rank computes the same, and each outputs its slice.",
         owns_parameters=False,
+        on_cp=True,
         input_sources=(V(SEQ),),
         input_destination=I,
         output_source=I,

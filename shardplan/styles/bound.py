@@ -102,7 +102,7 @@ def _bound(
         return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide, settings=local)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     weight = next((p.computed for p in parameters if p.name == "weight" and p.shared and not p.parts), None)
-    crossing, tensors = boundary(rule).at(rule.seq_dim), tuple(tensor_shares(plan, module, rule))
+    crossing, tensors = boundary(rule).at(rule.seq_dim).on(plan.axis), tuple(tensor_shares(plan, module, rule))
     return BoundModule(
         module,
         assignment,

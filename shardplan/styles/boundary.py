@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardplan.core.layout import SEQ, I, Layout, P, R, V
+from shardplan.core.mesh import Axis
 from shardplan.core.plan import Output, Rule
 
 from . import STYLES
@@ -105,6 +106,27 @@ class Boundary:
         )
         output = self.output and replace(
             self.output, source=self.output.source.at(seq_dim), destination=self.output.destination.at(seq_dim)
+        )
+        return replace(self, inputs=inputs, output=output)
+
+    def on(self, axis: Axis) -> Boundary:
+        """The same boundary on another axis than tp: parameters are whole there and never read complete, so what is I on tp is R.
+        Layouts keep the axis tp: who types or lowers one axis alone knows which it is."""
+        if axis is Axis.TP:
+            return self
+
+        def of(layout: Layout) -> Layout:
+            return R if layout == I else layout
+
+        inputs = tuple(
+            replace(one, sources=tuple(dict.fromkeys(map(of, one.sources))), destination=of(one.destination))
+            for one in self.inputs
+        )
+        output = self.output and replace(
+            self.output,
+            source=of(self.output.source),
+            destination=of(self.output.destination),
+            unresolved_gradient=False,
         )
         return replace(self, inputs=inputs, output=output)
 

@@ -37,6 +37,7 @@ STYLES = (
         summary="A module that works token by token (a router), whole on every rank, on tokens as they come: the gradient is complete where every rank has all of them, and a "
         "partial sum where they are split.",
         weight=WHOLE_AS_INPUT,
+        on_cp=True,
         comment="Whole, on the tokens that each rank has.",
     ),
     Style(

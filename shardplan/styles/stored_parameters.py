@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.core.layout import I, Layout, R, V
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram, StandIn
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, ancestors, full_name, parent
@@ -41,6 +42,8 @@ def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: Parameter
 def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
     """A program for every parameter that the module owns; what no rule names is whole with a complete gradient, and an
     adapter is stored as its layer is."""
+    if plan.axis is not Axis.TP:  # whole, and read with partial gradients, which data parallelism adds up
+        return tuple(ParameterProgram(parameter.name, I, R) for parameter in module.parameters)
     return tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
 
 

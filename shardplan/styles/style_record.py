@@ -172,6 +172,7 @@ class Style:
         features: what is done along the features of a value.
         experts: of a module of experts that are distributed whole: its rule takes the module's parameters with it.
         owns_parameters: whether it stores the module's parameters; else other rules do.
+        on_cp: whether rules for the axis cp may name it.
         trials: where it is proposed as a repair; empty: nowhere.
         comment: the comment that `init` writes above the first rule of the style in a plan that it writes; empty: nothing.
         source: where the scheme comes from.
@@ -194,6 +195,7 @@ class Style:
     features: FeatureStyle = FeatureStyle()
     experts: ExpertStyle | None = None
     owns_parameters: bool = True
+    on_cp: bool = False
     trials: tuple[Trial, ...] = ()
     comment: str = ""
     source: str = ""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from shardplan.authoring.context_section import NoSection, context_section
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays
 from shardplan.core.tree import element
+from shardplan.language.parsing import parse_text
 from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
-from .draft import BLOCK_INPUT, is_alternative
+from .draft import BLOCK_INPUT, Rules, is_alternative
 from .write import WIDTH, Heading, folded, plan_document, plan_text
 
 NOTHING = Code("SP530")
@@ -49,6 +52,7 @@ def new_plan(
     tp: int = 2,
     sequence_parallel: bool = False,
     expert_parallel: bool = False,
+    context_parallel: bool = False,
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
@@ -59,6 +63,7 @@ def new_plan(
         tp: the size for which it is tried.
         sequence_parallel: with an overlay.
         expert_parallel: with a section that distributes the experts.
+        context_parallel: with rules for the axis cp; it needs the overlay.
         name: of the plan; without it the model's type.
         progress: called with what is being done.
 
@@ -79,11 +84,33 @@ def new_plan(
     if derived.no_experts is not None:
         message = f"no rules were found that distribute the experts of {found.name}"
         raise PlanError((_error(NO_EXPERTS_FOUND, message, f"on the reduced model: {derived.no_experts}"),))
-    return written(found, derived, name)
+    made = written(found, derived, name)
+    if not context_parallel:
+        return made
+    progress("splitting the sequence over cp")
+    return written(found, derived, name, {"context_parallel": _over_cp(found, made)})
 
 
-def written(found: FoundModel, derived: Derived, name: str | None = None) -> NewPlan:
-    """What was found as a plan file."""
+def _over_cp(found: FoundModel, made: NewPlan) -> Rules:
+    """The rules for the axis cp that follow from a plan's overlay."""
+    parsed = parse_text(made.text, file="<init>")
+    assert parsed.plan is not None, made.text
+    section = context_section(found, parsed.plan)
+    if isinstance(section, NoSection):
+        reasons = [f"on the reduced model: {d.message}" for d in section.findings[:1]]
+        message = f"no rules for the axis cp were found for {found.name}: {section.reason}"
+        raise PlanError((_error(NO_OVERLAY, message, *reasons),))
+    return {key: rule if isinstance(rule, dict) else {"style": rule} for key, rule in section.items()}
+
+
+def written(
+    found: FoundModel, derived: Derived, name: str | None = None, more: Mapping[str, Rules] = MappingProxyType({})
+) -> NewPlan:
+    """What was found as a plan file.
+
+    Args:
+        more: sections besides, with the names that plans have.
+    """
     kept = kept_whole(found, derived)
     model = found.tree.model_type or found.tree.class_names[0]
     notes = [f"{d.message}; {d.notes[0]}.{f' To split them: {d.help}.' if d.help else ''}" for d in kept]
@@ -102,7 +129,7 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
             if element(u) and _has_rules(found.tree.pattern(u), derived)
         )
     )
-    sections = derived.draft.addressed(derived.tree).sections
+    sections = {**derived.draft.addressed(derived.tree).sections, **more}
     return NewPlan(
         text=plan_text(heading, sections, derived.tree, units, derived.pipeline),
         document=plan_document(heading, sections, units, derived.pipeline),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from shardplan.core.diagnostics import Diagnostic, Severity
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.language.inherit import effective_sections
@@ -53,6 +53,7 @@ def bind(
         staged = None
     parts, about_parts = pipeline_parts(staged, names, optional)
     assignments = assign(stack, names)
+    on_cp, about_cp = _on_cp(plan, names, sizes, units) if "context_parallel" in overlays else (None, ())
     resolved = ResolvedPlan(
         plan=plan,
         tree=tree,
@@ -74,11 +75,13 @@ def bind(
         pp_first=parts.first,
         pp_last=parts.last,
         pp_carried=parts.carried,
+        on_cp=on_cp,
     )
     return resolved, (
         *undecided,
         *other_model(plan, tree),
         *_first(findings(plan, stack, names)),
+        *about_cp,
         *contradictions(resolved),
         *about_sums,
         *about_units,
@@ -87,6 +90,18 @@ def bind(
         *about_compiled,
         *about_parts,
     )
+
+
+def _on_cp(
+    plan: PlanFile, names: Names, sizes: MeshSizes, units: tuple[str, ...]
+) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
+    """The rules for the axis cp as a bound plan of their own, and what is wrong with them."""
+    overlays: Overlays = frozenset({"context_parallel"})
+    stack = layers(plan, names, overlays, Axis.CP)
+    bound = ResolvedPlan(
+        plan, names.tree, MeshSizes(tp=sizes.cp), overlays, assign(stack, names), dp_units=units, axis=Axis.CP
+    )
+    return bound, _first(findings(plan, stack, names))
 
 
 def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.mesh import Axis
 from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, as_written, sections_of
 from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.language.globs import parse_glob
@@ -39,10 +40,10 @@ class Layer:
     keys: frozenset[str]
 
 
-def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...]:
-    """The sections that apply, those that later ones override first: tensor_parallel of the oldest ancestor to the
+def layers(plan: PlanFile, names: Names, overlays: Overlays, axis: Axis = Axis.TP) -> tuple[Layer, ...]:
+    """The sections that apply to an axis, those that later ones override first: tensor_parallel of the oldest ancestor to the
     plan's own, then each of the overlays in the same order."""
-    sections = [(file, section) for section in sections_of(overlays) for file in plan.lineage]
+    sections = [(file, section) for section in sections_of(overlays, axis) for file in plan.lineage]
     return tuple(_layer(file, section, rules, names) for file, section in sections if (rules := file.rules(section)))
 
 

@@ -34,6 +34,7 @@ class Crossings:
         plan: each module and its boundary.
         spreads: of the run of every rank.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
+        result: the layout of the model's results that have a gradient.
 
     Attributes:
         incoming, entering, reduced: as in `Proof`.
@@ -48,9 +49,10 @@ class Crossings:
         plan: Mapping[str, BoundModule],
         spreads: Spreads,
         gathers: Mapping[str, Layout],
+        result: Layout = I,
     ):
         self.known, self.operations, self.model = known, operations, model
-        self.plan, self.spreads, self.gathers = plan, spreads, gathers
+        self.plan, self.spreads, self.gathers, self.result = plan, spreads, gathers, result
         self.incoming: dict[str, Layout] = {}
         self.running: list[str] = []
         self.arguments: dict[str, tuple[int, ...]] = {}  # module -> the shape of what was moved last
@@ -249,16 +251,17 @@ class Crossings:
         if not fits:
             number, actual = event.inputs[position : position + 1], found.describe(ndim)
             self.known.find("result", event, event.module, number, actual=actual, wanted=str(wanted))
-        self.known.types[event.outputs[position]] = Type("I")
+        self.known.types[event.outputs[position]] = Type(self.result.kind)
         self.known.maker[event.outputs[position]] = event.module
 
     def _check_results(self, event: Event) -> None:
-        """The model's results: callers expect each whole on every rank, with a complete gradient."""
+        """The model's results: callers expect each whole on every rank, over tp with a complete gradient."""
         for name, number in zip(event.names, event.outputs, strict=True):
             found = self.known.type_of(number)
-            if self.known.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
+            if self.known.run.requires_grad[number] and found.kind not in (self.result.kind, "whole", "?"):
                 ndim = self.known.run.values[number].ndim
-                self.known.find("output", event, name, (number,), actual=found.describe(ndim), wanted="I")
+                wanted = str(self.result)
+                self.known.find("output", event, name, (number,), actual=found.describe(ndim), wanted=wanted)
 
 
 def in_place(bound: BoundModule) -> bool:

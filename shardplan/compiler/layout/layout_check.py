@@ -84,6 +84,7 @@ class LayoutReport:
         operands: of each operation that may draw random numbers, how its operand is spread, in all runs.
         draws: `ResolvedPlan.draws`, for the lowering.
         summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
+        on_cp: that of the rules for the axis cp, where these apply; its findings are here too.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -101,6 +102,7 @@ class LayoutReport:
     lengths: Mapping[int, str] = field(default_factory=dict)
     operands: frozenset[DrawingOperand] = frozenset()
     draws: Mapping[str, Draws] = field(default_factory=dict)
+    on_cp: LayoutReport | None = None
 
     @property
     def ok(self) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, ModuleTree, named
@@ -24,6 +24,7 @@ from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
+from .context_layouts import with_cp
 from .cross_module_reads import cross_module_reads_of
 from .drawing_operands import OWN_CODE, DrawingOperand
 from .draws import WHOLE, Noise, decide, noise_of, unmanaged
@@ -58,11 +59,21 @@ class ModelLayouts:
         found: the model.
         tp, ep: the sizes of the axes.
         heads_times: how many times as many heads as usual its reduced model has; `fit` may choose more.
+        cp: the size of the axis cp; above 1 where the plans that are checked have rules for it.
         pp, blocks: with several stages the reduced model has blocks for a first, a middle and a last one, or so many.
     """
 
-    def __init__(self, found: FoundModel, tp: int, ep: int = 1, heads_times: int = 1, pp: int = 1, blocks: int = 0):
-        self.found, self.tp, self.ep, self.heads_times, self.pp = found, tp, ep, heads_times, pp
+    def __init__(
+        self,
+        found: FoundModel,
+        tp: int,
+        ep: int = 1,
+        heads_times: int = 1,
+        pp: int = 1,
+        blocks: int = 0,
+        cp: int = 1,
+    ):
+        self.found, self.tp, self.ep, self.heads_times, self.pp, self.cp = found, tp, ep, heads_times, pp, cp
         self.blocks = blocks or min(pp, STAGES)
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
@@ -70,7 +81,7 @@ class ModelLayouts:
     @property
     def sizes(self) -> MeshSizes:
         """The smallest mesh with these axes."""
-        return MeshSizes(tp=self.tp, ep=self.ep, dp_shard=max(1, self.ep // self.tp))
+        return MeshSizes(tp=self.tp, ep=self.ep, dp_shard=max(1, self.ep // self.tp), cp=self.cp)
 
     @cached_property
     def reduced_model(self) -> ReducedModel:
@@ -85,6 +96,7 @@ class ModelLayouts:
             self.found,
             tp=self.tp,
             ep=self.ep,
+            cp=self.cp,
             experts_implementation=experts,
             heads_times=self.heads_times,
             layers=self.blocks,
@@ -105,7 +117,7 @@ class ModelLayouts:
         """
         variants = tuple(overlays)
         for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
-            larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp, self.blocks)
+            larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp, self.blocks, self.cp)
             if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
                 self._forget(times)
                 return True
@@ -137,7 +149,7 @@ class ModelLayouts:
             if self.tp > 1 or self.found.config is None or [d.code for d in error.diagnostics] != [NOT_RUNNING]:
                 raise
             times = 2 * self.heads_times
-            larger = ModelLayouts(self.found, 1, self.ep, times, self.pp, self.blocks)
+            larger = ModelLayouts(self.found, 1, self.ep, times, self.pp, self.blocks, self.cp)
             if times > MOST_HEADS_TIMES or not larger.runs:
                 raise
             self._forget(larger.heads_times)
@@ -162,11 +174,12 @@ class ModelLayouts:
         Args:
             resolved: the plan, bound to the reduced model.
         """
+        rules = [*resolved.modules.items(), *(resolved.on_cp.modules.items() if resolved.on_cp is not None else ())]
         experts = frozenset(
             name
-            for name, a in resolved.modules.items()
+            for name, a in rules
             if STYLES[a.rule.style].experts is not None
-            or (STYLES[a.rule.style].weight.as_input and _has_stacks(resolved.tree.modules[name]))
+            or (STYLES[a.rule.style].weight.as_input and has_stacks(resolved.tree.modules[name]))
         )
         if not experts:
             return self.benches
@@ -252,6 +265,9 @@ class ModelLayouts:
             sliced = self._sites(self.check_copy(resolved).operands)
             if sliced:
                 return LayoutReport((self._about_the_model(randomness.finding(self.found.name, sliced, self.tp)),))
+        if resolved.on_cp is not None and (sites := self._sites()):  # a rank would draw those of its own tokens
+            drawn = randomness.finding(self.found.name, sites, self.cp, Axis.CP)
+            return LayoutReport((self._about_the_model(drawn),))
         report = self.layouts_of(plan, resolved, help=help)
         draws, undrawn = self._draws(report, of_model)
         alike = Alike(self.found.tree, self.tree)
@@ -357,6 +373,7 @@ class ModelLayouts:
         """
         benches = self.benches_for(resolved)
         report = check_layout(resolved, benches, help=help, search=search) if self.tp > 1 else LayoutReport()
+        report = report if resolved.on_cp is None else with_cp(report, resolved.on_cp, benches)
         if not report.ok:
             return report
         found = token_findings(resolved, benches, self.ep if "expert_parallel" in resolved.overlays else self.tp)
@@ -369,7 +386,7 @@ class ModelLayouts:
         return replace(diagnostic, modules=self.names_in_model(diagnostic.modules))
 
 
-def _has_stacks(module: ModuleInfo) -> bool:
+def has_stacks(module: ModuleInfo) -> bool:
     """Whether a module has a matrix for each of several experts."""
     return any(len(parameter.shape) > 2 for parameter in module.parameters)
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from shardplan.core.layout import Layout
+from shardplan.core.layout import I, Layout
 from shardplan.core.mesh import Axis
 from shardplan.core.tree import full_name
 from shardplan.model.reduced.trace import Event, Place
@@ -46,6 +46,8 @@ class Prover:
         units: modules whose parameters are gathered only while they run themselves.
         parts: operation -> operand -> whether it has a part in the result, where that was found out.
         stop: whether nothing behind a finding matters.
+        drawing: modules whose own code draws random numbers.
+        result: as for `Crossings`.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class Prover:
         parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
         stop: Callable[[Finding], bool] = lambda finding: False,
         drawing: Collection[str] = (),
+        result: Layout = I,
     ):
         self.drawing = drawing
         self.plan, self.runs, self.run = plan, spreads.runs, origins.run
         self.known = Known(origins, stop)
         self.operations = Operations(self.known, plan, spreads, units, parts)
-        self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers)
+        self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers, result)
 
     def prove(self) -> Proof:
         known, crossings = self.known, self.crossings

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.mesh import Axis
 from shardplan.core.tree import named, starred
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.lines import model_line
@@ -125,13 +126,13 @@ def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...
     return tuple(site for site in first.sites if site.key not in idle)
 
 
-def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
+def finding(model: str, sites: tuple[Site, ...], size: int, axis: Axis = Axis.TP) -> Diagnostic:
     """One finding for the model.
 
     Args:
         model: its name.
         sites: the places that act, at least one.
-        tp: the size of the axis.
+        size: of the axis.
     """
     modules = tuple(dict.fromkeys(site.module for site in sites if site.module))
     where = named(modules) if modules else model
@@ -139,7 +140,7 @@ def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
         code=RANDOM,
         severity=Severity.ERROR,
         message=f"the code of {where} draws random numbers in training, "
-        + (f"but they are not managed across tp={tp}" if tp > 1 else "from generators that are not torch's"),
+        + (f"but they are not managed across {axis}={size}" if size > 1 else "from generators that are not torch's"),
         notes=tuple(
             f"{module or model}, {source.short}: `{source.text}`" if source else f"{module or model}: {name}"
             for module, name, source in dict.fromkeys(site.key for site in sites)

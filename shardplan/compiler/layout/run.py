@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardplan.core.layout import I, Layout, R
+from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.model.rebinding import copied
@@ -96,7 +97,10 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
 
     def typed(layout: Layout) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
-        return Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing).prove()
+        result = I if plan.axis is Axis.TP else R  # data parallelism adds up the gradients of other axes
+        return Prover(
+            bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing, result
+        ).prove()
 
     while True:
         best = typed(R)

@@ -8,6 +8,7 @@ from shardplan.core.layout import I, LayoutKind, R
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import (
     ArgumentSlice,
+    ContextProgram,
     Draws,
     ExpertsProgram,
     InputMove,
@@ -15,6 +16,7 @@ from shardplan.core.module_program import (
     OutsideReads,
     ParameterProgram,
 )
+from shardplan.core.nesting import when
 from shardplan.core.plan import Overlays, ResolvedPlan
 
 NUMBERS: dict[Draws, str] = {
@@ -36,7 +38,8 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
     lines = [
         f"plan {resolved.plan.name} version {resolved.plan.version}",
         f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}"
-        + (f" ep {resolved.sizes.ep}" if resolved.sizes.ep > 1 else ""),
+        + (f" ep {resolved.sizes.ep}" if resolved.sizes.ep > 1 else "")
+        + (f" cp {resolved.sizes.cp}" if resolved.context_parallel else ""),
     ]
     for overlays, modules in variants.items():
         lines += ["without sequence parallelism"] if overlays != resolved.overlays else []
@@ -75,6 +78,8 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
         yield from (f"  out[{position}]: {reading(module.outside)}" for position in module.outside.positions)
     if module.experts is not None:
         yield f"  {experts(module.experts)}"
+    if module.on_cp is not None:
+        yield from context_lines(module.on_cp)
     for attribute, by in module.divide:
         yield f"  {attribute} divided by {by}"
     for attribute, number in module.settings:
@@ -89,11 +94,30 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
         yield "  one gradient all-reduce: " + ", ".join(_member(*names) for names in module.group.parameters)
 
 
+def context_lines(moves: ContextProgram) -> Iterator[str]:
+    """What happens at one module on the axis cp."""
+    yield f"  cp: {moves.style}"
+    for move in moves.enter:
+        again = ", gathered again in backward" if move.regather else ""
+        yield f"  cp, in {_argument(move)}: {move.src} -> {move.dst}{again}, {when(move.src, move.dst)} tp"
+    if moves.outside is not None:
+        yield from (
+            f"  cp, out[{at}]: {moves.outside.source} -> R, {_hooks(moves.outside)}after tp"
+            for at in moves.outside.positions
+        )
+    if moves.leave is not None:
+        yield f"  cp, out: {moves.leave.src} -> {moves.leave.dst}, {when(moves.leave.src, moves.leave.dst)} tp"
+
+
 def reading(outside: OutsideReads) -> str:
     """How a result gets to its readers outside of the block, in words."""
     if outside.source == I:
         return "I"
     return f"{outside.source} -> I" + (", where a hook reads it" if outside.source != R and outside.by_hooks else "")
+
+
+def _hooks(outside: OutsideReads) -> str:
+    return "where a hook reads it, " if outside.by_hooks else ""
 
 
 def experts(program: ExpertsProgram) -> str:

@@ -25,6 +25,7 @@ from shardplan.styles.stored_parameters import lower_parameters
 from shardplan.styles.style_record import FeatureStyle
 from shardplan.styles.token_layouts import tokens_layout
 
+from .context_moves import with_context
 from .homes import home_of
 from .incoming_layouts import IncomingLayouts
 from .program import Program
@@ -39,21 +40,29 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
         others: other variants of the same plan, as which the model can then run too.
     """
     stored = {full_name(name, p.name): p.stored for name, one in bound_modules(plan).items() for p in one.parameters}
-    variants = {one.overlays: lower_modules(one, stored) for one in others}
-    return Program(plan, {plan.overlays: lower_modules(plan), **variants})
+    whole = plan.sizes.tp == 1 and bool(plan.overlays & {"expert_parallel", "context_parallel"})
+    variants = {one.overlays: lower_modules(one, stored, whole=whole) for one in others}
+    return Program(plan, {plan.overlays: lower_modules(plan, whole=whole), **variants})
 
 
-def lower_modules(plan: ResolvedPlan, stored: Mapping[str, Layout] | None = None) -> Mapping[str, ModuleProgram]:
-    """The module programs of one variant, by name, in the tree's order. Of expert parallelism alone, without a tp axis, they are
-    the exchanges of tokens.
+def lower_modules(
+    plan: ResolvedPlan, stored: Mapping[str, Layout] | None = None, *, whole: bool = False
+) -> Mapping[str, ModuleProgram]:
+    """The module programs of one variant, by name, in the tree's order.
 
     Args:
         stored: how the model that runs as this variant stores each parameter, where that is another variant's.
+        whole: without a tp axis, but with ep or cp: of the rules for tp they are the exchanges of tokens alone.
     """
+    programs = _on_tp(plan, stored, whole=whole)
+    return programs if plan.on_cp is None else with_context(plan, programs)
+
+
+def _on_tp(plan: ResolvedPlan, stored: Mapping[str, Layout] | None, *, whole: bool) -> Mapping[str, ModuleProgram]:
     modules = bound_modules(plan)
     if stored is not None:
         modules = {name: _read_from(one, stored) for name, one in modules.items()}
-    if plan.sizes.tp == 1 and "expert_parallel" in plan.overlays:
+    if whole:
         return {n: _alone(one) for n, one in modules.items() if one.experts is not None and one.experts.exchange}
     incoming = IncomingLayouts(modules, plan.incoming or {})
     programs = {}

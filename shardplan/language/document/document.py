@@ -73,6 +73,12 @@ class Document(Strict):
         description="Rules laid over the others when the mesh has several ranks on its axis `ep`.",
         examples=[{"model.layers.*.mlp.experts": "ep_dispatch"}],
     )
+    context_parallel: dict[GlobText, Entry] = Field(
+        default={},
+        description="Rules for the axis `cp`, beside those for tp: where a sequence is split over it, where a module needs all of it, and "
+        "where it is whole again. All other modules work token by token.",
+        examples=[{"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "replicate_seq"}],
+    )
 
 
 PlanDocument = with_sections("PlanDocument", Document.__doc__, Document, Sections)

@@ -114,6 +114,7 @@ def make_reduced_model(
     inputs: Inputs | None = None,
     heads_times: int = 1,
     layers: int = 1,
+    cp: int = 1,
 ) -> ReducedModel:
     """A reduced model.
 
@@ -136,6 +137,7 @@ def make_reduced_model(
         heads_times: how many times as many heads as usual: of models whose plan splits groups of heads.
         inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
         layers: at least so many, as far as the original has them.
+        cp: the number of ranks that a sequence will be split over besides tp.
 
     Raises:
         PlanError: SP520, SP521, SP522, SP524, SP526.
@@ -159,16 +161,16 @@ def make_reduced_model(
         "experts_implementation": experts_implementation,
     }
     options = {key: value for key, value in implementations.items() if value is not None}
+    seq_len = sequence_length(tp * cp)
     if config is None or cls is None:
         if tied is not None or attn_implementation is not None:
             raise ValueError(f"{name} has no transformers configuration to change")
         if reduced is not None:
             model = named_by_user(reduced, tree, name, seed)
-        return _of_module(model, name, tp, seed, dtype, inputs)
-    seq_len = sequence_length(tp)
+        return _of_module(model, name, tp, seq_len, seed, dtype, inputs)
     if reduced is not None:
         named = named_by_user(reduced, tree, name, seed)
-        return _of_named(named, name, tp, seed, dtype, inputs, options)
+        return _of_named(named, name, tp, seq_len, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
     config = completed(config, module)
 
@@ -183,6 +185,7 @@ def make_reduced_model(
             found,
             tp=tp,
             ep=ep,
+            seq_len=seq_len,
             tied=tied,
             heads_times=heads_times,
             head_dim=head_dim,
@@ -235,6 +238,7 @@ def _of_named(
     model: nn.Module,
     name: str,
     tp: int,
+    seq_len: int,
     seed: int,
     dtype: torch.dtype,
     inputs: Inputs | None,
@@ -248,16 +252,20 @@ def _of_named(
         model.set_experts_implementation(options["experts_implementation"])
     without_noise(model)
     build = module_maker(model, name, seed, dtype)
-    seq_len = sequence_length(tp)
     fed = feeding(build(), model.config, seq_len, name, inputs)
     return ReducedModel(name, tp, seq_len, model.config, fed.kinds, (), build, fed.feed, fed.unseen)
 
 
 def _of_module(
-    model: FoundModel | nn.Module, name: str, tp: int, seed: int, dtype: torch.dtype, inputs: Inputs | None
+    model: FoundModel | nn.Module,
+    name: str,
+    tp: int,
+    seq_len: int,
+    seed: int,
+    dtype: torch.dtype,
+    inputs: Inputs | None,
 ) -> ReducedModel:
     """The reduced model of a module without configuration: itself with random weights."""
-    seq_len = sequence_length(tp)
     build = module_maker(model, name, seed, dtype)
     module = build()
     own = checked(inputs if inputs is not None else inputs_of(module, name, seq_len), name)

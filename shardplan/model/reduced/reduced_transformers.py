@@ -23,7 +23,7 @@ from shardplan.model.rebinding import NotBound, copied
 from .carry import carry
 from .layers import Kept, candidates, layer_lists, skeleton
 from .live import Live, live_of
-from .model_inputs import labels_of, sequence_length
+from .model_inputs import labels_of
 from .own_copies import LARGEST, NO_REDUCED_MODEL, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
 from .scale import HEAD_DIMS
@@ -89,6 +89,7 @@ def reduced_config_of(
     *,
     tp: int,
     ep: int = 1,
+    seq_len: int,
     tied: bool | None,
     heads_times: int = 1,
     head_dim: int = HEAD_DIMS[0],
@@ -108,7 +109,7 @@ def reduced_config_of(
                 config,
                 tp=tp,
                 ep=ep,
-                seq_len=sequence_length(tp),
+                seq_len=seq_len,
                 kept=kept,
                 tied=tied,
                 heads_times=heads_times,

@@ -76,14 +76,20 @@ class Work:
         """Whether the model runs on several tp ranks."""
         return self.mesh.tp_size > 1
 
+    @property
+    def moves(self) -> bool:
+        """Whether values are moved between modules: over tp or over cp."""
+        return self.split or self.program.resolved.context_parallel
+
 
 def _tensor_parallel(work: Work) -> bool:
     work.ties = tied_groups(work.inner)
-    if not work.split and not work.program.experts:
+    if not work.moves and not work.program.experts:
         return False
     work.shared = shard(work.inner, work.mesh, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
-    if work.split:
+    if work.moves:
         wrap_forward(work.inner, OwnForward(work.shared.regime))
+    if work.split:
         use_sharded_loss(work.inner, work.program)
     return True
 
@@ -190,8 +196,9 @@ def _parts(work: Work) -> None:
 
 
 def _refusals(work: Work) -> bool:
-    if work.split:
+    if work.moves:
         _parts(work)
+    if work.split:
         refuse_full_tensor(work.inner, packed_parameters(work.program))
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
         for model in {id(model): model for model in (work.model, work.inner)}.values():
@@ -319,7 +326,7 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
-    split, regime = work.split or work.result is not None, None if work.shared is None else work.shared.regime
+    split, regime = work.moves or work.result is not None, None if work.shared is None else work.shared.regime
     guard(Watched(result, work.inner, mesh, split, work.parts, program, regime), kind, compare=compare)
     order_hooks(result)
     steps = tuple(work.steps)

@@ -103,7 +103,7 @@ class PlanMesh:
 
     @property
     def tp_or_one(self) -> DeviceMesh:
-        """The tp mesh; one of this rank alone where the mesh has no such axis, but experts are distributed."""
+        """The tp mesh; one of this rank alone where the mesh has no such axis."""
         tp = self.tp
         return tp if tp is not None else self._experts[Axis.TP.value]
 

@@ -18,7 +18,7 @@ from shardplan.torchlib.private import private
 from .watched import Look, Looks, Watched
 
 EVERY = 1_000
-_PARALLEL = {Axis.TP: "tensor", Axis.PP: "pipeline"}
+_PARALLEL = {Axis.TP: "tensor", Axis.CP: "context", Axis.PP: "pipeline"}
 SLOTS = 32  # of the numbers that are compared: one for all names, shapes and dtypes, the others for contents
 
 _FakeTensor = private("FakeTensor")
@@ -28,9 +28,19 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (
 
 
 def same_inputs(watched: Watched) -> Looks:
-    """Compare the arguments over tp."""
-    tp = watched.mesh.tp
-    return {watched.outer: comparing(tp)} if tp is not None and tp.size() > 1 else {}
+    """Compare the arguments over tp, and over cp where the plan splits the sequence of whole arguments."""
+    cp = watched.mesh.cp if watched.program.resolved.context_parallel else None
+    looks = [
+        comparing(mesh, axis)
+        for axis, mesh in ((Axis.TP, watched.mesh.tp), (Axis.CP, cp))
+        if mesh is not None and mesh.size() > 1
+    ]
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        for one in looks:
+            one(module, args, kwargs)
+
+    return {watched.outer: look} if looks else {}
 
 
 def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP) -> Look:

@@ -22,16 +22,17 @@ from .plan_mesh import PlanMesh
 def shard(
     model: nn.Module, mesh: PlanMesh, program: Program, *, src_data_rank: int | None, ready: Callable[[], None]
 ) -> Shared:
-    """Shard the model's parameters over the tp and ep axes of the mesh and register the moves. Without ranks on tp, only modules
-    of experts are touched.
+    """Shard the model's parameters over the tp and ep axes of the mesh and register the moves, those over cp too. Without ranks on tp,
+    only modules of experts are touched, and those with moves over cp.
 
     Args:
         ready: called before the values of a parameter are sent; raises where another rank failed.
     """
     ep = mesh.ep if program.experts else None
     share = mesh.sizes.expert_share if program.experts else 1.0
-    styles, shared = make_styles(program.resolved, program.by_name, ready, ep, share)
-    if mesh.tp_size == 1:
+    cp = mesh.cp if program.resolved.context_parallel else None
+    styles, shared = make_styles(program.resolved, program.by_name, ready, ep, share, cp)
+    if mesh.tp_size == 1 and cp is None:
         styles = {name: styles[name] for name in program.experts}
     tp = mesh.tp_or_one
     for name in sorted(

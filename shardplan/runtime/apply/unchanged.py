@@ -208,7 +208,7 @@ def _stored(parameter: object) -> object:
 
 def _whole(watched: Watched, names: Iterable[str]) -> frozenset[str]:
     program = watched.program
-    if watched.mesh.tp_size == 1:  # tokens are exchanged inside of experts
+    if watched.mesh.tp_size == 1 and not program.resolved.context_parallel:  # tokens are exchanged inside of experts
         return frozenset(name for name in names if not set(program.experts).intersection(ancestors(name)))
     overlays = program.resolved.overlays
     return whole_values(names, program.by_name, variant_name(overlays), variant_name(without_sequence(overlays)))

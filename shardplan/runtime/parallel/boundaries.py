@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.layout import I, Layout, P, R, V, in_one_row
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ArgumentSlice, InputMove, ModuleProgram, OutputMove
+from shardplan.core.nesting import when
 from shardplan.torchlib.attributes import owner_of
 
 from .collectives import all_gather
 from .forward import arguments_of
-from .handed_out import hand_out
+from .handed_out import hand_out, hand_out_over_cp
 from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
 from .regather import note
@@ -39,37 +41,42 @@ class Enter:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         program = self.programs[self.shared.regime.variant]
         moved: Moved = []
-        for boundary in program.enter:
+        over_cp = program.on_cp.enter if program.on_cp is not None else ()
+        for boundary in nested(program.enter, over_cp):
             args, kwargs = self._move(boundary, args, kwargs, program, moved)
         for part in program.slices:
             args, kwargs = self._exchange(part.argument, partial(_share, part, self.mesh), args, kwargs, program)
         return args, kwargs
 
     def _move(
-        self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram, before: Moved
+        self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram, moves: Moved
     ) -> tuple[tuple, dict]:
         """The arguments with what a boundary moves.
 
         Args:
-            before: what earlier boundaries of the call moved: an argument that is the same tensor and moves alike is the same behind
+            moves: what earlier boundaries of the call moved: an argument that is the same tensor and moves alike is the same behind
                 the move too (keys and values of attention to itself), which runs once.
         """
         reads = self.reads[self.shared.regime.variant] if boundary.once else None
+        mesh, over_tp = self._mesh(boundary), boundary.src.axis is Axis.TP
 
         def moved(x: Tensor) -> Tensor:
             if reads is not None:
-                return reads.read(x, self.mesh)
+                return reads.read(x, mesh)
             src = boundary.src
-            if program.link == "block_input":
+            if not over_tp and src.kind == "R":
+                self.shared.regime.length = x.shape[boundary.dst.split_dim(x.ndim)]
+            if over_tp and program.link == "block_input":
                 assert self.shared.link is not None
                 self.shared.link.note(x, boundary.dst.split_dim(x.ndim))
-                src = P if boundary.src == P and self.shared.link.take(x) else I
+                given = next((before for before, *_, after in moves if after is x), x)  # in front of the move over cp
+                src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
-                return move(x, self.mesh, src, boundary.dst)
+                return move(x, mesh, src, boundary.dst)
             if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
-                return checkpoint(move, x, self.mesh, src, boundary.dst, use_reentrant=False)
-            whole = move(x, self.mesh, src, boundary.dst)
-            shard, mesh, dim, size = x.detach(), self.mesh, src.split_dim(x.ndim), whole.shape[src.split_dim(x.ndim)]
+                return checkpoint(move, x, mesh, src, boundary.dst, use_reentrant=False)
+            whole = move(x, mesh, src, boundary.dst)
+            shard, dim, size = x.detach(), src.split_dim(x.ndim), whole.shape[src.split_dim(x.ndim)]
             note([whole], lambda: [all_gather(shard, mesh, dim, size)])
             return whole
 
@@ -81,14 +88,17 @@ class Enter:
             return tuple(each(x) for x in args), {name: each(x) for name, x in kwargs.items()}
 
         def once(x: Tensor) -> Tensor:
-            found = (y for one, src, dst, y in before if one is x and (src, dst) == (boundary.src, boundary.dst))
+            found = (y for one, src, dst, y in moves if one is x and (src, dst) == (boundary.src, boundary.dst))
             y = next(found, None)
             if y is None:
                 y = moved(x)
-                before.append((x, boundary.src, boundary.dst, y))
+                moves.append((x, boundary.src, boundary.dst, y))
             return y
 
         return self._exchange(boundary.argument or self.parameters[0], once, args, kwargs, program)
+
+    def _mesh(self, boundary: InputMove) -> DeviceMesh:
+        return self.mesh if boundary.src.axis is Axis.TP else self.shared.regime.over_cp
 
     def _exchange(
         self, name: str, moved: Callable[[Tensor], Tensor], args: tuple, kwargs: dict, program: ModuleProgram
@@ -98,7 +108,7 @@ class Enter:
         value = args[position] if position < len(args) else kwargs.get(name)
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{program.name}: style {program.style} moves the argument {name!r}, "
+                f"{program.name}: style {program.style or (program.on_cp and program.on_cp.style)} moves the argument {name!r}, "
                 f"but it is {'missing' if value is None else type(value).__name__} in this call"
             )
         if position < len(args):
@@ -119,6 +129,9 @@ class Leave:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         variant, mesh = self.shared.regime.variant, self.mesh
         program, joins = self.programs[variant], self.joins[variant]
+        over_cp = program.on_cp.leave if program.on_cp is not None else None
+        if over_cp is not None and when(over_cp.src, over_cp.dst) == "before":
+            output = on_first(output, lambda x: self._over_cp(x, over_cp))
         if (waiting := self.waiting[variant]) is not None:
             output = on_first(output, waiting.take)
         if (boundary := program.leave) is not None and joins is not None and joins.puts_off():
@@ -139,9 +152,17 @@ class Leave:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
         if program.outside is not None:
             output = hand_out(output, program.outside, module, self.shared.tokens, mesh)
+        if program.on_cp is not None and program.on_cp.outside is not None:
+            regime = self.shared.regime
+            output = hand_out_over_cp(output, program.on_cp.outside, module, regime.length, regime.over_cp)
+        if over_cp is not None and when(over_cp.src, over_cp.dst) == "after":
+            output = on_first(output, lambda x: self._over_cp(x, over_cp))
         if program.logits is not None:
             output = as_dtensor(output, program.logits, mesh)
         return output
+
+    def _over_cp(self, x: Tensor, boundary: OutputMove) -> Tensor:
+        return move(x, self.shared.regime.over_cp, boundary.src, boundary.dst)
 
     def _argument(self, program: ModuleProgram, args: tuple, kwargs: dict) -> Any:
         """What the module's forward read where its rule moved it."""
@@ -156,6 +177,13 @@ class Leave:
             return False
         assert self.shared.link is not None
         return self.shared.link.keeps_partial(program.name)
+
+
+def nested(over_tp: Sequence[InputMove], over_cp: Sequence[InputMove]) -> Iterator[InputMove]:
+    """The moves of both axes in their order."""
+    yield from (one for one in over_cp if when(one.src, one.dst) == "before")
+    yield from over_tp
+    yield from (one for one in over_cp if when(one.src, one.dst) == "after")
 
 
 def _share(part: ArgumentSlice, mesh: DeviceMesh, x: Tensor) -> Tensor:
@@ -184,5 +212,6 @@ def acts(program: ModuleProgram) -> bool:
         or program.tail
         or program.outside is not None
         or program.logits is not None
+        or (program.on_cp is not None and (program.on_cp.leave or program.on_cp.outside) is not None)
         or any(p.withheld for p in program.parameters)
     )

@@ -5,14 +5,15 @@ Where the module runs on slices of the tokens, these are gathered, with a gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.core.layout import I, V
+from shardplan.core.layout import I, R, V
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import OutsideReads
 
 from .tensor_moves import move
@@ -68,6 +69,34 @@ def hand_out(output: Any, reads: OutsideReads, module: nn.Module, tokens: Tokens
     def whole(x: Tensor) -> Tensor:
         return tokens.gather(x, mesh) if sliced else move(x, mesh, reads.source, I)
 
+    return _with(output, reads, whole)
+
+
+def hand_out_over_cp(output: Any, reads: OutsideReads, module: nn.Module, length: int | None, mesh: DeviceMesh) -> Any:
+    """A module's output with the results that are read outside made whole over cp.
+
+    Args:
+        length: of the whole sequence. The results are [batch, sequence, ...] or [batch * sequence, ...].
+        mesh: the one-dimensional cp mesh.
+    """
+    if reads.by_hooks and not _has_readers(module):
+        return output
+    assert length is not None, "the entrance has split it"
+    own, over = length // mesh.size(), replace(R, axis=Axis.CP)
+
+    def whole(x: Tensor) -> Tensor:
+        if x.ndim > 2 and x.shape[1] == own:
+            return move(x, mesh, reads.source, over)
+        if x.ndim < 2 or x.shape[0] % own:
+            raise ValueError(
+                f"a result {list(x.shape)} is read outside of its block, and does not say which tokens it is of: a rank has {own} of each row"
+            )
+        return move(x.unflatten(0, (-1, own)), mesh, reads.source, over).flatten(0, 1)
+
+    return _with(output, reads, whole)
+
+
+def _with(output: Any, reads: OutsideReads, whole: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, Tensor):
         return whole(output)
     return tuple(whole(x) if i in reads.positions and x is not None else x for i, x in enumerate(output))

@@ -30,13 +30,14 @@ def make_styles(
     ready: Callable[[], None] = lambda: None,
     ep: DeviceMesh | None = None,
     expert_share: float = 1.0,
+    cp: DeviceMesh | None = None,
 ) -> tuple[dict[str, ParallelStyle], Shared]:
     """Fresh styles for one model, by module name, and what they share.
 
     Args:
         plan, variants: `resolved` and `by_name` of a `Program`.
         ready: called before the values of a parameter are sent to other ranks; raises where one of them failed.
-        ep, expert_share: as `Regime` has them.
+        ep, expert_share, cp: as `Regime` has them.
     """
     waiting: dict[tuple[str, str | None], Waiting] = {
         (variant, name): Waiting((*module.joined, name), module.sum_rule)
@@ -53,7 +54,8 @@ def make_styles(
     experts = tuple(
         name for name in plan.tree.modules if any(name in m and m[name].experts is not None for m in variants.values())
     )
-    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan), ep=ep, expert_share=expert_share, experts=experts)
+    variant = variant_name(plan.overlays)
+    regime = Regime(variant, _reduce_dtype(plan), ep=ep, cp=cp, expert_share=expert_share, experts=experts)
     modules = variants[regime.variant]
     around = frozenset(a for m in modules.values() if m.link == "scope" for a in (m.name, *ancestors(m.name)))
     link = _link(modules)
@@ -62,7 +64,7 @@ def make_styles(
     reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
     for name in plan.tree.modules:
-        special = name in reads or name in tables or name in around or name in noted
+        special = name in reads or name in tables or name in around or name in noted or (not name and cp is not None)
         if special or any(name in modules for modules in variants.values()):
             programs: dict[str, ModuleProgram] = {
                 variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()

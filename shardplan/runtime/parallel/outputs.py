@@ -17,6 +17,8 @@ from shardplan.core.layout import I, P, R, V
 from .regime import LeftBehind, reached_as_partial_sum
 from .tensor_moves import move
 
+SEQUENCE = 1  # the dim of hidden states [batch, sequence, hidden]
+
 
 def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply a change to the output; where it is no tensor, to the first tensor in it (tuples, lists, mappings and
@@ -86,13 +88,16 @@ def hidden_states_of(output: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def gather_hidden_states(output: Any, left: LeftBehind, seq_dim: int, mesh: DeviceMesh) -> None:
+def gather_hidden_states(
+    output: Any, left: LeftBehind, seq_dim: int, mesh: DeviceMesh, over_cp: int | None = None
+) -> None:
     """Make the hidden states in a model's output what the unsharded model returns: gather the sequence shards of the inner
     layers. Their gradients are already complete.
 
     Args:
         output: a transformers ModelOutput; changed in place. What has no hidden states is left alone.
         left: what is known of them. Others are left alone.
+        over_cp: the length of the whole sequence, where the lengths that are known are those of this rank's slice over cp.
     """
 
     def whole(state: Any) -> Any:
@@ -110,9 +115,29 @@ def gather_hidden_states(output: Any, left: LeftBehind, seq_dim: int, mesh: Devi
             )
         if length is None:
             return state
-        if state.shape[seq_dim] == length:  # the last one, gathered by the final norm for the head
+        if state.shape[seq_dim] in (length, over_cp):  # the last one, gathered by the final norm for the head
             return move(state, mesh, R, I) if left.is_partial(state) else state
         return move(state, mesh, V(seq_dim), I)
 
     for name, states in hidden_states_of(output).items() if left.states or left.lengths else ():
+        output[name] = tuple(whole(state) for state in states)
+
+
+def whole_over_cp(output: Any, length: int, mesh: DeviceMesh) -> None:
+    """Make the hidden states in a model's output whole over cp.
+
+    Args:
+        output: a transformers ModelOutput; changed in place. What has no hidden states is left alone.
+        length: of the whole sequence.
+        mesh: the one-dimensional cp mesh.
+    """
+
+    def whole(state: Any) -> Any:
+        if isinstance(state, tuple):
+            return tuple(map(whole, state))
+        if state is None or state.ndim <= SEQUENCE or state.shape[SEQUENCE] * mesh.size() != length:
+            return state
+        return move(state, mesh, V(SEQUENCE), R)
+
+    for name, states in hidden_states_of(output).items():
         output[name] = tuple(whole(state) for state in states)

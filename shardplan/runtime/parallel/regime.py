@@ -33,6 +33,8 @@ class Regime:
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
         neighbours: the ranks that compute with the same key-value heads, by their number.
         ep: the one-dimensional mesh over which experts are distributed; None where they are not.
+        cp: the one-dimensional mesh over which the plan splits sequences; None where it does not.
+        length: of the whole sequence that the forward which runs now has split over cp; None before that.
         expert_share: what the gradients of the parameters on it are multiplied by (`MeshSizes.expert_share`).
         experts: the names of all modules of experts.
         home: the variant that the plan was applied with.
@@ -47,6 +49,8 @@ class Regime:
     reduce_dtype: torch.dtype | None = None
     neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
     ep: DeviceMesh | None = None
+    cp: DeviceMesh | None = None
+    length: int | None = None
     expert_share: float = 1.0
     experts: tuple[str, ...] = ()
     home: str = ""
@@ -54,6 +58,12 @@ class Regime:
     inside: Literal["", "model", "part", "checkpoint"] = ""
     recording: bool = False
     look: Callable[[], None] | None = None
+
+    @property
+    def over_cp(self) -> DeviceMesh:
+        """The mesh of moves over cp."""
+        assert self.cp is not None  # a program that has such moves is applied on a mesh with this axis
+        return self.cp
 
     def check_alone(self, module: nn.Module) -> None:
         """Called where a module reads its parameters, and no forward around it has read them.

@@ -19,7 +19,7 @@ from .expert_turns import Turn
 from .failures import at_module
 from .forward import wrap_forward
 from .means import Means
-from .outputs import gather_hidden_states, hidden_states_of
+from .outputs import gather_hidden_states, hidden_states_of, whole_over_cp
 from .own_experts import OwnExperts
 from .own_heads import own_heads
 from .parameters import LocalParameters, ParametersBelow, distribute
@@ -135,14 +135,30 @@ class ModuleStyle(ParallelStyle):
             self._hook_scope(module)
         if self.program.name in self.shared.around:
             self._hook_around(module, mesh)
-        if any(pr.enter or pr.slices for pr in programs):
+        if any(pr.enter or pr.slices or (pr.on_cp and pr.on_cp.enter) for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
             # In front of hooks that the module had: they see what a reader sees.
             leave = Leave(module, self.programs, self.shared, mesh)
             module.register_forward_hook(leave, with_kwargs=True, prepend=True)
+        if not self.program.name and self.shared.regime.cp is not None:
+            self._hook_context(module)
         if self.program.name in self.shared.noted:
             module.register_forward_pre_hook(self.shared.tokens.note, with_kwargs=True)
+
+    def _hook_context(self, module: nn.Module) -> None:
+        """The hidden states that the model returns are whole, behind those of `_hook_around`: tp has the finer slices."""
+        regime = self.shared.regime
+
+        def begin(module: nn.Module, args: Any) -> None:
+            regime.length = None
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if regime.length is not None:
+                whole_over_cp(output, regime.length, regime.over_cp)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
 
     def _hook_scope(self, module: nn.Module) -> None:
         link = self.shared.link
@@ -165,7 +181,8 @@ class ModuleStyle(ParallelStyle):
             link.enter(name)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            gather_hidden_states(output, link.leave(name), link.seq_dim, mesh)
+            over_cp = self.shared.regime.length
+            gather_hidden_states(output, link.leave(name), link.seq_dim, mesh, over_cp)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)

@@ -51,7 +51,8 @@ def context_parallel(
     What a chunk would silently get wrong is refused here, on every rank alike, before anything is sent: each looks at the whole batch.
 
     Args:
-        model: what `apply_plan` returned, on a mesh with a cp axis; without one the inputs are passed on.
+        model: what `apply_plan` returned, on a mesh with a cp axis. Without one, and with a plan that has a section
+            `context_parallel`, the inputs are passed on: such a model is called with the whole batch, and its loss is that of it.
         input_ids, labels: [batch, sequence]; `inputs_embeds`: [batch, sequence, hidden].
         position_ids: [batch, sequence], in each row one more from token to token: where they begin again, a document does.
         attention_mask: [batch, sequence], all ones. Padding on the right needs no mask, as causal attention of what stands
@@ -69,7 +70,7 @@ def context_parallel(
     record = applied(model)
     sequences = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "position_ids": position_ids}
     given = {name: value for name, value in sequences.items() if value is not None}
-    if record.mesh.cp is None or record.mesh.cp.size() == 1:
+    if record.mesh.cp is None or record.mesh.cp.size() == 1 or record.program.resolved.context_parallel:
         passed = {"attention_mask": attention_mask, "num_items_in_batch": num_items_in_batch}
         yield {**given, **{name: value for name, value in passed.items() if value is not None}, **others}
         return

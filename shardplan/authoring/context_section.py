@@ -1,0 +1,124 @@
+"""The section `context_parallel` of a plan, from its section for sequence parallelism and the model's run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardplan.compiler.bind import bind
+from shardplan.compiler.layout import ModelLayouts, check_layout
+from shardplan.compiler.layout.model import has_stacks
+from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.layout import SEQ, V
+from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.plan import Assignment, Overlays, PlanFile, ResolvedPlan, Rule
+from shardplan.core.tree import ancestors
+from shardplan.model import FoundModel
+from shardplan.styles.boundary import Boundary, boundary
+from shardplan.torchlib.modes import reduced_runs
+
+RANKS = 2  # on which it is tried
+ENTER, MIX, LEAVE, READ = "split_seq_input", "replicate_seq", "gather_seq_output", "gather_seq_input"
+TOKENS = "token_wise"
+Section = Mapping[str, str | dict[str, Any]]
+_ON: Overlays = frozenset({"context_parallel"})
+
+
+@dataclass(frozen=True, slots=True)
+class NoSection:
+    """Why there is none.
+
+    Args:
+        reason: in words.
+        findings: about the section that was tried, in the names of the reduced model.
+    """
+
+    reason: str
+    findings: tuple[Diagnostic, ...] = ()
+
+
+@reduced_runs()
+def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
+    """The rules for the axis cp: the sequence is split where sequence parallelism splits it, and whole where that gathers it for a module
+    that is not token-wise; what is token-wise the run shows.
+
+    Args:
+        plan: a plan for the model, without errors.
+
+    Raises:
+        PlanError: there is no reduced model, or it does not run.
+    """
+    if not plan.has_overlay:
+        return NoSection(
+            "the plan has no section sequence_parallel, which says where the sequence is split and gathered"
+        )
+    layouts = ModelLayouts(found, 1, cp=RANKS)
+    tree = layouts.tree
+    resolved, _ = bind(plan, tree, MeshSizes(tp=1), frozenset({"sequence_parallel"}))
+    rules = {
+        name: rule for name, a in resolved.modules.items() if (rule := _rule(boundary(a.rule), a.rule)) is not None
+    }
+    if not any(rule.style == ENTER for rule in rules.values()):
+        return NoSection("the section sequence_parallel splits no module's input")
+
+    def wrong(rules: Mapping[str, Rule]) -> tuple[Diagnostic, ...]:
+        assignments = {name: Assignment(name, False, rule, "context_parallel") for name, rule in rules.items()}
+        on_cp = ResolvedPlan(plan, tree, MeshSizes(tp=RANKS), _ON, assignments, axis=Axis.CP)
+        return check_layout(on_cp, layouts.benches_for(on_cp), help=False).diagnostics
+
+    if findings := wrong(_outermost(rules)):
+        return NoSection("what sequence parallelism does over tp is not right over cp", findings)
+    for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style == MIX):
+        fewer = {name: rule for name, rule in rules.items() if tree.pattern(name) != pattern}
+        below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
+        for more in (below, {}) if below else ({},):
+            if not wrong(_outermost({**fewer, **more})):
+                rules = {**fewer, **more}
+                break
+    return dict(_written(layouts, _outermost(rules)))
+
+
+def _outermost(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Without those inside of modules that have the whole sequence."""
+    mixers = {name for name, rule in rules.items() if rule.style == MIX}
+    return {name: rule for name, rule in rules.items() if mixers.isdisjoint(ancestors(name))}
+
+
+_NONE = Rule("", "", Location(""))
+_TOKEN_WISE = replace(
+    _NONE, style=TOKENS
+)  # experts, whose code takes those of each expert: one operation, for the check
+
+
+def _rule(crossing: Boundary, rule: Rule) -> Rule | None:
+    """What a rule for sequence parallelism is over cp, whatever it does with features."""
+    inputs, output = crossing.inputs, crossing.output
+    split = V(SEQ)
+    if any(one.destination == split and split not in one.sources for one in inputs):
+        return _over_cp(rule, ENTER)
+    if crossing.is_block_input and any(one.sources == (split,) and one.destination != split for one in inputs):
+        return _over_cp(rule, MIX)
+    if crossing.outside and not any(split in (one.destination, *one.sources) for one in inputs):
+        return replace(_NONE, pattern=rule.pattern, style=TOKENS, read_outside=crossing.outside)
+    if output is not None and output.source == split and output.destination != split:
+        return _over_cp(rule, LEAVE)
+    if any(one.sources == (split,) and one.destination != split for one in inputs):
+        return _over_cp(rule, READ)
+    return None
+
+
+def _over_cp(rule: Rule, style: str) -> Rule:
+    argument = rule.argument if style in (ENTER, MIX, READ) else None
+    return replace(_NONE, pattern=rule.pattern, style=style, argument=argument, seq_dim=rule.seq_dim)
+
+
+def _written(layouts: ModelLayouts, rules: Mapping[str, Rule]) -> Iterator[tuple[str, str | dict[str, Any]]]:
+    """The rules as a plan has them: of an entrance by its name, of others by the pattern of their names."""
+    tree = layouts.tree
+    for name, rule in rules.items():
+        options: dict[str, Any] = {"argument": rule.argument} if rule.argument is not None else {}
+        options |= {"read_outside": list(rule.read_outside)} if rule.read_outside else {}
+        options |= {"seq_dim": rule.seq_dim} if rule.seq_dim != _NONE.seq_dim else {}
+        key = tree.address(name if rule.style == ENTER else tree.pattern(name))
+        yield key, {"style": rule.style, **options} if options else rule.style

@@ -1,0 +1,100 @@
+"""The rules for the axis cp: they move values along the sequence, and something splits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.mesh import Axis
+from shardplan.core.plan import PLAIN, Rule
+from shardplan.styles import STYLES
+from shardplan.styles.backends import BACKENDS
+from shardplan.styles.boundary import boundary
+
+from .backend import COMBINED
+from .facts import Facts
+from .field_places import field_label
+from .sequence import LENGTH
+
+STYLE = Code("SP367")
+UNSPLIT = Code("SP368")
+
+OPTIONS = frozenset({"argument", "arguments", "seq_dim", "regather", "read_outside", "having"})  # of rules for cp
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """Nothing where no rules for cp apply."""
+    on_cp = facts.resolved.on_cp
+    if on_cp is None:
+        return
+    wrong: dict[int, tuple[Rule, str, list[str]]] = {}
+    for name, a in on_cp.assignments.items():
+        if a.section == "context_parallel" and (why := _misfit(a.rule, is_parameter=a.is_parameter)):
+            wrong.setdefault(id(a.rule), (a.rule, why, []))[2].append(name)
+    for rule, why, names in wrong.values():
+        yield _style(facts, rule, why, tuple(names))
+    if not wrong:
+        yield from _unsplit(facts)
+    yield from _length(facts)
+    section = facts.resolved.data_parallel
+    if section is not None and not BACKENDS[section.backend].fully_shard:
+        yield Diagnostic(
+            code=COMBINED,
+            severity=Severity.ERROR,
+            message=f"the backend {section.backend} does not work with context parallelism",
+            primary=field_label(section, "backend"),
+            help="use `backend: fsdp2`, or use a mesh without cp",
+        )
+
+
+def _misfit(rule: Rule, *, is_parameter: bool) -> str | None:
+    """Why a rule cannot be one for cp."""
+    if is_parameter:
+        return "a parameter is whole over cp"
+    if not STYLES[rule.style].on_cp:
+        return f"`{rule.style}` says how features or parameters are split, which are whole over cp"
+    given = (name for name, value in rule.options.items() if value != getattr(PLAIN, name) and name not in OPTIONS)
+    option = next(given, None)
+    return f"`{option}` says nothing about the sequence over cp" if option is not None else None
+
+
+def _style(facts: Facts, rule: Rule, why: str, names: tuple[str, ...]) -> Diagnostic:
+    fitting = ", ".join(f"`{style.name}`" for style in STYLES.values() if style.on_cp)
+    return Diagnostic(
+        code=STYLE,
+        severity=Severity.ERROR,
+        message=f"`{rule.pattern}` cannot have this rule under `context_parallel`: {why}",
+        primary=Label(rule.location, f"declares `{rule.style}`"),
+        help=f"the styles of the section are {fitting}",
+        modules=names,
+    )
+
+
+def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
+    resolved = facts.resolved
+    assert resolved.on_cp is not None
+    crossings = (boundary(a.rule) for a in resolved.on_cp.modules.values())
+    if any(move.destination.kind == "V" for one in crossings for move in one.inputs):
+        return
+    own = next(one for one in reversed(resolved.plan.lineage) if one.context_parallel)
+    yield Diagnostic(
+        code=UNSPLIT,
+        severity=Severity.ERROR,
+        message="no rule of `context_parallel` splits the sequence: every rank of cp would compute all of it",
+        primary=Label(Location(own.file, ("context_parallel",), "key")),
+        help="add a `split_seq_input` rule for the first block",
+    )
+
+
+def _length(facts: Facts) -> Iterator[Diagnostic]:
+    sizes = facts.resolved.sizes
+    ranks = sizes.cp * ((facts.tp or 1) if facts.resolved.sequence_parallel else 1)
+    if facts.seq_len is not None and facts.seq_len % ranks:
+        padded = -(-facts.seq_len // ranks) * ranks
+        over = sizes.text((Axis.CP,)) + (f" x tp {facts.tp}" if ranks > sizes.cp else "")
+        yield Diagnostic(
+            code=LENGTH,
+            severity=Severity.ERROR,
+            message=f"the sequence length is {facts.seq_len}, which {over} does not divide",
+            help=f"pad the sequences to {padded} tokens",
+        )

@@ -1,0 +1,42 @@
+"""The layouts of the axis cp: the rules for it alone, typed as those of tp are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import block, element
+
+from .layout_check import LayoutReport, check_layout
+from .run import Workbench
+
+
+def with_cp(report: LayoutReport, rules: ResolvedPlan, benches: Sequence[Workbench]) -> LayoutReport:
+    """A report of the rules for tp with what those for cp show.
+
+    Args:
+        rules: `ResolvedPlan.on_cp`, bound to the reduced model.
+    """
+    found = check_layout(rules, benches, help=False)
+    about = tuple(_with_help(rules, one) for one in found.diagnostics)
+    return replace(
+        report,
+        diagnostics=(*report.diagnostics, *about),
+        repairs=(*report.repairs, *(None for _ in about)),
+        secondary=(*report.secondary, *found.secondary),
+        unread_results=found.unread_results,
+        on_cp=found,
+    )
+
+
+def _with_help(rules: ResolvedPlan, finding: Diagnostic) -> Diagnostic:
+    """The finding with the rule to write: what mixes tokens needs all of them."""
+    tree = rules.tree
+    for name in finding.modules:
+        around = block(name)
+        if element(around) and (part := name[len(around) + 1 :].partition(".")[0]):
+            mixer = tree.address(tree.pattern(f"{around}.{part}"))
+            return replace(finding, help=f"write `{mixer}: replicate_seq` under `context_parallel`")
+    return finding

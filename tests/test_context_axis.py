@@ -1,0 +1,85 @@
+"""The rules for the axis cp: what they follow from, in which order moves run, and what the proof refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_models import meta_model
+
+import shardplan
+from shardplan.authoring.context_section import context_section
+from shardplan.compiler.bind import decided
+from shardplan.compiler.user_inputs import Model, find_model, read_plan
+from shardplan.core import moves, nesting
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.moves import MoveOps
+from shardplan.core.plan import overlays_of, variant_name, variant_words, without_sequence
+from shardplan.core.proof_meshes import proof_meshes
+
+ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
+PLAN = {
+    "version": "1",
+    "name": "llama-cp",
+    "extends": "llama",
+    "context_parallel": {**ENDS, "model.layers.*.self_attn": "replicate_seq"},
+}
+
+
+def derived(name: str) -> Any:
+    found, _ = find_model(Model(meta_model(name)))
+    assert found is not None
+    plan = read_plan("auto", found).plan
+    assert plan is not None
+    return context_section(found, decided(plan, found.tree)[0])
+
+
+def test_what_mixes_tokens_is_whole_and_all_else_has_no_rule():
+    assert derived("llama") == PLAN["context_parallel"]
+    assert derived("mamba2") == {
+        "backbone.layers.0": "split_seq_input",
+        "backbone.layers.*.mixer": "replicate_seq",
+        "backbone.norm_f": "gather_seq_output",
+    }
+
+
+def test_experts_work_token_by_token_and_hand_their_router_logits_out():
+    assert derived("mixtral") == {
+        **PLAN["context_parallel"],
+        "model.layers.*.mlp.gate": {"style": "token_wise", "read_outside": [0]},
+        "model.layers.*.mlp.experts": "token_wise",
+    }
+
+
+def test_a_variant_without_the_split_of_either_axis_is_the_plain_one():
+    both = overlays_of(True, MeshSizes(tp=2, cp=2), context=True)
+    assert variant_name(both) == "context_parallel.sequence_parallel"
+    assert variant_words(variant_name(both)) == "context and sequence parallel"
+    assert without_sequence(both) == frozenset()
+    assert overlays_of(True, MeshSizes(tp=2, cp=2)) == {"sequence_parallel"}
+
+
+def test_cp_has_ranks_of_its_own_in_the_proof_where_the_plan_has_rules_for_it():
+    assert proof_meshes(MeshSizes(tp=1, cp=8), context=True) == (MeshSizes(tp=1, cp=2),)
+    assert proof_meshes(MeshSizes(tp=1, cp=8)) == (MeshSizes(tp=1),)
+    assert proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16), context=True) == (MeshSizes(tp=2, cp=2, dp_shard=2),)
+    assert all(mesh.cp == 1 for mesh in proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16)))
+
+
+MUTANTS = {
+    "the embedding's gradient is gathered": (moves.MOVES, ("R", "V"), MoveOps("slice", "all_gather"), {"tp": 1}),
+    "a gathered input's gradients are not summed": (moves.MOVES, ("V", "R"), MoveOps("all_gather", "slice"), {"tp": 1}),
+    "cp is left behind tp's exit": (nesting.NESTING, ("R", "V"), "after", {"tp": 2}),
+    "cp is entered in front of tp": (nesting.NESTING, ("V", "R"), "before", {"tp": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_proof_refuses(name: str, monkeypatch: pytest.MonkeyPatch):
+    table, pair, instead, sizes = MUTANTS[name]
+    on = None if sizes["tp"] == 1 else True
+    assert shardplan.validate("llama", PLAN, {"cp": 2, **sizes}, sequence_parallel=on).ok
+    monkeypatch.setitem(table, pair, instead)
+    report = shardplan.validate("llama", PLAN, {"cp": 2, **sizes}, sequence_parallel=on)
+    assert [one.code for one in report.diagnostics] == ["SP420"], report

@@ -1,0 +1,153 @@
+"""The axis cp as a plan's section: every rank is called with the whole batch, and all is as in the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from small_models import VOCABULARY, batch, small_model, whole
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardplan
+from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.apply.state import packed_parameters
+from shardplan.torchlib.packing import unpack
+
+LENGTH = 32
+AXES = ("dp_shard", "cp", "tp")
+ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
+
+
+def plan_of(name: str, mixers: dict[str, Any]) -> dict[str, Any]:
+    return {"version": "1", "name": f"{name}-cp", "extends": name, "context_parallel": {**ENDS, **mixers}}
+
+
+ATTENTION = {"model.layers.*.self_attn": "replicate_seq"}
+EXPERTS = {
+    **ATTENTION,
+    "model.layers.*.mlp.gate": {"style": "token_wise", "read_outside": [0], "optional": True},
+    "model.layers.*.mlp.experts": {"style": "token_wise", "optional": True},
+}
+
+
+def inputs_of(case: dict[str, Any], share: int) -> dict[str, Tensor]:
+    """Some tokens do not count, more of them in the first half; documents end beside the cut and at it, or rows are padded on the left."""
+    ids = batch(share, length=LENGTH)
+    labels = ids.clone()
+    labels[:, 3:11] = labels[:, -2:] = -100
+    given = {"input_ids": ids, "labels": labels}
+    if case.get("documents"):
+        rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((11, 13, 8), (16, 16))]
+        given["position_ids"] = torch.stack(rows)
+    if case.get("padded"):
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][1, :5] = 0
+    return given
+
+
+def compared(case: dict[str, Any]) -> None:
+    """One model and mesh: the loss, the logits, every gradient."""
+    sizes, name, settings = case["sizes"], case["model"], case.get("settings", {})
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
+    share, shares = mesh.get_local_rank("dp_shard"), sizes[0]
+    model = small_model(name, tied=case.get("tied", False), **settings)
+    options = case.get("options", {})
+    shardplan.apply_plan(model, mesh, plan_of(name, case["mixers"]), **options, prove=False)
+    output = model(**inputs_of(case, share), use_cache=False)
+    output.loss.backward()
+
+    reference = small_model(name, tied=case.get("tied", False), **settings)
+    results = [reference(**inputs_of(case, i), use_cache=False) for i in range(shares)]
+    (sum(result.loss for result in results) / shares).backward()
+
+    limit = TOLERANCE[torch.float32]
+    assert output.logits.shape[:2] == (2, LENGTH)
+    assert relative_error(whole(output.logits), results[share].logits) <= limit
+    assert relative_error(output.loss, results[share].loss) <= limit
+    packed = packed_parameters(shardplan.applied(model).program)
+    references = dict(reference.named_parameters())
+    for key, parameter in model.named_parameters():
+        gradient = whole(parameter.grad)
+        if key in packed:
+            gradient = unpack(gradient, packed[key].dim, packed[key].parts, sizes[2])
+        assert relative_error(gradient, references[key].grad) <= limit, key
+
+
+def refused() -> None:
+    """Ranks of cp need the same batch, of a length that cp divides."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=AXES)
+    model = shardplan.apply_plan(small_model("llama"), mesh, plan_of("llama", ATTENTION), prove=False)
+    ids = batch(0, length=LENGTH)
+    with pytest.raises(RuntimeError, match="context-parallel ranks need the same batch.*input_ids on cp ranks"):
+        model(input_ids=batch(mesh.get_local_rank("cp"), length=LENGTH))
+    with pytest.raises(ValueError, match="31"):
+        model(input_ids=ids[:, :31])
+
+
+def parts_alone() -> None:
+    """A part that is called by itself has whole values, and so has the model without the split."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=AXES)
+    model = shardplan.apply_plan(small_model("llama"), mesh, plan_of("llama", ATTENTION), prove=False)
+    reference, ids = small_model("llama"), torch.randint(10, VOCABULARY, (2, 15))
+    torch.distributed.broadcast(ids, 0)
+    expected = reference(input_ids=ids, use_cache=False)
+    assert relative_error(model.model(input_ids=ids, use_cache=False)[0], reference.model(ids)[0]) <= 1e-5
+    with shardplan.without_sequence_parallel(model):
+        output = model(input_ids=ids, labels=ids, use_cache=False)
+    assert relative_error(output.logits, expected.logits) <= 1e-5
+    states = model(input_ids=batch(0, length=LENGTH), output_hidden_states=True, use_cache=False).hidden_states
+    wanted = reference(input_ids=batch(0, length=LENGTH), output_hidden_states=True, use_cache=False).hidden_states
+    assert all(relative_error(*pair) <= 1e-5 for pair in zip(states, wanted, strict=True))
+
+
+def on_two(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        compared(case)
+    refused()
+    parts_alone()
+
+
+def on_four(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        compared(case)
+
+
+TWO = [
+    {"model": "llama", "sizes": (1, 2, 1), "mixers": ATTENTION, "tied": True},
+    {
+        "model": "llama",
+        "sizes": (1, 2, 1),
+        "mixers": ATTENTION,
+        "documents": True,
+        "settings": {"attn_implementation": "eager"},
+    },
+    {"model": "gemma3_text", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": True},
+    {"model": "qwen3", "sizes": (1, 2, 1), "mixers": ATTENTION, "padded": True},
+    {"model": "qwen3_moe", "sizes": (1, 2, 1), "mixers": EXPERTS, "settings": {"output_router_logits": True}},
+]
+FOUR = [
+    {"model": "llama", "sizes": (2, 2, 1), "mixers": ATTENTION, "documents": True},
+    {"model": "qwen3", "sizes": (1, 2, 2), "mixers": ATTENTION, "tied": True, "options": {"sequence_parallel": True}},
+    {"model": "phi3", "sizes": (1, 2, 2), "mixers": ATTENTION, "documents": True},
+    {
+        "model": "qwen3",
+        "sizes": (1, 4, 1),
+        "mixers": ATTENTION,
+        "options": {"activation_checkpointing": {"mode": "full"}, "compile": {"backend": "aot_eager"}},
+    },
+]
+
+
+@pytest.mark.slow
+@pytest.mark.proves("cp fsdp2")
+def test_whole_batches_on_two_ranks():
+    on_ranks(2, on_two, TWO, seconds=240)
+
+
+@pytest.mark.slow
+@pytest.mark.proves("cp fsdp2", "tp sp cp fsdp2", "tp cp fsdp2", "cp fsdp2 checkpointing compile")
+def test_whole_batches_on_four_ranks():
+    on_ranks(4, on_four, FOUR, seconds=300)
