@@ -56,6 +56,10 @@ class RankGroup(_Threaded):
         (tensor,) = tensors
         return _Receipt(self._next(src, self._rank, tag, sends=False), tensor)
 
+    def _get_backend(self, device: torch.device) -> RankGroup:
+        """What sends for a device: torch 2.14 asks it, of any class of groups, whether it sends several at once."""
+        return self
+
     def _next(self, src: int, dst: int, tag: int, *, sends: bool) -> Place:
         between = (src, dst, tag)
         self._posted[(*between, sends)] += 1
