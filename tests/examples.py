@@ -61,5 +61,7 @@ def command(line: str) -> Command:
 def findings(example: str) -> tuple[Diagnostic, ...]:
     """What binding and checking say about an example."""
     said = command(example.partition("\n")[0])
-    resolved, about = bind(plan(example), tree(said.model), said.sizes, overlays_of(said.sequence_parallel, said.sizes))
+    read = plan(example)
+    overlays = overlays_of(said.sequence_parallel, said.sizes, context=read.has_context)
+    resolved, about = bind(read, tree(said.model), said.sizes, overlays)
     return (*about, *check(resolved, seq_len=said.seq_len))

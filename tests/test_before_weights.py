@@ -83,4 +83,4 @@ def test_one_hook_looks_in_front_of_each_watched_module():
         first = next(iter(model._forward_pre_hooks.values()))
         assert first.__module__ == guards.__name__  # in front of FSDP2's
         looks = [look.__qualname__.partition(".")[0] for _, look in inspect.getclosurevars(first).nonlocals["others"]]
-        assert looks == ["weights_are_there", "no_later_float8", "unchanged", "same_weights", "comparing", "_put_right"]
+        assert " ".join(looks) == "weights_are_there no_later_float8 unchanged same_weights same_inputs _put_right"

@@ -23,7 +23,6 @@ from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.modes import meshes_made_once
 from shardplan.torchlib.packing import unpack
-from shardplan.torchlib.private import private
 
 from .compare import compare_steps, worst_of
 from .exact import in_precision_of
@@ -57,8 +56,7 @@ def simulate(
     def steps(rank: int) -> tuple[int, Left]:
         mesh = mesh_of(sizes, [axis for axis in Axis if sizes.of(axis) > 1])
         index = data_parallel_rank(mesh)
-        given = [_copied(batch) for batch in batches[index]]
-        return index, rank_steps(models[rank], mesh, program, given, references[index], _parts)
+        return index, rank_steps(models[rank], mesh, program, batches[index], references[index], _parts)
 
     with common_to_ranks(first):
         found = on_ranks(steps)
@@ -170,8 +168,3 @@ def copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:
         id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written or not p.requires_grad
     }
     return copied(model, {id(p): type(p)(p.data, requires_grad=True) for p in model.parameters() if id(p) not in own})
-
-
-def _copied(batch: Batch) -> Batch:
-    """A rank's own, which its forward may change."""
-    return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(batch))

@@ -123,7 +123,7 @@ def run_steps(
     outputs: list[Mapping[str, Tensor]] = []
     for i, batch in enumerate(batches):
         with in_precision_of(model):
-            results = results_of(model(**batch))
+            results = results_of(model(**_copied(batch)))
             given = directions(results)
             if i or "loss" not in results:
                 objective_of(results, given).backward()
@@ -132,6 +132,11 @@ def run_steps(
         separate(model)
         outputs.append({name: result.detach() for name, result in results.items()})
     return outputs
+
+
+def _copied(batch: Batch) -> Batch:
+    """A batch of its own for a forward, which may change it: CTRL multiplies the embeddings that it is given, in place."""
+    return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(batch))
 
 
 def separate(model: nn.Module) -> None:

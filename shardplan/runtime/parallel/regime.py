@@ -88,7 +88,7 @@ class LeftBehind:
     Args:
         states: hidden states, and the length of their whole sequence.
         lengths: of whole sequences, of modules around both ends that return no hidden states: modules around them do (BERT's).
-        gathered: values that were made whole, in order, and whether their gradients are partial sums (R).
+        gathered: values that are whole in front of blocks, or were made so, in order, and whether their gradients are partial sums (R).
     """
 
     states: list[tuple[Tensor, int]] = field(default_factory=list)
@@ -200,9 +200,10 @@ class PartialEmbedding:
         return partial
 
     def note(self, x: Tensor, dim: int) -> None:
-        """Called by each block input with what it splits, and in which dim."""
+        """Called by each block input with what it splits, and in which dim. Its gradient is complete, for other readers too."""
         if self.running and dim == self.seq_dim:
             self.length = x.shape[dim]
+            self.gathered(x, partial=False)
 
 
 @dataclass(frozen=True, slots=True)
