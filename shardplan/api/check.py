@@ -12,7 +12,7 @@ from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import Axis, MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, Overlays, variant_name
+from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, variant_name
 from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
@@ -299,8 +299,7 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     elif asked.last != "proof" or variants.any_error or not variants.layouts or not reduced.runs:
         wanted = ()
     if sizes.tp == 1 and sizes.pp == 1 and not question.processes:
-        splitting: Overlays = frozenset({"expert_parallel", "context_parallel"})
-        wanted = tuple(on for on in wanted if on and on <= splitting)  # the others split nothing
+        wanted = tuple(on for on in wanted if on and on <= BESIDE_TP)  # the others split nothing
     if wanted:
         proof, about = prove_stage(question, wanted, asked.progress)
         variants, looked = variants.with_findings(about), (*looked, "proof")

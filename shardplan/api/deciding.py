@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardplan.compiler.pipeline import AS_IT_IS, Changes, Compiled, compile_variant
 from shardplan.compiler.user_inputs import AnyPlan, Model
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import BESIDE_TP
 
 from .deriving import Share, alone, deriving
 
@@ -150,7 +151,7 @@ def prove_decided(
 
     compiled, resolved = decided.compiled, decided.program.resolved
     reduced, staged, sources = compiled.reduced_model, compiled.staged, compiled.given.sources
-    split = (resolved.sizes.tp or 1) > 1 or bool(resolved.overlays & {"expert_parallel", "context_parallel"})
+    split = (resolved.sizes.tp or 1) > 1 or bool(resolved.overlays & BESIDE_TP)
     if not prove or reduced is None:
         unproven = "it cannot be (allow_unproven)" if prove else "prove=False"
         return (), f"not proven: {unproven}" if split else WHOLE

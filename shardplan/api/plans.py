@@ -18,8 +18,6 @@ from shardplan.core.sources import SourceMap
 from .check import Check, prove_variants
 from .keywords import model_of
 
-SHOWN = "<init>"  # what findings call the plan that is not written yet
-
 if TYPE_CHECKING:
     from shardplan.authoring.init.new import NewPlan
 
@@ -79,7 +77,7 @@ def init_plan(
             point into the plan that was found, `<init>`.
         ValueError: a tp size below 2, or that no mesh has.
     """
-    from shardplan.authoring.init.new import new_plan, refused_overlays
+    from shardplan.authoring.init.new import SHOWN, new_plan, refused_overlays
     from shardplan.language.parsing import parse_text
     from shardplan.proof.stage import nothing_proven
     from shardplan.report.errors import raise_errors

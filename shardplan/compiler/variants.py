@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, overlays_of
+from shardplan.core.plan import BESIDE_TP, Overlays, PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.report import of_both_variants, with_overlay_alone
 from shardplan.core.tree import ModuleTree
 
@@ -108,7 +108,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
     reports = {
         on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven)
         for on, one in variants.resolved.items()
-        if (sizes.tp or 1) > 1 or on & {"expert_parallel", "context_parallel"}
+        if (sizes.tp or 1) > 1 or on & BESIDE_TP
     }
     from .layout.written_parameters import written_findings
 

@@ -50,6 +50,10 @@ class Layout:
         """The same layout with SEQ replaced by a number."""
         return replace(self, dim=seq_dim) if self.dim == SEQ else self
 
+    def on(self, axis: Axis) -> Layout:
+        """The same layout on another axis of the mesh."""
+        return replace(self, axis=axis)
+
     def split_dim(self, ndim: int) -> int:
         """The dim (from 0) that a V splits of a value with `ndim` dims; SEQ must have been replaced."""
         assert isinstance(self.dim, int), self

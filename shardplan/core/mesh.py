@@ -22,7 +22,8 @@ class Axis(StrEnum):
 
 
 AXES = tuple(Axis)
-DATA_PARALLEL = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)  # whose ranks have other batches or other tokens
+BATCHES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # whose ranks have batches of their own
+DATA_PARALLEL = (*BATCHES, Axis.CP)  # or other tokens of one batch
 APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
 _OF_THE_WORLD = tuple(axis for axis in AXES if axis is not Axis.EP)
 VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # whose ranks the ep axis is taken from
@@ -94,6 +95,16 @@ class MeshSizes:
     def shown(self) -> str:
         """ "dp_shard 4, ep 2, tp 2": every axis of more than one rank; "tp 1" where there are none."""
         return self.text(AXES, ", ") or f"{Axis.TP} 1"
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that have batches of their own."""
+        return math.prod(map(self.of, BATCHES))
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """The number of ranks over which gradients are averaged."""
+        return math.prod(map(self.of, DATA_PARALLEL))
 
     @property
     def world_size(self) -> int:

@@ -269,11 +269,6 @@ class ContextProgram:
     leave: OutputMove | None = None
     outside: OutsideReads | None = None
 
-    @property
-    def splits(self) -> bool:
-        """Whether whole values become slices of the sequence here that no value of this module was before: the entrance."""
-        return any(move.dst.kind == "V" for move in self.enter)
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleProgram:

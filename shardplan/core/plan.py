@@ -35,6 +35,7 @@ _AXIS_OF: Mapping[Section, Axis] = {"context_parallel": Axis.CP}
 
 Overlays = frozenset[Overlay]  # a variant of a plan: the sections that apply besides `tensor_parallel`
 NO_OVERLAYS: Overlays = frozenset()
+BESIDE_TP: Overlays = frozenset({"expert_parallel", "context_parallel"})  # what splits something at tp 1 too
 
 
 def section_path(section: Section) -> tuple[str, ...]:

@@ -211,5 +211,11 @@ def _in_a_target(file: Path) -> bool:
     outermost = file
     while (outermost.parent / "__init__.py").is_file():
         outermost = outermost.parent
-    lists = outermost.parent.glob("*.dist-info/RECORD") if outermost != file else ()
-    return any(line.startswith(f"{outermost.name}/") for one in lists for line in one.read_text().splitlines())
+    return outermost != file and outermost.name in _installed_in(outermost.parent)
+
+
+@cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """What pip noted to have put in a folder: the names of files and folders in it."""
+    lists = (one.read_text().splitlines() for one in folder.glob("*.dist-info/RECORD"))
+    return frozenset(line.partition("/")[0] for lines in lists for line in lines)

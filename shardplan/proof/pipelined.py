@@ -39,7 +39,7 @@ from shardplan.torchlib.modes import CheckedSizes
 from .compare import NEGLIGIBLE, compare, worst_of
 from .exact import in_precision_of
 from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
-from .rank import data_parallel_rank, mesh_of, replicas, whole
+from .rank import data_parallel_rank, mesh_of, whole
 from .simulate import common_to_ranks, copy_of
 from .steps import STEPS, separate
 from .threads import OnRanks
@@ -156,7 +156,7 @@ class ScheduledCase:
         Args:
             steps: at least; STEPS where a forward changes buffers or parameters.
         """
-        batches = MicroBatches(self.inputs, self.scheduled.micro_batches, replicas(self.sizes), self.dtype)
+        batches = MicroBatches(self.inputs, self.scheduled.micro_batches, self.sizes.replicas, self.dtype)
         before = torch.get_rng_state()
         made = self._expected(batches, steps, drew=False)
         drew = not torch.equal(before, torch.get_rng_state())

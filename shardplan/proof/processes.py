@@ -29,7 +29,7 @@ from shardplan.core.report import Comparison
 from shardplan.model.reduced.precision import in_dtype
 
 from .compare import compare_steps, worst_of
-from .rank import data_parallel_rank, mesh_of, rank_steps, replicas
+from .rank import data_parallel_rank, mesh_of, rank_steps
 from .steps import averaged, cast, reference_of
 
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
@@ -76,7 +76,7 @@ class Case:
         """Apply the program on this rank, run the steps, and compare."""
         mesh = mesh_of(self.sizes, APPLIED)
         index = data_parallel_rank(mesh)
-        batches = [[cast(batch, self.dtype) for batch in self.batches(i)] for i in range(replicas(self.sizes))]
+        batches = [[cast(batch, self.dtype) for batch in self.batches(i)] for i in range(self.sizes.replicas)]
         runs = [reference_of(lambda: in_dtype(self.build(), self.dtype), own) for own in batches]
         reference = averaged(runs)[index]
         left = rank_steps(in_dtype(self.build(), self.dtype), mesh, self.program, batches[index], reference)

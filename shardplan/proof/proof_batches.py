@@ -17,7 +17,7 @@ from shardplan.model.reduced.outcome import results_of
 from shardplan.runtime.apply.label_counts import IGNORED, predicts_next_token, tokens_of
 from shardplan.torchlib.private import private
 
-from .steps import cast, direction_of, objective_of
+from .steps import cast, direction_of, objective_of, own_copy
 
 Inputs = dict[str, Any]
 
@@ -74,7 +74,7 @@ class MicroBatches:
         # Once, in one thread: what makes them may draw from a generator that all ranks share.
         if place not in self._made:
             self._made[place] = self._new(*place)
-        return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, self._made[place])
+        return own_copy(self._made[place])
 
     @cached_property
     def _made(self) -> dict[tuple[int, int, int], Inputs]:

@@ -38,7 +38,7 @@ from .failure import RAISES, sharded_run
 from .narrowing import note_of, only_with
 from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
-from .rank import Left, replicas
+from .rank import Left
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
 from .steps import Batch, Steps, averaged, cast, reference_of
@@ -162,7 +162,7 @@ def prove(
                 wrong_with[on].append(trial.wrong_with())
     proofs, missing = [], {}
     for on, program in programs.items():
-        ranks = max(map(replicas, meshes[on]))
+        ranks = max(mesh.replicas for mesh in meshes[on])
         of = partial(steps_of, reduced.reduced_model, dtype=torch.float32, under=checkpointed_by(program))
         runs = [of(kind, index=index) for kind in kinds for index in range(ranks)]
         missing[on] = (
@@ -331,7 +331,7 @@ class Trial:
         rows: list[Comparison] = []
         for kind in self.reduced_model.kinds:
             of = partial(steps_of, self.reduced_model, kind, dtype, only=only, under=checkpointed_by(self.program))
-            made = [of(index) for index in range(replicas(self.program.resolved.sizes))]
+            made = [of(index) for index in range(self.program.resolved.sizes.replicas)]
             references = averaged([steps for _, steps in made])
             build = partial(_built, self.reduced_model, dtype)
             rows += simulate(build, [batches for batches, _ in made], self.program, references, on_ranks)

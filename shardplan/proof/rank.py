@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.lower.program import Program
-from shardplan.core.mesh import DATA_PARALLEL, Axis, MeshSizes
+from shardplan.core.mesh import BATCHES, DATA_PARALLEL, Axis, MeshSizes
 from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
@@ -56,15 +56,10 @@ def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
     return read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=tuple(axis.value for axis in names)), ep=sizes.ep)
 
 
-def replicas(sizes: MeshSizes) -> int:
-    """The data-parallel ranks, which have batches of their own."""
-    return sizes.dp_replicate * sizes.dp_shard
-
-
 def data_parallel_rank(mesh: PlanMesh) -> int:
     """Which of the ranks that have batches of their own this one is: the first where the mesh has no axis of such."""
     index = 0
-    for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD):
+    for axis in BATCHES:
         if (name := mesh.names.get(axis)) is not None:
             index = index * mesh.mesh[name].size() + mesh.mesh.get_local_rank(name)
     return index

@@ -123,7 +123,7 @@ def run_steps(
     outputs: list[Mapping[str, Tensor]] = []
     for i, batch in enumerate(batches):
         with in_precision_of(model):
-            results = results_of(model(**_copied(batch)))
+            results = results_of(model(**own_copy(batch)))
             given = directions(results)
             if i or "loss" not in results:
                 objective_of(results, given).backward()
@@ -134,7 +134,7 @@ def run_steps(
     return outputs
 
 
-def _copied(batch: Batch) -> Batch:
+def own_copy(batch: Batch) -> dict[str, Any]:
     """A batch of its own for a forward, which may change it: CTRL multiplies the embeddings that it is given, in place."""
     return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(batch))
 

@@ -79,7 +79,6 @@ REASONS = {
         "argument",
         "program.computed, size=size)",
     ): "tp divides what is moved: SP303 refuses other plans (test_gathered_parameters)",
-    ("plan_mesh.py", "data_parallel_ranks", "factor", "sizes.cp"): "context parallelism is not proven",
 }
 
 

@@ -26,6 +26,8 @@ WHOLE = Code("SP532")
 NO_EXPERTS_FOUND = Code("SP533")
 GATHERED = Code("SP534")
 
+SHOWN = "<init>"  # what findings call the plan that is not written yet
+
 VOCABULARY = (EMBEDDING["style"], HEAD["style"])
 
 
@@ -93,7 +95,7 @@ def new_plan(
 
 def _over_cp(found: FoundModel, made: NewPlan) -> Rules:
     """The rules for the axis cp that follow from a plan's overlay."""
-    parsed = parse_text(made.text, file="<init>")
+    parsed = parse_text(made.text, file=SHOWN)
     assert parsed.plan is not None, made.text
     section = context_section(found, parsed.plan)
     if isinstance(section, NoSection):

@@ -41,7 +41,7 @@ def severity(resolved: ResolvedPlan) -> Severity:
     out but the plan would not work with it."""
     sizes = resolved.sizes
     wraps = sizes.shards > 0 and resolved.data_parallel is not None
-    return Severity.ERROR if wraps or sizes.dp_shard * sizes.dp_replicate * sizes.cp > 1 else Severity.WARNING
+    return Severity.ERROR if wraps or sizes.data_parallel_ranks > 1 else Severity.WARNING
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:

@@ -24,8 +24,7 @@ def replaces(resolved: ResolvedPlan) -> bool:
     sizes, section = resolved.sizes, resolved.data_parallel
     if sizes.tp != 1:  # None: it may be any size
         return True
-    ranks = sizes.dp_replicate * sizes.dp_shard * sizes.cp
-    return section is not None and ranks > 1 and BACKENDS[section.backend].shards
+    return section is not None and sizes.data_parallel_ranks > 1 and BACKENDS[section.backend].shards
 
 
 def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import nn
 
 from shardplan.compiler.check.field_places import field_label
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
-from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import named, parent
 
@@ -25,7 +23,7 @@ def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagn
         model: where it does not run, nothing is found.
         resolved: a variant, bound to the model itself.
     """
-    ranks = math.prod(map(resolved.sizes.of, (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)))
+    ranks = resolved.sizes.data_parallel_ranks
     if resolved.data_parallel is None or ranks == 1 or not model.runs:
         return ()
     names = sorted(frozenset().union(*(bench.reference.written for bench in model.benches)))

@@ -48,21 +48,17 @@ def _moves(plan: ResolvedPlan, bound: BoundModule) -> ContextProgram | None:
     if bound.style is None or bound.assignment is None:
         return None
     enter = tuple(
-        InputMove(_over_cp(one.sources[0]), _over_cp(one.destination), one.argument, one.regather)
+        InputMove(one.sources[0].on(Axis.CP), one.destination.on(Axis.CP), one.argument, one.regather)
         for one in bound.boundary.inputs
         if one.sources[0] != one.destination
     )
     output = bound.boundary.output
-    leave = OutputMove(_over_cp(output.source), _over_cp(output.destination)) if output and output.moves else None
+    leave = OutputMove(output.source.on(Axis.CP), output.destination.on(Axis.CP)) if output and output.moves else None
     outside, unread = None, plan.unread_results.get(bound.name, frozenset())
     if positions := bound.boundary.outside:
-        tokens = _over_cp(V(bound.assignment.rule.seq_dim))
+        tokens = V(bound.assignment.rule.seq_dim).on(Axis.CP)
         outside = OutsideReads(positions, tokens, unread.issuperset(positions))
     return ContextProgram(bound.style.name, enter, leave, outside)
-
-
-def _over_cp(layout: Layout) -> Layout:
-    return replace(layout, axis=Axis.CP)
 
 
 def _leaving(name: str, moves: ContextProgram, programs: Mapping[str, ModuleProgram]) -> Iterator[str]:

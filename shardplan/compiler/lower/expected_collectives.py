@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from shardplan.core.layout import Layout, P, R
 from shardplan.core.mesh import Axis
@@ -45,12 +44,11 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
             yield boundary.src.axis, "identity", "all_gather"
     if program.leave is not None and program.link != "source" and program.joins is None:
         yield _of_move(program.leave.src, program.leave.dst)
-    if program.on_cp is not None:
-        for move in (*program.on_cp.enter, *((program.on_cp.leave,) if program.on_cp.leave is not None else ())):
-            yield _of_move(move.src, move.dst)
-        yield from ((Axis.CP, "identity", "all_gather") for move in program.on_cp.enter if move.regather)
-        if (outside := program.on_cp.outside) is not None and not outside.by_hooks:
-            yield from (_of_move(outside.source, replace(R, axis=Axis.CP)) for _ in outside.positions)
+    if (on_cp := program.on_cp) is not None:
+        yield from (_of_move(move.src, move.dst) for move in (*on_cp.enter, on_cp.leave) if move is not None)
+        yield from ((Axis.CP, "identity", "all_gather") for move in on_cp.enter if move.regather)
+        if (outside := on_cp.outside) is not None and not outside.by_hooks:
+            yield from (_of_move(outside.source, R.on(Axis.CP)) for _ in outside.positions)
     if program.means is not None:
         yield _of_move(P, R)
     if program.experts is not None and program.experts.sliced:

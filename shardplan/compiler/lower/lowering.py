@@ -18,7 +18,7 @@ from shardplan.core.module_program import (
     SharedGroup,
 )
 from shardplan.core.moves import move_ops
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import BESIDE_TP, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.styles.bound import BoundModule, bound_modules
 from shardplan.styles.stored_parameters import lower_parameters
@@ -40,7 +40,7 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
         others: other variants of the same plan, as which the model can then run too.
     """
     stored = {full_name(name, p.name): p.stored for name, one in bound_modules(plan).items() for p in one.parameters}
-    whole = plan.sizes.tp == 1 and bool(plan.overlays & {"expert_parallel", "context_parallel"})
+    whole = plan.sizes.tp == 1 and bool(plan.overlays & BESIDE_TP)
     variants = {one.overlays: lower_modules(one, stored, whole=whole) for one in others}
     return Program(plan, {plan.overlays: lower_modules(plan, whole=whole), **variants})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.core.mesh import APPLIED, AXES, DATA_PARALLEL, Axis, MeshSizes, canonical_axis, duplicate_axes
+from shardplan.core.mesh import APPLIED, AXES, BATCHES, DATA_PARALLEL, Axis, MeshSizes, canonical_axis, duplicate_axes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.runtime.parallel.process_groups import flatten, root_of
 from shardplan.styles.backends import BACKENDS, Backend
@@ -119,13 +119,12 @@ class PlanMesh:
     @property
     def data_parallel_ranks(self) -> int:
         """The number of ranks that see other batches or other tokens."""
-        sizes = self.sizes
-        return sizes.dp_replicate * sizes.dp_shard * sizes.cp
+        return self.sizes.data_parallel_ranks
 
     @property
     def batch_groups(self) -> list[ProcessGroup]:
         """The groups over which ranks have batches of their own, one for each axis of several; ranks of cp have one batch."""
-        axes = [self.mesh[self.names[axis]] for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD) if axis in self.names]
+        axes = [self.mesh[self.names[axis]] for axis in BATCHES if axis in self.names]
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
     def data_parallel(self, backend: Backend) -> DeviceMesh | None:

@@ -6,7 +6,7 @@ Where the module runs on slices of the tokens, these are gathered, with a gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def hand_out_over_cp(output: Any, reads: OutsideReads, module: nn.Module, length
     if reads.by_hooks and not _has_readers(module):
         return output
     assert length is not None, "the entrance has split it"
-    own, over = length // mesh.size(), replace(R, axis=Axis.CP)
+    own, over = length // mesh.size(), R.on(Axis.CP)
 
     def whole(x: Tensor) -> Tensor:
         if x.ndim > 2 and x.shape[1] == own:
