@@ -14,6 +14,7 @@ from shardplan.core.module_program import (
     ExpertsProgram,
     FeatureMeans,
     GradientGroup,
+    HeadShare,
     InputMove,
     ModuleProgram,
     OutputMove,
@@ -52,6 +53,7 @@ OTHER_ENTRANCES = (
     replace(ENTER, shared_with="n"),
 )
 OTHER_LEAVES = (replace(LEAVE, src=V(1)), replace(LEAVE, dst=R))
+HEADS = HeadShare(ParameterProgram("weight", V(0), R), None, 16, 1, 2)
 OVER_CP = ContextProgram("replicate_seq", (InputMove(V_CP, R_CP),), OutputMove(R_CP, V_CP))
 OTHERS_OVER_CP = (
     replace(OVER_CP, style="split_seq_input"),
@@ -60,6 +62,24 @@ OTHERS_OVER_CP = (
     replace(OVER_CP, leave=None),
     replace(OVER_CP, outside=OutsideReads((0,), V_CP)),
     replace(OVER_CP, outside=OutsideReads((0,), V_CP, by_hooks=True)),
+    replace(OVER_CP, hollow=""),
+    replace(OVER_CP, hollow="x"),
+    replace(OVER_CP, takes=True),
+    replace(OVER_CP, features=HEADS),
+    replace(OVER_CP, slices=(ArgumentSlice("alibi", 0),)),
+    replace(OVER_CP, means=FeatureMeans(8, 2)),
+    *(
+        replace(OVER_CP, shares=(share,))
+        for share in (
+            HEADS,
+            replace(HEADS, over_both=WEIGHT),
+            replace(HEADS, size=32),
+            replace(HEADS, tp=2),
+            replace(HEADS, cp=4),
+            replace(HEADS, owner="conv"),
+            replace(HEADS, buffer=True),
+        )
+    ),
 )
 OTHER_MODULES = (
     replace(MODULE, name="n"),

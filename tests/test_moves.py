@@ -13,7 +13,7 @@ from shardplan.torchlib.packing import pack, packed_order, unpack
 from tests.simulation import LocalTensor, on_every_rank, rank_values, simulated_mesh
 
 TP = 4
-PAIRS = sorted(MOVES)
+PAIRS = sorted(pair for pair, ops in MOVES.items() if ops.forward != "all_to_all")  # those: test_dim_exchange.py
 
 
 def layout(kind: str, dim: int) -> Layout:
@@ -76,7 +76,6 @@ def test_uneven_chunks_of_the_last_dim(pair, size):
 
 def test_what_is_no_move():
     assert move_ops(V(1), P) is None and move_ops(P, V(1)) is not None
-    assert move_ops(V(1), V(2)) is None
     for same in (I, R, P, V(1)):
         assert move_ops(same, same).forward == move_ops(same, same).backward == "identity"
 

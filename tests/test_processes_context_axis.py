@@ -21,8 +21,8 @@ AXES = ("dp_shard", "cp", "tp")
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
 
 
-def plan_of(name: str, mixers: dict[str, Any]) -> dict[str, Any]:
-    return {"version": "1", "name": f"{name}-cp", "extends": name, "context_parallel": {**ENDS, **mixers}}
+def plan_of(name: str, mixers: dict[str, Any], ends: dict[str, str] = ENDS) -> dict[str, Any]:
+    return {"version": "1", "name": f"{name}-cp", "extends": name, "context_parallel": {**ends, **mixers}}
 
 
 ATTENTION = {"model.layers.*.self_attn": "replicate_seq"}
@@ -51,19 +51,22 @@ def inputs_of(case: dict[str, Any], share: int) -> dict[str, Tensor]:
 def compared(case: dict[str, Any]) -> None:
     """One model and mesh: the loss, the logits, every gradient."""
     sizes, name, settings = case["sizes"], case["model"], case.get("settings", {})
+    dtype = case.get("dtype", torch.float32)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     share, shares = mesh.get_local_rank("dp_shard"), sizes[0]
-    model = small_model(name, tied=case.get("tied", False), **settings)
+    model = small_model(name, tied=case.get("tied", False), dtype=dtype, **settings)
     options = case.get("options", {})
-    shardplan.apply_plan(model, mesh, plan_of(name, case["mixers"]), **options, prove=False)
+    shardplan.apply_plan(
+        model, mesh, plan_of(case.get("plan", name), case["mixers"], case.get("ends", ENDS)), **options, prove=False
+    )
     output = model(**inputs_of(case, share), use_cache=False)
     output.loss.backward()
 
-    reference = small_model(name, tied=case.get("tied", False), **settings)
+    reference = small_model(name, tied=case.get("tied", False), dtype=dtype, **settings)
     results = [reference(**inputs_of(case, i), use_cache=False) for i in range(shares)]
     (sum(result.loss for result in results) / shares).backward()
 
-    limit = TOLERANCE[torch.float32]
+    limit = TOLERANCE[dtype]
     assert output.logits.shape[:2] == (2, LENGTH)
     assert relative_error(whole(output.logits), results[share].logits) <= limit
     assert relative_error(output.loss, results[share].loss) <= limit

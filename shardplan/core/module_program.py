@@ -9,7 +9,7 @@ from typing import Literal
 
 from .layout import I, Layout, R
 from .mesh import Axis
-from .moves import move_ops
+from .moves import Ranges, move_ops
 
 StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place of a bias
 # Whose random numbers a module's own code draws: "common" are the same on all tp ranks, "own" are this rank's. "unseen": it
@@ -85,7 +85,7 @@ class ParameterProgram:
             size: the length of the whole dim, a multiple of the ranks where it is one part.
         """
         parts = self.parts or (size,)
-        copies = self.copies or (self.computed.copies,) * len(parts)
+        copies = self.copies or (ranks if self.gathered else self.computed.copies,) * len(parts)
         starts = (0, *accumulate(parts))
         lengths = [part * number // ranks for part, number in zip(parts, copies, strict=True)]
         return tuple(
@@ -254,6 +254,49 @@ class ExpertsProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShare:
+    """What a rank of cp has of features or heads, of which a rank of tp has its own.
+
+    Args:
+        over_both: as a parameter is read that is split over an axis of tp * cp ranks.
+        over_tp: as it is read on tp; None where it has all.
+        size: of the whole dim.
+        tp, cp: the sizes of the axes.
+        owner: the module that has it, relative to the one that reads its share.
+        buffer: whether it is a buffer.
+    """
+
+    over_both: ParameterProgram
+    over_tp: ParameterProgram | None
+    size: int
+    tp: int
+    cp: int
+    owner: str = ""
+    buffer: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The dim of it that has them."""
+        dim = self.over_both.computed.dim if self.over_both.computed.kind == "V" else self.over_both.dim
+        assert isinstance(dim, int), self
+        return dim
+
+    def of_ranks(self, tp_rank: int) -> tuple[Ranges, ...]:
+        """What each rank of cp has, by rank: places in what the rank of tp has."""
+        held = ((0, self.size),) if self.over_tp is None else self.over_tp.ranges(self.size, self.tp, tp_rank)
+        starts = [*accumulate((length for _, length in held), initial=0)]
+
+        def place(start: int, length: int) -> tuple[int, int]:
+            at = next(i for i, (first, many) in enumerate(held) if first <= start and start + length <= first + many)
+            return starts[at] + start - held[at][0], length
+
+        return tuple(
+            tuple(place(*one) for one in self.over_both.ranges(self.size, self.tp * self.cp, tp_rank * self.cp + rank))
+            for rank in range(self.cp)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ContextProgram:
     """The moves of one module on the axis cp, where parameters are whole.
 
@@ -262,12 +305,31 @@ class ContextProgram:
         enter: moves of arguments, in order.
         leave: the move of the output.
         outside: where positions in the output are read outside of the block.
+        hollow: the argument of a module whose heads are exchanged: its code sees the shape of the whole sequence, and what is declared
+            below it reads the rank's tokens. None: there is none; "": the first.
+        takes: whether it is one of these. An argument that has all tokens is read as it is; then `leave` moves nothing, and the module
+            computes the rank's features with its `shares`.
+        features: of the moves between slices of the sequence and of the features: what a rank has of these.
+        shares: parameters and buffers, here and below, of which the rank reads its share.
+        slices: arguments of which it does.
+        means: where a mean over features of which each rank has some is that over all of them; those of tp take a part in it.
     """
 
     style: str
     enter: tuple[InputMove, ...] = ()
     leave: OutputMove | None = None
     outside: OutsideReads | None = None
+    hollow: str | None = None
+    takes: bool = False
+    features: HeadShare | None = None
+    shares: tuple[HeadShare, ...] = ()
+    slices: tuple[ArgumentSlice, ...] = ()
+    means: FeatureMeans | None = None
+
+    @property
+    def enters(self) -> bool:
+        """Whether an argument is another one inside."""
+        return bool(self.enter or self.takes or self.slices) or self.hollow is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ of the source's gradient. Two layouts therefore define a move.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from .layout import Layout
 
-Operation = Literal["identity", "all_reduce", "all_gather", "reduce_scatter", "slice", "pad", "divide"]
+Operation = Literal["identity", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad", "divide"]
+Ranges = tuple[tuple[int, int], ...]  # of a dim: (start, length), in the order in which a rank has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class MoveOps:
 
 
 SHARED = "V/r"  # a V whose slices are each on r neighbouring ranks, over which its collectives run
+OTHER = "V(e)"  # a V of another dim than the source's
+OTHER_SHARED = "V(e)/r"
 
 # (kind of source, kind of destination) -> what happens. A pair that is not here is not a move.
 MOVES: dict[tuple[str, str], MoveOps] = {
@@ -35,6 +39,10 @@ MOVES: dict[tuple[str, str], MoveOps] = {
     ("V", "R"): MoveOps("all_gather", "reduce_scatter"),
     ("V", "I"): MoveOps("all_gather", "slice"),
     ("V", SHARED): MoveOps("all_gather", "reduce_scatter"),
+    ("V", OTHER): MoveOps("all_to_all", "all_to_all"),
+    ("V", OTHER_SHARED): MoveOps(
+        "all_to_all", "all_to_all"
+    ),  # backward adds the gradients of the r ranks that have a slice
     ("P", "I"): MoveOps("all_reduce", "identity"),
     ("P", "R"): MoveOps("all_reduce", "all_reduce"),
     ("P", "V"): MoveOps("reduce_scatter", "all_gather"),
@@ -46,10 +54,31 @@ def move_ops(src: Layout, dst: Layout) -> MoveOps | None:
     assert src.axis is dst.axis, (src, dst)
     if src == dst:
         return MoveOps("identity", "identity")
+    word = dst.kind if dst.copies == 1 else SHARED
     if src.kind == dst.kind == "V" and src.dim != dst.dim:
-        return None
-    return MOVES.get((_word(src), _word(dst)))
+        word = OTHER if dst.copies == 1 else OTHER_SHARED
+    return MOVES.get((src.kind if src.copies == 1 else SHARED, word))
 
 
-def _word(layout: Layout) -> str:
-    return SHARED if layout.copies > 1 else layout.kind
+def ranges_of(layout: Layout, size: int, ranks: int) -> tuple[Ranges, ...]:
+    """What each rank has of the dim that a V splits, in ceil-chunks.
+
+    Args:
+        layout: a V.
+        size: the length of the whole dim.
+        ranks: the size of the axis.
+    """
+    assert layout.kind == "V" and ranks % layout.copies == 0, layout
+    chunk = -(-size * layout.copies // ranks)
+    starts = [min(rank // layout.copies * chunk, size) for rank in range(ranks)]
+    return tuple(((start, min(chunk, size - start)),) for start in starts)
+
+
+def length_of(ranges: Ranges) -> int:
+    """How long all of them are."""
+    return sum(length for _, length in ranges)
+
+
+def covered(shares: Sequence[Ranges]) -> int:
+    """The length of the whole dim that all ranks' ranges are of."""
+    return max(start + length for ranges in shares for start, length in ranges)

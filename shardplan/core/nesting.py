@@ -17,8 +17,11 @@ NESTING: dict[tuple[str, str], When] = {
     ("R", "V"): "before",  # split: at the model's entrance, and where a mixer is left
     ("V", "R"): "after",  # gathered: where a mixer is entered, and behind the last block
 }
+LAST = -1  # the dim of features
 
 
 def when(src: Layout, dst: Layout) -> When:
     """When a move over cp runs."""
+    if src.kind == dst.kind == "V":  # a mixer is entered and left
+        return "after" if dst.dim == LAST else "before"
     return NESTING[src.kind, dst.kind]

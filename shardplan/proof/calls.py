@@ -103,17 +103,23 @@ def _of_replica(ids: Tensor, labels: Tensor, replica: int, *, alone: bool) -> tu
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """The modules of a reduced model that a plan checkpoints, and how; none without a section."""
+    """The modules of a reduced model that a plan checkpoints, and how; none without a section.
+
+    Args:
+        own_heads: whether each rank of cp computes its own heads only.
+    """
 
     modules: tuple[str, ...]
     section: ActivationCheckpointing
+    own_heads: bool = False
 
 
 def checkpointed_by(program: Program) -> Checkpointed:
     """What a program checkpoints."""
     resolved = program.resolved
     section = resolved.activation_checkpointing
-    return NOTHING if section is None else Checkpointed(tuple(resolved.ac_modules), section)
+    checkpointed = NOTHING if section is None else Checkpointed(tuple(resolved.ac_modules), section)
+    return replace(checkpointed, own_heads=program.exchanges_heads)
 
 
 NOTHING = Checkpointed((), ActivationCheckpointing())
@@ -145,7 +151,7 @@ def calls_of(
             refused = {
                 name: f"raises: {why}" for name in found if (why := REFUSED_SWITCHES.get(name.partition("=")[0]))
             }
-            left_out |= refused if reduced_model.tp > 1 else {}
+            left_out |= refused if reduced_model.tp > 1 or under.own_heads else {}
             found = {name: change for name, change in found.items() if name not in left_out}
             running = partial(_running, model, given, left_out=left_out, again=bool(under.modules))
             second = running({**found, **_padding(model, given)})

@@ -103,6 +103,17 @@ STYLES = (
         trials=(Trial(on=OTHER, sliced=13),),
     ),
     Style(
+        name="exchange_heads",
+        summary="On the axis cp, a block that needs the whole sequence: each rank computes it for its share of heads or channels, as the "
+        "rules of `tensor_parallel` below it say; projections work on a rank's own tokens, and all-to-alls stand beside them.",
+        owns_parameters=False,
+        on_cp=True,
+        exchanges_heads=True,
+        input_sources=(V(SEQ),),
+        input_destination=R,
+        source="arXiv 2309.14509",
+    ),
+    Style(
         name="all_reduce",
         summary="The module's output is a partial sum: all-reduce it.",
         owns_parameters=False,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardplan.core.layout import I
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ArgumentSlice, ExpertsProgram, ParameterProgram
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo
@@ -102,13 +103,13 @@ def _bound(
         return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide, settings=local)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     weight = next((p.computed for p in parameters if p.name == "weight" and p.shared and not p.parts), None)
-    crossing, tensors = boundary(rule).at(rule.seq_dim).on(plan.axis), tuple(tensor_shares(plan, module, rule))
+    crossing, tensors = boundary(rule).on(plan.axis).at(rule.seq_dim), tuple(tensor_shares(plan, module, rule))
     return BoundModule(
         module,
         assignment,
         parameters,
         boundary=crossing if weight is None else crossing.of_heads(weight.copies),
-        tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
+        tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail and plan.axis is Axis.TP else 0,
         link=link,
         divide=divide,
         settings=local,

@@ -110,7 +110,8 @@ class Boundary:
         return replace(self, inputs=inputs, output=output)
 
     def on(self, axis: Axis) -> Boundary:
-        """The same boundary on another axis than tp: parameters are whole there and never read complete, so what is I on tp is R.
+        """The same boundary on another axis than tp: parameters are whole there and never read complete, so what is I on tp is R. Where a
+        block's heads are split, its partial sums become slices of the sequence.
         Layouts keep the axis tp: who types or lowers one axis alone knows which it is."""
         if axis is Axis.TP:
             return self
@@ -128,6 +129,8 @@ class Boundary:
             destination=of(self.output.destination),
             unresolved_gradient=False,
         )
+        if self.output and output and (self.output.source, self.output.destination) == (P, I):
+            output = replace(output, destination=V(SEQ))
         return replace(self, inputs=inputs, output=output)
 
     def of_heads(self, copies: int) -> Boundary:

@@ -42,9 +42,11 @@ def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: Parameter
 def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
     """A program for every parameter that the module owns; what no rule names is whole with a complete gradient, and an
     adapter is stored as its layer is."""
-    if plan.axis is not Axis.TP:  # whole, and read with partial gradients, which data parallelism adds up
-        return tuple(ParameterProgram(parameter.name, I, R) for parameter in module.parameters)
-    return tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
+    found = tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
+    if plan.axis is Axis.TP:
+        return found
+    # Whole, and read with partial gradients, which data parallelism adds up.
+    return tuple(replace(one, computed=R) if one.computed == I else one for one in found)
 
 
 def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo) -> ParameterProgram:

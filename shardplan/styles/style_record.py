@@ -173,6 +173,8 @@ class Style:
         experts: of a module of experts that are distributed whole: its rule takes the module's parameters with it.
         owns_parameters: whether it stores the module's parameters; else other rules do.
         on_cp: whether rules for the axis cp may name it.
+        exchanges_heads: on the axis cp: the module has all tokens, and of heads and channels what the rules for tp below it would give to a
+            rank of an axis of that size.
         trials: where it is proposed as a repair; empty: nowhere.
         comment: the comment that `init` writes above the first rule of the style in a plan that it writes; empty: nothing.
         source: where the scheme comes from.
@@ -196,6 +198,7 @@ class Style:
     experts: ExpertStyle | None = None
     owns_parameters: bool = True
     on_cp: bool = False
+    exchanges_heads: bool = False
     trials: tuple[Trial, ...] = ()
     comment: str = ""
     source: str = ""
@@ -268,7 +271,7 @@ class Style:
     @property
     def moves_one_argument(self) -> bool:
         """Whether it moves an argument, and does nothing else: then it may be the style of a further one (`arguments:`)."""
-        return self.argument_option and self.is_block_input and self.output_source is None
+        return self.argument_option and self.is_block_input and self.output_source is None and not self.exchanges_heads
 
     @property
     def seq_option(self) -> bool:
@@ -282,6 +285,7 @@ class Style:
         return self.input_destination == self.output_source == V(SEQ) or (
             self.kinds is None
             and self.output_source is None
+            and not self.exchanges_heads
             and (self.input_destination is None or self.input_destination.kind == "R")
         )
 
@@ -293,7 +297,8 @@ class Style:
     @property
     def regather_option(self) -> bool:
         """Whether `regather:` is accepted: the input is gathered along the sequence."""
-        return self.input_sources == (V(SEQ),) and self.input_destination in (R, I)
+        gathered = self.input_sources == (V(SEQ),) and self.input_destination in (R, I)
+        return gathered and not self.exchanges_heads
 
     @property
     def is_block_input(self) -> bool:

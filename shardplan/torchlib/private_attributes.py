@@ -45,6 +45,12 @@ _STATE = (f"{_FSDP}._fsdp_state", "FSDPState")
 _UNITS = "gathering units of FSDP2 for a while, and bringing back what was found (runtime/parallel/fsdp_units.py)"
 
 ATTRIBUTES: tuple[Attributes, ...] = (
+    Attributes(
+        "torch",
+        "Tensor",
+        ("_make_wrapper_subclass",),
+        "a shape, a dtype and a device without memory (torchlib/hollow.py)",
+    ),
     Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
     Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0",)),
     # torch 2.13 has a property of this name, which raises where there are several.

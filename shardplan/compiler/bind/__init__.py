@@ -14,9 +14,10 @@ from shardplan.language.limits import MAX_FINDINGS
 from shardplan.language.parse_findings import TOO_LARGE
 from shardplan.styles import NONE, STYLES
 
-from .assignments import assign, findings, layers
+from .assignments import assign, findings, in_order, layers
 from .combine import contradictions
 from .conditions import admits, decided
+from .heads_below import with_heads_below
 from .matching import Names
 from .models import other_model
 from .pipeline_parts import may_match_nothing, pipeline_parts
@@ -98,9 +99,9 @@ def _on_cp(
     """The rules for the axis cp as a bound plan of their own, and what is wrong with them."""
     overlays: Overlays = frozenset({"context_parallel"})
     stack = layers(plan, names, overlays, Axis.CP)
-    bound = ResolvedPlan(
-        plan, names.tree, MeshSizes(tp=sizes.cp), overlays, assign(stack, names), dp_units=units, axis=Axis.CP
-    )
+    below = assign(layers(plan, names, NO_OVERLAYS), names)
+    assignments = in_order(with_heads_below(assign(stack, names), below, names.tree), names.tree)
+    bound = ResolvedPlan(plan, names.tree, MeshSizes(tp=sizes.cp), overlays, assignments, dp_units=units, axis=Axis.CP)
     return bound, _first(findings(plan, stack, names))
 
 

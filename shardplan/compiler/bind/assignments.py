@@ -3,7 +3,7 @@ plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
@@ -61,7 +61,7 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
             winning[name] = Assignment(name, is_parameter, rule, layer.section)
     kept = {name: assignment for name, assignment in winning.items() if assignment.rule.style != NONE}
     kept = _with_whole_experts(kept, names.tree)
-    return {name: kept[name] for name in _in_order(kept, names.tree)}
+    return in_order(kept, names.tree)
 
 
 def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
@@ -79,8 +79,12 @@ def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) ->
     return {name: a for name, a in assignments.items() if stays(name, a)} if experts else assignments
 
 
-def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[str]:
-    """The names as they stand in the tree, parameters behind their modules."""
+def in_order(assignments: Mapping[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
+    """The assignments as they stand in the tree, parameters behind their modules."""
+    return {name: assignments[name] for name in _in_order(assignments, tree)}
+
+
+def _in_order(assignments: Mapping[str, Assignment], tree: ModuleTree) -> Iterator[str]:
     owners = {tree.owner(name) for name, assignment in assignments.items() if assignment.is_parameter}
     for module in tree.modules.values():
         if module.name in assignments:

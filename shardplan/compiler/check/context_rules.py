@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.mesh import Axis
-from shardplan.core.plan import PLAIN, Rule
+from shardplan.core.plan import PLAIN, ResolvedPlan, Rule
 from shardplan.styles import STYLES
 from shardplan.styles.backends import BACKENDS
 from shardplan.styles.boundary import boundary
@@ -33,6 +34,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             wrong.setdefault(id(a.rule), (a.rule, why, []))[2].append(name)
     for rule, why, names in wrong.values():
         yield _style(facts, rule, why, tuple(names))
+    if facts.resolved.compile is not None:
+        yield from _hollow(facts, on_cp)
     if not wrong:
         yield from _unsplit(facts)
     yield from _length(facts)
@@ -68,6 +71,17 @@ def _style(facts: Facts, rule: Rule, why: str, names: tuple[str, ...]) -> Diagno
         help=f"the styles of the section are {fitting}",
         modules=names,
     )
+
+
+def _hollow(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
+    """torch.compile does not trace a tensor without values."""
+    names: dict[str, tuple[Rule, list[str]]] = {}
+    for name, a in on_cp.modules.items():
+        if STYLES[a.rule.style].exchanges_heads:
+            names.setdefault(a.rule.pattern, (a.rule, []))[1].append(name)
+    for rule, modules in names.values():
+        finding = _style(facts, rule, "`compile` does not trace its hollow argument", tuple(modules))
+        yield replace(finding, help="leave `compile` out, or write `replicate_seq` in its place")
 
 
 def _unsplit(facts: Facts) -> Iterator[Diagnostic]:

@@ -28,6 +28,8 @@ def with_cp(report: LayoutReport, rules: ResolvedPlan, benches: Sequence[Workben
         secondary=(*report.secondary, *found.secondary),
         unread_results=found.unread_results,
         on_cp=found,
+        cross_module_reads=report.cross_module_reads
+        or found.cross_module_reads,  # those of the model, whatever the axis
     )
 
 

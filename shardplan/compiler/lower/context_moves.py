@@ -12,13 +12,17 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import full_name
 from shardplan.styles.bound import BoundModule, bound_modules
 
+from .heads_over_cp import with_heads
+
 
 def with_context(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
     """The programs of a variant with the moves over cp. Where a module that needs the whole sequence is entered or left along the
     sequence over tp below itself, the moves over cp stand there too: both axes move one value (`core.nesting`)."""
     assert plan.on_cp is not None, plan.overlays
-    found = dict(programs)
+    found, inside = with_heads(plan, programs)
     for name, bound in bound_modules(plan.on_cp).items():
+        if bound.name in inside:
+            continue
         moves = _moves(plan, bound)
         if moves is None:
             continue

@@ -96,7 +96,18 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
 
 def context_lines(moves: ContextProgram) -> Iterator[str]:
     """What happens at one module on the axis cp."""
-    yield f"  cp: {moves.style}"
+    yield f"  cp: {moves.style}" + (", reads the tokens of a hollow argument" if moves.takes else "")
+    if moves.hollow is not None:
+        yield f"  cp, in {moves.hollow or '(first)'}: hollow"
+    for part in moves.slices:
+        yield f"  cp, in {part.argument}: its share of dim {part.dim}" + (f", {part.heads} heads" if part.heads else "")
+    for share in (*moves.shares, *((moves.features,) if moves.features is not None else ())):
+        what = "features of" if share is moves.features else "share of buffer" if share.buffer else "share of"
+        name = ".".join(filter(None, (share.owner, share.over_both.name)))
+        parts = f", parts {share.over_both.parts}, copies {share.over_both.copies}" if share.over_both.parts else ""
+        yield f"  cp, {what} {name}: {share.over_both.stored} read as {share.over_both.computed}, of tp {share.tp} x cp {share.cp}, {share.size} in all{parts}"
+    if moves.means is not None:
+        yield f"  cp, means of {moves.means.features} features over {moves.means.ranks} ranks"
     for move in moves.enter:
         again = ", gathered again in backward" if move.regather else ""
         yield f"  cp, in {_argument(move)}: {move.src} -> {move.dst}{again}, {when(move.src, move.dst)} tp"

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from shardplan.core.layout import SEQ, I, Layout, R, V
 from shardplan.core.module_program import (
-    FeatureMeans,
     GradientGroup,
     InputMove,
     ModuleProgram,
@@ -26,6 +25,7 @@ from shardplan.styles.style_record import FeatureStyle
 from shardplan.styles.token_layouts import tokens_layout
 
 from .context_moves import with_context
+from .feature_means import feature_means, gathered_from
 from .homes import home_of
 from .incoming_layouts import IncomingLayouts
 from .program import Program
@@ -100,7 +100,7 @@ def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
 def shared_parameters(plan: ResolvedPlan) -> Mapping[str, frozenset[int]]:
     """Full name of each parameter of which several ranks compute with the same rows -> from how many ranks these are gathered."""
     return {
-        full_name(name, p.name): frozenset(_copies(plan, p))
+        full_name(name, p.name): frozenset(gathered_from(plan, p))
         for name, module in plan.tree.modules.items()
         for p in lower_parameters(plan, module)
         if p.shared
@@ -123,7 +123,7 @@ def _lower_module(
         buffers=one.buffers,
         leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
-        means=_means(plan, one) if one.mean_ranks > 1 else None,
+        means=feature_means(plan, one) if one.mean_ranks > 1 else None,
         link=one.link,
         logits=one.width if features.dtensor else None,
         tail=one.tail,
@@ -140,14 +140,6 @@ def _lower_module(
 def _alone(one: BoundModule) -> ModuleProgram:
     assert one.style is not None, one  # a rule distributes the experts
     return ModuleProgram(one.name, one.style.name, one.parameters, experts=one.experts, layer=one.module.layer)
-
-
-def _means(plan: ResolvedPlan, one: BoundModule) -> FeatureMeans:
-    """How many features the ranks of a mean have together: each as often as ranks have it."""
-    copies = max((n for p in one.parameters if p.shared for n in _copies(plan, p)), default=1)
-    assert one.width is not None, one.name  # its style splits a weight
-    features = one.width * copies * one.mean_ranks // (plan.sizes.tp or 1)
-    return FeatureMeans(features, one.mean_ranks, one.grouped)
 
 
 def _also_reads(
@@ -227,7 +219,7 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
         for parameter in program.parameters:
             if parameter.summed and parameter.name in trained:
                 groups[home].append((inside, parameter.name))
-            for copies in _copies(plan, parameter) if parameter.shared else ():
+            for copies in gathered_from(plan, parameter) if parameter.shared else ():
                 shared[home][copies].append((inside, parameter.name, parameter.name in trained))
     for home, members in groups.items():
         base = programs.get(home) or ModuleProgram(home)
@@ -236,11 +228,6 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
         base = programs.get(home) or ModuleProgram(home)
         programs[home] = replace(base, shared=tuple(_shared_group(*one) for one in sorted(by_copies.items())))
     return {name: programs[name] for name in plan.tree.modules if name in programs}
-
-
-def _copies(plan: ResolvedPlan, parameter: ParameterProgram) -> set[int]:
-    """From how many ranks pieces of a parameter are gathered."""
-    return {copies for _, copies in parameter.pieces(plan.sizes.tp or 1, 0)} - {1}
 
 
 def _shared_group(copies: int, members: list[tuple[str, str, bool]]) -> SharedGroup:

@@ -69,6 +69,11 @@ class Program:
         return tuple(name for name, module in self.modules.items() if module.over_ep)
 
     @property
+    def exchanges_heads(self) -> bool:
+        """Whether modules have all tokens and a share of the heads, over cp."""
+        return any(module.on_cp is not None and module.on_cp.hollow is not None for module in self.modules.values())
+
+    @property
     def sharded_logits(self) -> bool:
         """Whether the model returns logits that are split over the vocabulary."""
         return any(module.logits is not None for module in self.modules.values())

@@ -276,9 +276,15 @@ def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
     sequences have lengths that tp does not divide.
 
     Raises:
-        ValueError: no plan was applied to the model, or it stores a packed parameter otherwise with sequence parallelism than without.
+        ValueError: no plan was applied to the model, it stores a packed parameter otherwise with sequence parallelism than without, or it
+            exchanges heads over cp.
     """
     for record in map(applied, parts_of(model)):
+        if record.program.exchanges_heads:
+            raise ValueError(
+                "modules have the numbers of a rank's heads over cp (`exchange_heads`), and run with these alone: apply the plan on a mesh "
+                "without cp for decoding"
+            )
         if unreadable := record.program.unreadable:
             raise ValueError(
                 f"with sequence parallelism the plan stores {unreadable[0]} otherwise than without it ({len(unreadable)} in all), and "

@@ -188,7 +188,8 @@ def _parts(work: Work) -> None:
     if work.shared is None:
         return
     program, regime = work.program, work.shared.regime
-    regime.home, regime.unreadable = regime.variant, next(iter(program.unreadable), "")
+    numbers = "the numbers of modules whose heads are exchanged over cp" if program.exchanges_heads else ""
+    regime.home, regime.unreadable = regime.variant, next(iter(program.unreadable), numbers)
     plain = variant_name(without_sequence(program.resolved.overlays))
     work.parts = hooks_of_parts(work.inner, work.model, program.by_name, plain, regime)
     if work.shared.link is not None:

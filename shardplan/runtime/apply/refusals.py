@@ -38,12 +38,13 @@ _OF_ADAPTERS = {
 _OF_LAYERS = {"merge": _MERGE, "unmerge": _MERGE, "update_layer": _ADD, "delete_adapter": _DELETE}
 
 
-# Switches of a forward that raise on several tp ranks -> why.
-REFUSED_SWITCHES = {"output_attentions": "under tensor parallelism every rank computes its own heads only"}
+# Switches of a forward that raise where ranks have heads of their own -> why.
+REFUSED_SWITCHES = {"output_attentions": "every rank computes its own heads only"}
 
 
 def no_attention_maps(watched: Watched) -> Looks:
-    """ValueError for `output_attentions=True` on several tp ranks: each has the maps of its own heads only."""
+    """ValueError for `output_attentions=True` where each rank has the maps of its own heads only: on several tp ranks, and where heads are
+    exchanged over cp."""
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
@@ -52,7 +53,7 @@ def no_attention_maps(watched: Watched) -> Looks:
                 "attention maps are not gathered; get them from the unsharded model"
             )
 
-    return {watched.inner: look} if watched.mesh.tp_size > 1 else {}
+    return {watched.inner: look} if watched.mesh.tp_size > 1 or watched.program.exchanges_heads else {}
 
 
 def refuse_changes(model: nn.Module) -> None:

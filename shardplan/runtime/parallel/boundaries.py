@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.layout import I, Layout, P, R, V, in_one_row
 from shardplan.core.mesh import Axis
-from shardplan.core.module_program import ArgumentSlice, InputMove, ModuleProgram, OutputMove
+from shardplan.core.module_program import ArgumentSlice, ContextProgram, InputMove, ModuleProgram, OutputMove
 from shardplan.core.nesting import when
 from shardplan.torchlib.attributes import owner_of
 
 from .collectives import all_gather
 from .forward import arguments_of
 from .handed_out import hand_out, hand_out_over_cp
+from .head_exchange import has_all_tokens, hollow_of, shares_of, taken
 from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
 from .regather import note
@@ -42,11 +43,29 @@ class Enter:
         program = self.programs[self.shared.regime.variant]
         moved: Moved = []
         over_cp = program.on_cp.enter if program.on_cp is not None else ()
+        if program.on_cp is not None and program.on_cp.takes:
+            args, kwargs = self._exchange(self.parameters[0], partial(self._taken, program), args, kwargs, program)
         for boundary in nested(program.enter, over_cp):
             args, kwargs = self._move(boundary, args, kwargs, program, moved)
         for part in program.slices:
             args, kwargs = self._exchange(part.argument, partial(_share, part, self.mesh), args, kwargs, program)
+        if program.on_cp is not None:
+            args, kwargs = self._exchange_heads(program.on_cp, args, kwargs, program)
         return args, kwargs
+
+    def _exchange_heads(
+        self, on_cp: ContextProgram, args: tuple, kwargs: dict, program: ModuleProgram
+    ) -> tuple[tuple, dict]:
+        regime = self.shared.regime
+        for part in on_cp.slices:
+            args, kwargs = self._exchange(part.argument, partial(_share, part, regime.over_cp), args, kwargs, program)
+        if on_cp.hollow is None:
+            return args, kwargs
+        hollow = partial(hollow_of, module=program.name, regime=regime)
+        return self._exchange(on_cp.hollow or self.parameters[0], hollow, args, kwargs, program)
+
+    def _taken(self, program: ModuleProgram, x: Tensor) -> Tensor:
+        return taken(x, program.name, self.shared.regime)
 
     def _move(
         self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram, moves: Moved
@@ -72,7 +91,9 @@ class Enter:
                 given = next((before for before, *_, after in moves if after is x), x)  # in front of the move over cp
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
-                return move(x, mesh, src, boundary.dst)
+                on_cp = program.on_cp
+                shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
+                return move(x, mesh, src, boundary.dst, shares=shares)
             if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
                 return checkpoint(move, x, mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, mesh, src, boundary.dst)
@@ -131,7 +152,7 @@ class Leave:
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
         if over_cp is not None and when(over_cp.src, over_cp.dst) == "before":
-            output = on_first(output, lambda x: self._over_cp(x, over_cp))
+            output = on_first(output, lambda x: self._over_cp(x, over_cp, program))
         if (waiting := self.waiting[variant]) is not None:
             output = on_first(output, waiting.take)
         if (boundary := program.leave) is not None and joins is not None and joins.puts_off():
@@ -155,14 +176,22 @@ class Leave:
         if program.on_cp is not None and program.on_cp.outside is not None:
             regime = self.shared.regime
             output = hand_out_over_cp(output, program.on_cp.outside, module, regime.length, regime.over_cp)
-        if over_cp is not None and when(over_cp.src, over_cp.dst) == "after":
-            output = on_first(output, lambda x: self._over_cp(x, over_cp))
+        if over_cp is not None and when(over_cp.src, over_cp.dst) == "after" and self._tokens(program, args, kwargs):
+            output = on_first(output, lambda x: self._over_cp(x, over_cp, program))
         if program.logits is not None:
             output = as_dtensor(output, program.logits, mesh)
         return output
 
-    def _over_cp(self, x: Tensor, boundary: OutputMove) -> Tensor:
-        return move(x, self.shared.regime.over_cp, boundary.src, boundary.dst)
+    def _over_cp(self, x: Tensor, boundary: OutputMove, program: ModuleProgram) -> Tensor:
+        assert program.on_cp is not None
+        shares = shares_of(program.on_cp, self.mesh)
+        return move(x, self.shared.regime.over_cp, boundary.src, boundary.dst, shares=shares)
+
+    def _tokens(self, program: ModuleProgram, args: tuple, kwargs: dict) -> bool:
+        """Whether the module has read a rank's tokens: one that takes them in the place of a hollow argument may have read all instead."""
+        if program.on_cp is None or not program.on_cp.takes:
+            return True
+        return not has_all_tokens(args[0] if args else kwargs[self.parameters[0]], self.shared.regime)
 
     def _argument(self, program: ModuleProgram, args: tuple, kwargs: dict) -> Any:
         """What the module's forward read where its rule moved it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,22 +25,22 @@ class Means:
 
     Args:
         program: how many features all these ranks have.
-        mesh: of these ranks.
+        meshes: of these ranks, one for each axis.
     """
 
-    def __init__(self, program: FeatureMeans, mesh: DeviceMesh):
-        self.program, self.mesh = program, mesh
+    def __init__(self, program: FeatureMeans, *meshes: DeviceMesh):
+        self.program, self.meshes = program, meshes
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
-        with _OverAllRanks(x.shape, self.program, self.mesh):
+        with _OverAllRanks(x.shape, self.program, self.meshes):
             return forward(*args, **kwargs)
 
 
 class _OverAllRanks(TorchFunctionMode):
-    def __init__(self, shape: torch.Size, program: FeatureMeans, mesh: DeviceMesh):
+    def __init__(self, shape: torch.Size, program: FeatureMeans, meshes: Sequence[DeviceMesh]):
         super().__init__()
-        self.shape, self.program, self.mesh = shape, program, mesh
+        self.shape, self.program, self.meshes = shape, program, meshes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +58,10 @@ class _OverAllRanks(TorchFunctionMode):
         return self._over_all(squares.mean(-1, keepdim=True), squares)
 
     def _over_all(self, mean: Tensor, x: Tensor) -> Tensor:
-        return move(mean * (x.shape[-1] / self.program.features), self.mesh, P, R)
+        mean = mean * (x.shape[-1] / self.program.features)
+        for mesh in self.meshes:
+            mean = move(mean, mesh, P, R)
+        return mean
 
 
 def _reads_last(x: Tensor, args: tuple, kwargs: dict) -> bool:

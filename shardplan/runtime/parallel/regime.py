@@ -32,6 +32,7 @@ class Regime:
         variant: which of the programs the hooks run, by the name of the last section that is laid over the plan's others.
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
         neighbours: the ranks that compute with the same key-value heads, by their number.
+        cp_neighbours: ranks of cp that have parts of one group of features, by their number.
         ep: the one-dimensional mesh over which experts are distributed; None where they are not.
         cp: the one-dimensional mesh over which the plan splits sequences; None where it does not.
         length: of the whole sequence that the forward which runs now has split over cp; None before that.
@@ -48,6 +49,7 @@ class Regime:
     variant: str
     reduce_dtype: torch.dtype | None = None
     neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
+    cp_neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
     ep: DeviceMesh | None = None
     cp: DeviceMesh | None = None
     length: int | None = None

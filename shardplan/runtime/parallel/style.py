@@ -18,6 +18,7 @@ from .buffer_shares import OwnBuffers
 from .expert_turns import Turn
 from .failures import at_module
 from .forward import wrap_forward
+from .head_exchange import HeadShares
 from .means import Means
 from .outputs import gather_hidden_states, hidden_states_of, whole_over_cp
 from .own_experts import OwnExperts
@@ -84,7 +85,8 @@ class ModuleStyle(ParallelStyle):
 
     def _neighbours(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh:
         """So many ranks of the axis, this one among them: made once."""
-        groups = self.shared.regime.neighbours
+        regime = self.shared.regime
+        groups = regime.cp_neighbours if mesh is regime.cp else regime.neighbours
         if ranks not in groups:
             groups[ranks] = neighbours(mesh, ranks)
         return groups[ranks]
@@ -104,9 +106,16 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module.get_submodule(program.layer), OwnBuffers(buffers, regime, mesh))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
+        on_cp = {variant: pr.on_cp for variant, pr in self.programs.items()}
+        if any(one is not None and one.shares for one in on_cp.values()):
+            wrap_forward(module, HeadShares(on_cp, regime, mesh))
         if not program.fused:
             wrap_forward(module, unfused)
-        if program.means is not None:
+        means = program.on_cp.means if program.on_cp is not None else None
+        if means is not None:
+            over_tp = () if program.means is None else (self._neighbours(mesh, program.means.ranks),)
+            wrap_forward(module, Means(means, *over_tp, self._neighbours(regime.over_cp, means.ranks)))
+        elif program.means is not None:
             wrap_forward(module, Means(program.means, self._neighbours(mesh, program.means.ranks)))
         shared = [owner_of(module, p.name) for p in program.parameters if p.shared]
         if shared or any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
@@ -135,7 +144,7 @@ class ModuleStyle(ParallelStyle):
             self._hook_scope(module)
         if self.program.name in self.shared.around:
             self._hook_around(module, mesh)
-        if any(pr.enter or pr.slices or (pr.on_cp and pr.on_cp.enter) for pr in programs):
+        if any(pr.enter or pr.slices or (pr.on_cp and pr.on_cp.enters) for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
             # In front of hooks that the module had: they see what a reader sees.

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.layout import Layout
-from shardplan.core.moves import Operation, move_ops
+from shardplan.core.moves import Operation, Ranges, covered, move_ops, ranges_of
 
 from .chunks import own_chunk, uneven
 from .collectives import all_gather, all_reduce, reduce_scatter
+from .dim_exchange import Cut, exchange_dims
 
 
 def _slice(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
@@ -28,7 +29,7 @@ def _pad(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     return result
 
 
-# Each takes (x, mesh, dim, size of the whole dim).
+# Each takes (x, mesh, dim, size of the whole dim). What splits another dim than before is `exchange_dims`.
 OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int], Tensor]] = {
     "identity": lambda x, mesh, dim, size: x,
     "all_reduce": lambda x, mesh, dim, size: all_reduce(x, mesh),
@@ -68,7 +69,27 @@ class _Move(torch.autograd.Function):
         return OPERATIONS[backward](gradient, mesh, dim, size), None, None, None, None, None
 
 
-def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | None = None) -> Tensor:
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, had: Cut, wanted: Cut) -> Tensor:
+        ctx.back = (mesh, wanted, had)
+        return exchange_dims(x, mesh, had, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        return exchange_dims(gradient, *ctx.back), None, None, None
+
+
+def move(
+    x: Tensor,
+    mesh: DeviceMesh,
+    src: Layout,
+    dst: Layout,
+    *,
+    size: int | None = None,
+    shares: tuple[Ranges, ...] | None = None,
+) -> Tensor:
     """Move a local tensor from one layout to another; its gradient comes back as `src` promises (core/layout.py).
 
     Args:
@@ -77,6 +98,8 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
         src: the layout of `x`.
         dst: the layout of the result. V's dim may be negative; SEQ must have been replaced.
         size: the length of the whole dim that a V is a chunk of. Needed only where the axis does not divide it.
+        shares: of a move from V(d) to V(e): what each rank has of the last dim, by rank, where it is no chunk of it (a share of each part
+            of packed features).
 
     Raises:
         ValueError: a sequence that the axis does not divide, without `size`.
@@ -85,6 +108,8 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
     assert ops is not None, f"no move {src} -> {dst}"
     if ops.forward == ops.backward == "identity":
         return x
+    if ops.forward == "all_to_all":
+        return _Exchange.apply(x, mesh, *_cuts(x, mesh.size(), src, dst, size, shares))
     sharded = src if src.kind == "V" else dst
     dim, whole = 0, 0
     if sharded.kind == "V":
@@ -93,6 +118,21 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
         if dst.kind == "V" and size is None and x.shape[dim] % mesh.size() and dim != x.ndim - 1:
             raise uneven(x.shape[dim], dim, mesh.size())
     return _Move.apply(x, mesh, ops.forward, ops.backward, dim, whole)
+
+
+def _cuts(
+    x: Tensor, ranks: int, src: Layout, dst: Layout, size: int | None, shares: tuple[Ranges, ...] | None
+) -> tuple[Cut, Cut]:
+    """What each rank has, and what it gets."""
+    had, wanted, last = src.split_dim(x.ndim), dst.split_dim(x.ndim), x.ndim - 1
+    if wanted != last and x.shape[wanted] % ranks:
+        raise uneven(x.shape[wanted], wanted, ranks)
+    if size is None:
+        size = covered(shares) if shares is not None and had == last else x.shape[had] * ranks
+    before, after = ranges_of(src, size, ranks), ranges_of(dst, x.shape[wanted], ranks)
+    if shares is not None and last in (had, wanted):
+        before, after = (shares, after) if had == last else (before, shares)
+    return Cut(had, size, before), Cut(wanted, x.shape[wanted], after)
 
 
 def summed(mesh: DeviceMesh, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:

@@ -1,0 +1,113 @@
+"""Modules that have all tokens and a share of the heads: the hollow argument, and what is read by share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.layout import R, V
+from shardplan.core.module_program import ContextProgram, HeadShare
+from shardplan.core.moves import Ranges
+from shardplan.torchlib.attributes import owner_of
+from shardplan.torchlib.hollow import Hollow
+
+from .reading import read
+from .regime import Regime
+from .tensor_moves import move
+
+SEQUENCE = 1  # the dim of [batch, sequence, features]
+
+
+def shares_of(program: ContextProgram, over_tp: DeviceMesh) -> tuple[Ranges, ...] | None:
+    """Which features each rank of cp has, of those that this rank of tp has."""
+    return None if program.features is None else program.features.of_ranks(over_tp.get_local_rank())
+
+
+def hollow_of(x: Tensor, module: str, regime: Regime) -> Tensor:
+    """What a module whose heads are exchanged sees in the place of a rank's tokens."""
+    shape = list(x.shape)
+    shape[SEQUENCE] = regime.length = shape[SEQUENCE] * regime.over_cp.size()
+
+    def refused(function: str) -> str:
+        return (
+            f"{module}: its code computes with its argument ({function}) before a projection reads it, and a rank of the axis cp has only its "
+            f"own tokens of it: write `replicate_seq` in the place of `exchange_heads` for this module"
+        )
+
+    return Hollow(x, torch.Size(shape), lambda whole: move(whole, regime.over_cp, R, V(SEQUENCE)), refused)
+
+
+def taken(x: Tensor, module: str, regime: Regime) -> Tensor:
+    """What a projection below reads: the rank's tokens in the place of a hollow argument, or a value that has all tokens.
+
+    Raises:
+        RuntimeError: it is neither.
+    """
+    if isinstance(x, Hollow):
+        regime.length = x.shape[SEQUENCE]  # a checkpoint runs the module again after calls with other lengths
+        return x.kept
+    if not has_all_tokens(x, regime):
+        raise RuntimeError(
+            f"{module} reads a value of shape {list(x.shape)}, which is not the argument of the module around it and does not have all "
+            f"{regime.length} tokens: write `replicate_seq` in the place of `exchange_heads` for that module"
+        )
+    return x
+
+
+def has_all_tokens(x: Tensor, regime: Regime) -> bool:
+    """Whether a projection's input, [..., tokens, features], has all of them."""
+    return x.ndim > 1 and x.shape[-2] == regime.length
+
+
+class HeadShares:
+    """Around a forward: it reads this rank's share of parameters and buffers, here and below.
+
+    Args:
+        programs: by variant.
+        regime: says which variant runs.
+        over_tp: the mesh of tp.
+    """
+
+    def __init__(self, programs: Mapping[str, ContextProgram | None], regime: Regime, over_tp: DeviceMesh):
+        self.programs, self.regime, self.over_tp = programs, regime, over_tp
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        program = self.programs[self.regime.variant]
+        if program is None or (program.takes and not has_all_tokens(_first(args, kwargs), self.regime)):
+            return forward(*args, **kwargs)
+        slots = [_slot(module, one) for one in program.shares]
+        before = [(at, leaf, at[leaf]) for at, leaf in slots]
+        own = [self._own(one, whole) for one, (*_, whole) in zip(program.shares, before, strict=True)]
+        try:
+            for (at, leaf, _), mine in zip(before, own, strict=True):
+                at[leaf] = mine
+            return forward(*args, **kwargs)
+        finally:
+            for at, leaf, whole in before:
+                at[leaf] = whole
+
+    def _own(self, one: HeadShare, whole: Tensor | None) -> Tensor | None:
+        if whole is None:
+            return None
+        if one.over_tp is not None and not one.buffer:
+            whole = read(whole, one.over_tp, self.regime)
+        ranges = one.of_ranks(self.over_tp.get_local_rank())[self.regime.over_cp.get_local_rank()]
+        return _pieces(whole, one.dim, ranges)
+
+
+def _pieces(x: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    pieces = [x.narrow(dim, *one) for one in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _slot(module: nn.Module, one: HeadShare) -> tuple[dict[str, Any], str]:
+    owner, leaf = owner_of(module.get_submodule(one.owner), one.over_both.name)
+    return (owner._buffers if one.buffer else owner._parameters), leaf
+
+
+def _first(args: tuple, kwargs: dict) -> Tensor:
+    return args[0] if args else next(iter(kwargs.values()))
