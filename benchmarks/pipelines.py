@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +20,7 @@ import shardplan
 from shardplan.cost.pipeline_time import step_seconds
 
 from .page import table
+from .processes import on_processes
 
 RANKS, MICRO_BATCHES, SEQ, TURNS = 2, 4, 256, 5
 APART = 0.05  # steps that differ by less are no order that a measurement could confirm
@@ -130,7 +130,7 @@ def rank(index: int, folder: str) -> None:
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank, (folder,), nprocs=RANKS)
+        on_processes(rank, (folder,), RANKS)
         of_block, of_head, real = json.loads(Path(folder, "made").read_text("utf-8"))
     closed = []
     for _, sizes in RUNS:

@@ -6,8 +6,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch.multiprocessing.spawn import start_processes
 
 from .page import ratio_text
 
@@ -50,6 +53,15 @@ def _run(words: Sequence[str], allowed: Sequence[int]) -> tuple[float, float]:
     if os.waitstatus_to_exitcode(status) not in allowed:
         raise RuntimeError(f"{' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
     return wall, used.ru_utime + used.ru_stime
+
+
+def on_processes(function: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """Run `function(rank, *arguments)` on `count` processes.
+
+    They are forked from a server and so end without Python's finalization, in which a thread of gloo or of the profiler that
+    asks for the interpreter aborts the process (seen once in forty runs). A rank that fails raises as `mp.spawn` does.
+    """
+    start_processes(function, arguments, count, start_method="forkserver")
 
 
 def row(what: str, goal: str, measured: Costs, base: Costs) -> list[str]:

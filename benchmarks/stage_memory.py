@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.profiler import record_function
 
 import shardplan
@@ -22,6 +21,7 @@ from shardplan.model import find_any
 
 from .memory import LLAMA, STEP, Step, peaks_of_steps
 from .page import table
+from .processes import on_processes
 
 SECTION = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": ["model.norm", "lm_head"]}
 SETTINGS = LLAMA | {"num_hidden_layers": 8}
@@ -128,7 +128,7 @@ def measured(names: list[str]) -> dict[str, list[int]]:
     """Of cases for one number of ranks, the peak of each pp rank, in processes of their own."""
     (ranks,) = {CASES[name].ranks for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank, (ranks, names, folder), nprocs=ranks)
+        on_processes(rank, (ranks, names, folder), ranks)
         peaks = (
             torch.load(Path(folder, "peaks")).view(2, -1, len(names)).amin(1)
         )  # of equal shards, as benchmarks.memory

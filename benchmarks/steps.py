@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -27,6 +26,7 @@ from transformers.distributed import DistributedConfig
 
 from .host import ratio
 from .page import table
+from .processes import on_processes
 from .ways import Way, fresh, llama, planned, stock_sp, stock_tp
 
 TP = 2
@@ -125,7 +125,7 @@ def main() -> None:
         for size, (config, _) in SIZES.items():
             fresh(config).save_pretrained(Path(temporary) / size.partition(" ")[0])
         results = Path(temporary) / "times.json"
-        mp.spawn(worker, (port, args.repeats, results), nprocs=TP)
+        on_processes(worker, (port, args.repeats, results), TP)
         found = json.loads(results.read_text())
     print(TEXT.format(batch=BATCH, repeats=args.repeats))
     lines = [
