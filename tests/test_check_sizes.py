@@ -298,3 +298,33 @@ def test_a_module_without_a_configuration_has_none_to_divide():
     text = rules("model.layers.*.mlp.{gate,up}_proj: {style: colwise, shares: [config.num_attention_heads]}")
     found = messages(checked(text, replace(model, modules=modules), 2))
     assert "Linear, which has no configuration, has no number num_attention_heads" in found[0]
+
+
+EXCHANGED = rules("model.layers.*.self_attn.{q,k,v}_proj: colwise\nmodel.layers.*.self_attn.o_proj: rowwise") + (
+    "context_parallel:\n  model.layers.0: split_seq_input\n  model.layers.*.self_attn: exchange_heads\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "found"),
+    [
+        (1, 4, []),
+        (2, 16, []),  # each key-value head is on four ranks
+        (1, 3, ["num_attention_heads is 32 and num_key_value_heads is 8"]),
+        (2, 32, ["num_attention_heads is 32"]),
+        (3, 2, []),  # tp alone is refused
+    ],
+)
+def test_ranks_of_both_axes_divide_the_heads_that_are_exchanged_over_cp(tp: int, cp: int, found: list[str]):
+    on = overlays_of(False, MeshSizes(cp=cp), context=True)
+    resolved, _ = bind(plan(EXCHANGED), tree("llama-3.1-8b"), MeshSizes(tp=tp, cp=cp), on)
+    about = [one for one in check(resolved) if one.code == "SP369"]
+    assert [one.message.partition(": ")[2] for one in about] == found
+    assert all("write `model.layers.*.self_attn: replicate_seq`" in one.help for one in about)
+    assert tp == 1 or (tp in allowed_tp(resolved)) == (not found and tp != 3)
+
+
+def test_tp_sizes_are_listed_with_the_ranks_of_cp_that_exchange_heads():
+    on = overlays_of(False, MeshSizes(cp=2), context=True)
+    resolved, _ = bind(plan(EXCHANGED), tree("llama-3.1-8b"), MeshSizes(tp=None, cp=8), on)
+    assert allowed_tp(resolved) == (1, 2, 4)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from small_models import VOCABULARY, batch, small_model, whole
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -48,34 +49,51 @@ def inputs_of(case: dict[str, Any], share: int) -> dict[str, Tensor]:
     return given
 
 
+def built(case: dict[str, Any]) -> nn.Module:
+    """The model, with adapters on `targets`; the same on all ranks."""
+    dtype, tied = case.get("dtype", torch.float32), case.get("tied", False)
+    model = small_model(case["model"], tied=tied, dtype=dtype, **case.get("settings", {}))
+    if "targets" in case:
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=case["targets"], init_lora_weights=False))
+    return model
+
+
+def applied(case: dict[str, Any]) -> tuple[nn.Module, DeviceMesh]:
+    axes = case.get("axes", AXES)
+    mesh = init_device_mesh("cpu", case["sizes"], mesh_dim_names=axes)
+    plan = plan_of(case.get("plan", case["model"]), case["mixers"], case.get("ends", ENDS))
+    return shardplan.apply_plan(built(case), mesh, plan, **case.get("options", {}), prove=False), mesh
+
+
 def compared(case: dict[str, Any]) -> None:
     """One model and mesh: the loss, the logits, every gradient."""
-    sizes, name, settings = case["sizes"], case["model"], case.get("settings", {})
-    dtype = case.get("dtype", torch.float32)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
-    share, shares = mesh.get_local_rank("dp_shard"), sizes[0]
-    model = small_model(name, tied=case.get("tied", False), dtype=dtype, **settings)
-    options = case.get("options", {})
-    shardplan.apply_plan(
-        model, mesh, plan_of(case.get("plan", name), case["mixers"], case.get("ends", ENDS)), **options, prove=False
-    )
+    model, mesh = applied(case)
+    share, shares = mesh.get_local_rank(0), case["sizes"][0]
     output = model(**inputs_of(case, share), use_cache=False)
     output.loss.backward()
 
-    reference = small_model(name, tied=case.get("tied", False), dtype=dtype, **settings)
+    reference = built(case)
     results = [reference(**inputs_of(case, i), use_cache=False) for i in range(shares)]
     (sum(result.loss for result in results) / shares).backward()
 
-    limit = TOLERANCE[dtype]
+    limit = TOLERANCE[case.get("dtype", torch.float32)]
     assert output.logits.shape[:2] == (2, LENGTH)
     assert relative_error(whole(output.logits), results[share].logits) <= limit
     assert relative_error(output.loss, results[share].loss) <= limit
+    equal_gradients(model, reference, limit, mesh)
+
+
+def equal_gradients(model: nn.Module, reference: nn.Module, limit: float, mesh: DeviceMesh) -> None:
+    """Of every trained parameter."""
     packed = packed_parameters(shardplan.applied(model).program)
-    references = dict(reference.named_parameters())
-    for key, parameter in model.named_parameters():
+    references = {key: parameter for key, parameter in reference.named_parameters() if parameter.requires_grad}
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained.keys() == references.keys()
+    for key, parameter in trained.items():
         gradient = whole(parameter.grad)
         if key in packed:
-            gradient = unpack(gradient, packed[key].dim, packed[key].parts, sizes[2])
+            gradient = unpack(gradient, packed[key].dim, packed[key].parts, mesh["tp"].size())
         assert relative_error(gradient, references[key].grad) <= limit, key
 
 

@@ -11,7 +11,7 @@ from shardplan.core.tree import ModuleInfo, is_count, named
 MOST_SIZES = 8  # that are listed one by one
 
 
-def join(words: Sequence[str], last: str) -> str:
+def join(words: Iterable[str], last: str) -> str:
     """ "a, b and c"."""
     words = tuple(words)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else ""
@@ -43,13 +43,18 @@ def by_rule(
 
 def sizes(allowed: Iterable[int]) -> str:
     """What to do about a tp size that does not fit: the sizes above 1 that do."""
-    above = [str(size) for size in allowed if size > 1]
+    above = [size for size in allowed if size > 1]
     if not above:
         return "use tp 1: no larger size fits everything that this plan splits"
-    listed = join(above, "or")
-    if len(above) > MOST_SIZES:
-        listed = f"{', '.join(above[: MOST_SIZES - 1])}, ... or {above[-1]}"
-    return f"use tp {listed}: {'each' if len(above) > 1 else 'it'} fits everything that this plan splits"
+    return f"use tp {listed(above)}: {'each' if len(above) > 1 else 'it'} fits everything that this plan splits"
+
+
+def listed(sizes: Sequence[int]) -> str:
+    """ "2, 4 or 8"; of many the first and the last."""
+    words = list(map(str, sizes))
+    return (
+        join(words, "or") if len(words) <= MOST_SIZES else f"{', '.join(words[: MOST_SIZES - 1])}, ... or {words[-1]}"
+    )
 
 
 def head_words(count: int, key_value: bool, numbers: Mapping[str, int | float]) -> str | None:

@@ -36,8 +36,19 @@ class Facts(StorageFacts):
 
     @cached_property
     def allowed(self) -> tuple[int, ...]:
-        """The tp sizes that the model allows with this plan, ascending, 1 included."""
-        return allowed_sizes(self, self.requirements, Axis.TP)
+        """The tp sizes that the model allows with this plan, beside the ranks of cp, ascending, 1 included."""
+        sizes = allowed_sizes(self, self.requirements, Axis.TP)
+        return tuple(size for size in sizes if size == 1 or self.exchanges(size, self.resolved.sizes.cp))
+
+    @cached_property
+    def shared_with_cp(self) -> tuple[Requirement, ...]:
+        """Every count that the ranks of tp and cp together must divide: of what is split below modules whose heads are exchanged over cp."""
+        on_cp = self.resolved.on_cp
+        return () if on_cp is None else tuple(requirements(StorageFacts(on_cp)))
+
+    def exchanges(self, tp: int, cp: int) -> bool:
+        """Whether all of them allow such sizes."""
+        return all(one.allows(tp * cp) for one in self.shared_with_cp)
 
     @cached_property
     def tp(self) -> int | None:

@@ -1,0 +1,56 @@
+"""Where heads are exchanged over cp, the ranks of both axes divide what the rules for tp below split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Assignment
+from shardplan.core.tree import ancestors
+from shardplan.styles import STYLES
+
+from .check_words import join, listed
+from .facts import Facts
+from .requirements import LARGEST_LISTED, Requirement
+
+HEADS = Code("SP369")
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule `exchange_heads`; what tp alone does not divide is `compiler/check/divisibility.py`'s."""
+    on_cp, tp = facts.resolved.on_cp, facts.tp
+    if on_cp is None or tp is None:
+        return
+    cp = facts.resolved.sizes.cp
+    wrong: dict[int, tuple[Assignment, list[Requirement]]] = {}
+    for one in facts.shared_with_cp:
+        if one.allows(tp) and not one.allows(tp * cp):
+            mixer = _mixer(facts, one)
+            wrong.setdefault(id(mixer.rule), (mixer, []))[1].append(one)
+    for mixer, requirements in wrong.values():
+        pattern = mixer.rule.pattern
+        ranks = f"cp {cp} x tp {tp} = {tp * cp} ranks" if tp > 1 else f"{cp} ranks of cp"
+        counts = join(dict.fromkeys(f"{one.what} is {one.count}" for one in requirements), "and")
+        fitting = tuple(size for size in range(2, LARGEST_LISTED // tp) if facts.exchanges(tp, size))
+        others = f", or use cp {listed(fitting)}" if fitting else ""
+        yield Diagnostic(
+            code=HEADS,
+            severity=Severity.ERROR,
+            message=f"`{pattern}` cannot exchange its heads over {ranks}: {counts}",
+            primary=Label(mixer.rule.location, "gives each rank an equal share"),
+            related=tuple(
+                {id(one.rule): Label(one.rule.location, "says what is split") for one in requirements}.values()
+            ),
+            help=f"write `{pattern}: replicate_seq`{others}",
+            modules=tuple(dict.fromkeys(name for one in requirements for name in one.modules)),
+        )
+
+
+def _mixer(facts: Facts, one: Requirement) -> Assignment:
+    """The module that exchanges the heads, around what a requirement is about."""
+    assert facts.resolved.on_cp is not None
+    modules = facts.resolved.on_cp.modules
+    around = (one.modules[0], *ancestors(one.modules[0]))
+    return next(
+        modules[name] for name in around if name in modules and STYLES[modules[name].rule.style].exchanges_heads
+    )
