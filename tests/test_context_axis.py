@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from small_models import meta_model
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import shardplan
 from shardplan.authoring.context_section import context_section
@@ -18,6 +19,7 @@ from shardplan.core.plan import overlays_of, variant_name, variant_words, withou
 from shardplan.core.proof_meshes import proof_meshes
 
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
+HEADS = {**ENDS, "model.layers.*.self_attn": "exchange_heads"}
 PLAN = {
     "version": "1",
     "name": "llama-cp",
@@ -34,18 +36,37 @@ def derived(name: str) -> Any:
     return context_section(found, decided(plan, found.tree)[0])
 
 
-def test_what_mixes_tokens_is_whole_and_all_else_has_no_rule():
-    assert derived("llama") == PLAN["context_parallel"]
+def test_what_mixes_tokens_exchanges_its_heads_and_all_else_has_no_rule():
+    assert derived("llama") == HEADS
     assert derived("mamba2") == {
         "backbone.layers.0": "split_seq_input",
-        "backbone.layers.*.mixer": "replicate_seq",
+        "backbone.layers.*.mixer": "exchange_heads",
         "backbone.norm_f": "gather_seq_output",
     }
 
 
+def test_a_mixer_that_adds_to_its_result_what_the_block_hands_it_has_its_own_tokens_of_both():
+    assert derived("bloom")["transformer.h.*.self_attention"] == "exchange_heads"
+
+
+def test_a_mixer_that_reads_the_values_of_its_argument_is_whole(monkeypatch: pytest.MonkeyPatch):
+    forward = LlamaAttention.forward
+    monkeypatch.setattr(
+        LlamaAttention, "forward", lambda self, hidden_states, **kw: forward(self, hidden_states + 0, **kw)
+    )
+    assert derived("llama") == PLAN["context_parallel"]
+
+
+def test_projections_that_read_a_width_of_their_own_keep_it():
+    plan = {"version": "1", "name": "gpt2-cp", "extends": "gpt2", "context_parallel": derived("gpt2")}
+    assert plan["context_parallel"]["transformer.h.*.attn"] == "exchange_heads"
+    report = shardplan.validate(meta_model("gpt2"), plan, {"cp": 2, "tp": 1})
+    assert report.ok and report.proven, report
+
+
 def test_experts_work_token_by_token_and_hand_their_router_logits_out():
     assert derived("mixtral") == {
-        **PLAN["context_parallel"],
+        **HEADS,
         "model.layers.*.mlp.gate": {"style": "token_wise", "read_outside": [0]},
         "model.layers.*.mlp.experts": "token_wise",
     }

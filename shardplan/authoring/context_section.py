@@ -7,19 +7,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.compiler.bind import bind
+from shardplan.compiler.bind.assignments import in_order
+from shardplan.compiler.bind.heads_below import with_heads_below
 from shardplan.compiler.layout import ModelLayouts, check_layout
 from shardplan.compiler.layout.model import has_stacks
+from shardplan.compiler.lower.heads_over_cp import with_heads
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import SEQ, V
 from shardplan.core.mesh import Axis, MeshSizes
-from shardplan.core.plan import Assignment, Overlays, PlanFile, ResolvedPlan, Rule
+from shardplan.core.plan import NO_OVERLAYS, Assignment, Overlays, PlanFile, ResolvedPlan, Rule
 from shardplan.core.tree import ancestors
 from shardplan.model import FoundModel
 from shardplan.styles.boundary import Boundary, boundary
 from shardplan.torchlib.modes import reduced_runs
 
+from .hollow_run import reads_shapes_alone
+
 RANKS = 2  # on which it is tried
 ENTER, MIX, LEAVE, READ = "split_seq_input", "replicate_seq", "gather_seq_output", "gather_seq_input"
+HEADS = "exchange_heads"
+MIXERS = (MIX, HEADS)
 TOKENS = "token_wise"
 Section = Mapping[str, str | dict[str, Any]]
 _ON: Overlays = frozenset({"context_parallel"})
@@ -41,7 +48,7 @@ class NoSection:
 @reduced_runs()
 def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     """The rules for the axis cp: the sequence is split where sequence parallelism splits it, and whole where that gathers it for a module
-    that is not token-wise; what is token-wise the run shows.
+    that is not token-wise, with a share of the heads where the rules for tp below it say which; what is right the runs show.
 
     Args:
         plan: a plan for the model, without errors.
@@ -62,26 +69,47 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     if not any(rule.style == ENTER for rule in rules.values()):
         return NoSection("the section sequence_parallel splits no module's input")
 
+    over_tp = bind(plan, tree, MeshSizes(tp=RANKS), NO_OVERLAYS)[0]
+
+    def bound(rules: Mapping[str, Rule]) -> ResolvedPlan:
+        own = {name: Assignment(name, False, rule, "context_parallel") for name, rule in rules.items()}
+        assignments = in_order(with_heads_below(own, over_tp.assignments, tree), tree)
+        return ResolvedPlan(plan, tree, MeshSizes(tp=RANKS), _ON, assignments, axis=Axis.CP)
+
     def wrong(rules: Mapping[str, Rule]) -> tuple[Diagnostic, ...]:
-        assignments = {name: Assignment(name, False, rule, "context_parallel") for name, rule in rules.items()}
-        on_cp = ResolvedPlan(plan, tree, MeshSizes(tp=RANKS), _ON, assignments, axis=Axis.CP)
+        on_cp = bound(rules)
         return check_layout(on_cp, layouts.benches_for(on_cp), help=False).diagnostics
 
+    def shared(rules: Mapping[str, Rule]) -> bool:
+        on_cp = bound(rules)
+        report = check_layout(on_cp, layouts.benches_for(on_cp), help=False)
+        if report.diagnostics:
+            return False
+        whole = replace(resolved, on_cp=on_cp, cross_module_reads=report.cross_module_reads)
+        return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
+
     if findings := wrong(_outermost(rules)):
-        return NoSection("what sequence parallelism does over tp is not right over cp", findings)
-    for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style == MIX):
+        # A mixer that adds to its result what the block hands it besides has its own tokens of both.
+        rules = {name: replace(rule, style=HEADS) if rule.style == MIX else rule for name, rule in rules.items()}
+        if not shared(_outermost(rules)):
+            return NoSection("what sequence parallelism does over tp is not right over cp", findings)
+    for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style in MIXERS):
         fewer = {name: rule for name, rule in rules.items() if tree.pattern(name) != pattern}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
         for more in (below, {}) if below else ({},):
             if not wrong(_outermost({**fewer, **more})):
                 rules = {**fewer, **more}
                 break
+    for pattern in dict.fromkeys(tree.pattern(name) for name, rule in _outermost(rules).items() if rule.style == MIX):
+        heads = {n: replace(rule, style=HEADS) for n, rule in rules.items() if tree.pattern(n) == pattern}
+        if shared(_outermost({**rules, **heads})):
+            rules |= heads
     return dict(_written(layouts, _outermost(rules)))
 
 
 def _outermost(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Without those inside of modules that have the whole sequence."""
-    mixers = {name for name, rule in rules.items() if rule.style == MIX}
+    mixers = {name for name, rule in rules.items() if rule.style in MIXERS}
     return {name: rule for name, rule in rules.items() if mixers.isdisjoint(ancestors(name))}
 
 

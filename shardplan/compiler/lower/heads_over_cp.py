@@ -77,9 +77,10 @@ class _Exchange:
         """Of a module below, or of the mixer itself, with its numbers."""
         base = self.programs.get(one.name) or ModuleProgram(one.name)
         fused = base.fused and (one.assignment is None or one.assignment.rule.fused)
-        program = replace(base, divide=one.divide, settings=one.settings, fused=fused)
-        if self._projects(one):
-            program = replace(program, on_cp=self._projection(one))
+        if self._projects(one):  # its own numbers are those of its weight
+            program = replace(base, fused=fused, on_cp=self._projection(one))
+        else:
+            program = replace(base, divide=one.divide, settings=one.settings, fused=fused)
         if one.mean_ranks > 1:
             program = self._with_means(program, one)
         return None if program == ModuleProgram(one.name) else program

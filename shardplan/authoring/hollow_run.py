@@ -1,0 +1,54 @@
+"""Whether a model runs with hollow arguments of the modules whose heads are exchanged over cp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.compiler.layout.run import Workbench
+from shardplan.core.module_program import ModuleProgram
+from shardplan.model.rebinding import copied
+from shardplan.runtime.parallel.forward import arguments_of
+from shardplan.torchlib.hollow import Hollow
+
+
+def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) -> bool:
+    """Whether the code of these modules asks their arguments for a shape, and leaves their values to the projections below; tried on one
+    rank, which has all tokens.
+
+    Args:
+        programs: of the rules for cp.
+    """
+    model = copied(bench.model)
+    for name, program in programs.items():
+        moves = program.on_cp
+        module = model.get_submodule(name)
+        if moves is not None and (moves.hollow is not None or moves.takes):
+            argument = moves.hollow or arguments_of(module)[0]
+            change = partial(_changed, argument, _kept if moves.takes else _hollow)
+            module.register_forward_pre_hook(change, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model(**bench.inputs)
+    except Exception:  # of code that reads values, or cannot go on without them
+        return False
+    return True
+
+
+def _changed(name: str, change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    if name in kwargs:
+        return args, {**kwargs, name: change(kwargs[name])}
+    at = arguments_of(module).index(name)
+    return (*args[:at], change(args[at]), *args[at + 1 :]), kwargs
+
+
+def _hollow(x: Tensor) -> Tensor:
+    return Hollow(x, x.shape, lambda whole: whole, "{} reads values".format)
+
+
+def _kept(x: Tensor) -> Tensor:
+    return x.kept if isinstance(x, Hollow) else x
