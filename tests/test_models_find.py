@@ -71,6 +71,7 @@ def write(folder, data, name="config.json"):
         ("checkpoints/", "path"),
         ("my.models:build", "callable"),
         ("m:Model.tiny", "callable"),
+        ("./models/own.py:build", "callable"),
         ("a:b:c", "type"),
         ("x\0y/z", "path"),
     ],
@@ -182,6 +183,7 @@ def test_default_configuration_of_a_type():
         ("", "SP504", "'' is neither a model type"),
         ("no_such_module_at_all:build", "SP507", "cannot be imported"),
         ("json:lods", "SP507", "the module json has no lods"),
+        ("./models/own.py:build", "SP507", "./models/own.py is a file, not the name of a module"),
         ("sys:maxsize", "SP507", "sys:maxsize is a int, not a callable"),
         ("os:getcwd", "SP508", "os:getcwd returned a str"),
         ("json:loads", "SP508", "json:loads raised TypeError"),
@@ -197,6 +199,7 @@ def test_words_that_name_nothing(word, code, message):
 def test_suggestions():
     assert "`llama`" in refusal("lama").help
     assert "`loads`" in refusal("json:lods").help
+    assert refusal("./models/own.py:build").help == "write `models.own:build`"
     assert "./zzzz" in refusal("zzzz").help
 
 

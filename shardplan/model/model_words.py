@@ -12,7 +12,8 @@ WordKind = Literal["path", "hub", "callable", "type"]
 
 # `org/name` as the hub allows it; https://huggingface.co/docs/huggingface_hub/package_reference/utilities
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-CALLABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# Also with a file in place of the module, which is refused with the word to write.
+CALLABLE = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]*\.py):[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,13 @@ class Word:
 
 def classify(text: str) -> Word:
     """Decides by form, and for words with a slash by what exists: an existing path wins over a hub id."""
-    if _is_path(text):
+    if _is_path(text) and not CALLABLE.fullmatch(text):
         return Word(text, "path")
     if HUB_ID.fullmatch(text):
         return Word(text, "hub")
-    if os.sep in text or "/" in text:
-        return Word(text, "path")
-    return Word(text, "callable" if CALLABLE.fullmatch(text) else "type")
+    if CALLABLE.fullmatch(text):
+        return Word(text, "callable")
+    return Word(text, "path" if os.sep in text or "/" in text else "type")
 
 
 def _is_path(text: str) -> bool:

@@ -28,6 +28,9 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
         PlanError: SP507.
     """
     module_name, _, name = word.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise refuse(NO_CALLABLE, f"{module_name} is a file, not the name of a module", help=f"write `{dotted}:{name}`")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -38,7 +41,9 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
             NO_CALLABLE,
             f"the module {module_name} of {word} cannot be imported",
             notes=(reason(error),),
-            help="run from the folder that contains the module, or set PYTHONPATH",
+            help="run from the folder that contains the module, or set PYTHONPATH"
+            if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+            else f"`python -c 'import {module_name}'` shows where",
         ) from error
     try:
         found = attrgetter(name)(module)
