@@ -61,7 +61,8 @@ def built(case: dict[str, Any]) -> nn.Module:
 
 def applied(case: dict[str, Any]) -> tuple[nn.Module, DeviceMesh]:
     axes = case.get("axes", AXES)
-    mesh = init_device_mesh("cpu", case["sizes"], mesh_dim_names=axes)
+    sizes = {**dict(zip(axes, case["sizes"], strict=True)), "ep": case.get("ep", 1)}
+    mesh = shardplan.build_mesh(device_type="cpu", **sizes)
     plan = plan_of(case.get("plan", case["model"]), case["mixers"], case.get("ends", ENDS))
     return shardplan.apply_plan(built(case), mesh, plan, **case.get("options", {}), prove=False), mesh
 

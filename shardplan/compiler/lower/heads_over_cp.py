@@ -21,7 +21,7 @@ from shardplan.core.module_program import (
     ParameterProgram,
 )
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.tree import full_name
+from shardplan.core.tree import ancestors, full_name
 from shardplan.styles import feature_dim
 from shardplan.styles.bound import BoundModule, bound_modules
 from shardplan.styles.style_record import MATMUL
@@ -70,7 +70,7 @@ class _Exchange:
         assert plan.on_cp is not None and mixer.assignment is not None and mixer.style is not None
         self.tp, self.cp = plan.sizes.tp or 1, plan.on_cp.sizes.tp or 1
         self.rules, self.programs, self.mixer, self.style = rules, programs, mixer, mixer.style.name
-        self.read = {name for names in plan.cross_module_reads.values() for name in names}
+        self.reads = plan.cross_module_reads
         self.tokens = V(mixer.assignment.rule.seq_dim).on(Axis.CP)
 
     def program(self, one: BoundModule) -> ModuleProgram | None:
@@ -86,12 +86,15 @@ class _Exchange:
         return None if program == ModuleProgram(one.name) else program
 
     def _projects(self, one: BoundModule) -> bool:
-        """Whether it is a projection below: one whose weight the code around it does not read itself."""
-        return (
-            one.name != self.mixer.name
-            and one.module.kind in MATMUL
-            and not any(full_name(one.name, p.name) in self.read for p in one.parameters)
-        )
+        """Whether it is a projection below: one whose weight the code around it does not read itself. What adapters wrap a layer with is
+        inside of it."""
+        around = ancestors(one.name)
+        if one.module.kind not in MATMUL or self.mixer.name not in around:
+            return False
+        if any(self.rules.tree.modules[name].layer for name in around):
+            return False
+        own = {full_name(one.name, p.name) for p in one.parameters}
+        return not any(own.intersection(self.reads.get(name, ())) for name in around)
 
     def _with_means(self, program: ModuleProgram, one: BoundModule) -> ModuleProgram:
         """Of a norm whose features are split over neighbouring ranks of both axes, cp the inner one."""
@@ -123,7 +126,7 @@ class _Exchange:
 
     def _shares(self, one: BoundModule, owner: str = "") -> Iterator[HeadShare]:
         for parameter in one.parameters:
-            info = one.module.parameter(parameter.name)
+            info = next((info for info in one.module.parameters if info.name == parameter.name), None)
             if parameter.dim is not None and parameter.computed.kind in "VR" and info is not None:
                 yield self._share(parameter, self._over_tp(one, parameter.name), info.shape, owner)
 
@@ -147,8 +150,8 @@ class _Exchange:
 
     def _projection(self, one: BoundModule) -> ContextProgram:
         shares = {share.over_both.name: share for share in self._shares(one)}
-        weight, output = shares.get("weight"), one.boundary.output
-        info = one.module.parameter("weight")
+        info, output = one.module.parameter("weight"), one.boundary.output
+        weight = None if info is None else shares.get(info.name)
         features = None if info is None else feature_dim(one.module.kind, "weight", "in", len(info.shape))
         gathered = output is None or output.destination == R
         if weight is None or (weight.dim != features and gathered and output is not None):

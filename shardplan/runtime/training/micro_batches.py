@@ -98,7 +98,7 @@ def micro_batches(
             f"the loss of {type(inner).__name__} is none of next tokens that a step could divide by their count: pass loss='sum' or "
             "loss='mean', as the loop's loss is of a micro-batch, and `labels`, what it counts"
         )
-    if loss == "mean" and record.mesh.sizes.cp > 1:
+    if loss == "mean" and record.mesh.sizes.cp > 1 and not cast(Applied, record).program.resolved.context_parallel:
         raise ValueError(
             "a rank of the cp axis has a chunk of the sequence: compute the sum over it, and pass loss='sum'"
         )
@@ -114,6 +114,8 @@ def _of_model(
             f"nothing counts in {empty} of the step's micro-batches, over which there is no mean: compute the sum, and pass loss='sum'"
         )
     ranks = record.mesh.data_parallel_ranks
+    if record.program.resolved.context_parallel:  # its ranks have one loss, that of the whole batch
+        ranks //= record.mesh.sizes.cp
     step = StepLoss(tokens, len(batches), ranks, None, counts_labels=labels == "labels")
     with _dividing(inner, step) if loss == "model" else nullcontext():
         for number, (batch, count) in enumerate(zip(batches, own, strict=True), 1):
