@@ -34,6 +34,13 @@ class Qwen3QKNorm(SequenceParallel):
     """NeMo Automodel's and NeMo-RL's."""
 
 
+class ReplicatedWithGradAllReduce(ParallelStyle):
+    """NeMo Automodel's since 0.7: marks the module, whose gradients its training step adds up."""
+
+    def _apply(self, module: object, device_mesh: object) -> object:
+        raise NotImplementedError
+
+
 class MyOwn(ColwiseParallel):
     """Nobody knows what it does."""
 

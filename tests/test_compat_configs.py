@@ -26,11 +26,11 @@ from shardplan.compat import (
 from shardplan.core.sections import DDP, MegatronFSDP, MixedPrecision, Prefetch
 
 CONFIGS = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
-POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, cast_forward_inputs=True)
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "coming-from.md").read_text("utf-8")
 
-# The fields of NeMo Automodel's configs with their defaults, as its releases of 2026 have them.
+# The fields of NeMo Automodel's configs in their order with their defaults, as 0.7.0 has them, and what older releases have besides.
 DEFAULTS = {
     FSDP2Config: {
         "sequence_parallel": False,
@@ -52,8 +52,6 @@ DEFAULTS = {
         "backend": "nccl",
     },
     MegatronFSDPConfig: {
-        "sequence_parallel": False,
-        "tp_plan": None,
         "megatron_fsdp_unit_modules": None,
         "zero_dp_strategy": 3,
         "init_fsdp_with_meta_device": False,
@@ -70,6 +68,8 @@ DEFAULTS = {
         "nccl_ub": False,
         "fsdp_double_buffer": False,
         "activation_checkpointing": False,
+        "sequence_parallel": False,
+        "tp_plan": None,
         "backend": "nccl",
     },
     DDPConfig: {
@@ -129,6 +129,7 @@ def meta_llama() -> nn.Module:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_fields_and_defaults(config: type) -> None:
     assert to_dict(config()) == config().to_dict() == DEFAULTS[config]
+    assert [one.name for one in fields(config)] == list(DEFAULTS[config])
 
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=lambda config: type(config).__name__)
@@ -254,7 +255,7 @@ def program(config: DistributedConfig, **sizes: int):
 
 def test_fsdp2_comes_to_sections_of_the_plan() -> None:
     section = program(FSDP2Config(), tp=1, dp_shard=2).data_parallel
-    assert section.mixed_precision == MixedPrecision("bfloat16", "float32", "bfloat16")
+    assert section.mixed_precision == MixedPrecision("bfloat16", "float32", None, cast_forward_inputs=False)
     assert (section.reshard_after_forward, section.cpu_offload) == ("all_but_last", False)
     assert section.prefetch is None
     config = FSDP2Config(

@@ -26,6 +26,10 @@ from shardplan.compat import (
     FSDP2Manager,
     MegatronFSDPConfig,
     MegatronFSDPManager,
+    MeshContext,
+    ModelParallelizer,
+    MoEParallelizerConfig,
+    ParallelismSizes,
     apply_fsdp_sharding_recursively,
     fsdp2_strategy_parallelize,
     get_logprobs_from_vocab_parallel_logits,
@@ -312,6 +316,91 @@ def test_plans_of_their_own_are_converted(world: None, calls: list[SimpleNamespa
         fsdp2_strategy_parallelize(llama(), mesh, tp_shard_plan=here + "nothing")
 
 
+def freeze_embedding(model: nn.Module) -> None:
+    model.get_input_embeddings().requires_grad_(False)
+
+
+def test_a_context_of_meshes_is_as_a_manager(world: None, calls: list[SimpleNamespace]) -> None:
+    """NeMo Automodel 0.7's contract, and the fourth argument of its manager."""
+    config = FSDP2Config(sequence_parallel=True, tp_plan="llama")
+    context = MeshContext.build(config, ParallelismSizes(tp_size=2), activation_checkpointing="selective")
+    assert (context.dp_size, context.tp_size, context.cp_size, context.ep_size, context.pp_enabled) == (
+        4,
+        2,
+        1,
+        1,
+        False,
+    )
+    model, context.reapply_trainability = llama(), freeze_embedding
+    assert parallelize_model(model, context) is model is parallelize_model(model, mesh_context=context)
+    assert not model.get_input_embeddings().weight.requires_grad and model.lm_head.weight.requires_grad
+    assert calls[0].mesh is context.device_mesh and calls[0].plan == "llama" and calls[0].sequence_parallel
+    assert calls[0].activation_checkpointing == {"mode": "selective"} and not config.activation_checkpointing
+    experts = MoEParallelizerConfig(mp_policy=MixedPrecisionPolicy(torch.float16))
+    mesh, moe_mesh = mesh_of(dp_shard=4, tp=2), mesh_of(ep_shard=2, ep=4)
+    FSDP2Manager(FSDP2Config(), mesh, moe_mesh, experts).parallelize(llama(), freeze_embedding)
+    said = MeshContext.from_meshes(mesh, moe_mesh, strategy_config=FSDP2Config(), moe_parallel_config=experts)
+    assert (said.ep_size, MeshContext.build(FSDP2Config(), ParallelismSizes(ep_size=4)).ep_size) == (4, 4)
+    parallelize_model(llama(), said)
+    for call in calls[2:]:
+        assert call.ep == 4 and call.data_parallel["reshard_after_forward"] is False
+        assert call.data_parallel["mixed_precision"]["param"] == "float16"
+    parallelize_model(llama(), MeshContext.build(DDPConfig()))
+    assert shape(calls[4].mesh)["dp_replicate"] == 8
+    assert not calls[2].model.get_input_embeddings().weight.requires_grad
+
+
+class Scaled(ModelParallelizer):
+    def parallelize(self, model: nn.Module, context: MeshContext, /, **how: Any) -> nn.Module:
+        model.lm_head.requires_grad_(False)
+        return super().parallelize(model, context, **how)
+
+
+def test_a_model_class_has_a_parallelizer_of_its_own(world: None, calls: list[SimpleNamespace]) -> None:
+    model = llama()
+    own = type("Own", (type(model),), {"parallelizer": Scaled()})
+    model.__class__ = own
+    parallelize_model(model, MeshContext(mesh_of(dp_shard=4, tp=2)), logits="plan")
+    assert not model.lm_head.weight.requires_grad and calls[0].logits == "plan"
+    with pytest.raises(TypeError, match="Units defines _fully_shard_module, which nothing here calls: .* are a plan"):
+        type("Units", (ModelParallelizer,), {"_fully_shard_module": None})
+    own.parallelizer = 3
+    with pytest.raises(TypeError, match=r"Own.parallelizer must have parallelize\(model, mesh_context\), not be 3"):
+        parallelize_model(model, MeshContext(mesh_of(dp_shard=4, tp=2)))
+
+
+def test_contexts_that_cannot_be(world: None) -> None:
+    mesh = mesh_of(dp_shard=4, tp=2)
+    for error, words, made in (
+        (
+            ValueError,
+            "cp_ring_degree must be 1 .* `context_parallel` of a plan",
+            lambda: MeshContext(mesh, cp_ring_degree=2),
+        ),
+        (TypeError, "device_mesh must be a torch DeviceMesh", lambda: MeshContext(FSDP2Config())),
+        (TypeError, "strategy_config must be a config", lambda: MeshContext(mesh, strategy_config="fsdp2")),
+        (ValueError, "has no device_mesh", lambda: parallelize_model(llama(), MeshContext())),
+        (TypeError, "mesh_context must be a MeshContext", lambda: parallelize_model(llama(), FSDP2Config())),
+        (TypeError, r"takes \(model, mesh_context\) or", lambda: parallelize_model(llama(), MeshContext(mesh), 3)),
+        (ValueError, "over all 8 ranks", lambda: MeshContext.build(FSDP2Config(), world_size=4)),
+        (ValueError, "timeout_minutes must be None", lambda: MeshContext.build(FSDP2Config(), timeout_minutes=1)),
+        (
+            ValueError,
+            "dp_size alone, not tp_size 2",
+            lambda: MeshContext.build(DDPConfig(), ParallelismSizes(tp_size=2)),
+        ),
+        (ValueError, "lm_head_precision must be None", lambda: MoEParallelizerConfig(lm_head_precision="float32")),
+        (TypeError, "moe_config must be a MoEParallelizerConfig", lambda: FSDP2Manager(FSDP2Config(), mesh, None, 3)),
+        (
+            ValueError,
+            "moe_config must be None: the backend ddp",
+            lambda: DDPManager(DDPConfig(), mesh, moe_config=MoEParallelizerConfig()),
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            made()
+
+
 def test_separate_meshes(world: None, calls: list[SimpleNamespace]) -> None:
     mesh = mesh_of(dp=4, tp=2)
     parallelize_model(llama(), mesh["dp"], mesh["tp"], torch.bfloat16, True, True, True, "llama")
@@ -382,7 +471,8 @@ def test_arguments_have_their_names_and_defaults() -> None:
         "chunk_size",
         "sampling_params",
     ]
-    assert list(inspect.signature(parallelize_model).parameters) == [
+    assert names[17:19] == ["frozen_multimodal_sharding", "reapply_trainability"]
+    assert list(inspect.signature(compat._parallelize_model).parameters) == [
         "model",
         "dp_mesh",
         "tp_mesh",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_models import small_model
 from test_compat_managers import calls, llama, mesh_of, shape, world  # noqa: F401  # fixtures
 from torch import nn
@@ -255,3 +257,12 @@ def test_plans_under_the_names_that_configurations_have(calls: list[SimpleNamesp
         with pytest.raises(PlanError, match=code):
             resolved = plan_for(llama(), plan)
             apply_plan(llama(), mesh, resolved, prove=False)
+
+
+def test_names_that_scripts_import() -> None:
+    """Of older releases; the package that nvFSDP became is asked for once."""
+    assert compat.HAVE_NVFSDP is compat.HAVE_MEGATRON_FSDP is (find_spec("megatron_fsdp") is not None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    compat._destroy_dist_connection()
+    assert not dist.is_initialized()
+    compat._destroy_dist_connection()  # where there is none, nothing

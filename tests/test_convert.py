@@ -170,6 +170,20 @@ def test_qwen3_without_its_head_norms() -> None:
     assert "model.layers.*.self_attn.{q,k,v}_proj: colwise" in made.text
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "settings"),
+    [("qwen", "qwen3", {}), ("gemma3", "gemma3_text", {}), ("phi", "phi", {"qk_layernorm": True})],
+)
+def test_the_plans_of_nemo_automodel(function: str, name: str, settings: dict[str, Any]) -> None:
+    """Where it is installed, which `make test` does not ask for: 0.7.0 was, when this was written."""
+    pytest.importorskip("nemo_automodel")
+    path = f"nemo_automodel.components.distributed.optimized_tp_plans:_parallelize_{function}"
+    made = convert_plan(import_path=path, model=Model(name, {"num_hidden_layers": 2, **settings}))
+    assert made.ok, made.report
+    found = re.search(r"self_attn\.\{q,k\}_(layer)?norm: replicated_with_grad_allreduce$", str(made.text), re.MULTILINE)
+    assert found, made.text
+
+
 def test_a_plan_without_the_base_models_name() -> None:
     source = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", "lm_head": "colwise_rep"}
     found = find_model("llama", overrides={"num_hidden_layers": 2})
@@ -301,6 +315,7 @@ def test_a_function_that_wants_more() -> None:
         (RowwiseParallel(output_layouts=SLICE), {"style": "rowwise"}, {"style": "rowwise_seq"}),
         (SequenceParallel(), None, {"style": "sequence_parallel"}),
         (foreign.Qwen3QKNorm(), {"style": "replicated_with_grad_allreduce"}, None),
+        (foreign.ReplicatedWithGradAllReduce(), {"style": "replicated_with_grad_allreduce"}, None),
         (
             PrepareModuleInput(input_layouts=(SLICE, None), desired_input_layouts=(WHOLE, None)),
             None,

@@ -1,5 +1,7 @@
-"""The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/coming-from.md says
-where they differ."""
+"""The names that scripts of NeMo Automodel (0.7.0 and the forms of older releases) and NeMo-RL use, each a few lines over shardplan.
+docs/coming-from.md says where they differ."""
+
+from importlib.util import find_spec as _find_spec
 
 from shardplan.model.packed import patch_is_packed_sequence as _patch_is_packed_sequence_for_training
 from shardplan.runtime.training import to_local_if_dtensor
@@ -8,7 +10,15 @@ from .configs import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConf
 from .gradient_norms import clip_grad_by_total_norm_, get_grad_norm
 from .imports import import_class_from_path, import_classes_from_paths
 from .logprobs import TrainingSamplingParams, apply_temperature_scaling, get_logprobs_from_vocab_parallel_logits
-from .managers import DDPManager, FSDP2Manager, MegatronFSDPManager
+from .managers import DDPManager, FSDP2Manager, MegatronFSDPManager, _destroy_dist_connection
+from .mesh_context import (
+    MeshContext,
+    ModelParallelizer,
+    MoEParallelizerConfig,
+    ParallelismSizes,
+    compile_parallelized_model,
+    get_model_parallelizer,
+)
 from .multimodal import CpVisionFrameShardingConfig, MultimodalDistributedConfig, MultimodalVisionConfig
 from .strategies import (
     _parallelize_model,
@@ -23,7 +33,12 @@ from .strategies import (
 from .torch_plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .trainers import adopt
 
+# The backend of nvFSDP is the package megatron-fsdp, which it became.
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP = _find_spec("megatron_fsdp") is not None
+
 __all__ = [
+    "HAVE_MEGATRON_FSDP",
+    "HAVE_NVFSDP",
     "CpVisionFrameShardingConfig",
     "DDPConfig",
     "DDPManager",
@@ -32,9 +47,14 @@ __all__ = [
     "FSDP2Manager",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
+    "MeshContext",
+    "MoEParallelizerConfig",
+    "ModelParallelizer",
     "MultimodalDistributedConfig",
     "MultimodalVisionConfig",
+    "ParallelismSizes",
     "TrainingSamplingParams",
+    "_destroy_dist_connection",
     "_parallelize_model",
     "_patch_is_packed_sequence_for_training",
     "adopt",
@@ -42,10 +62,12 @@ __all__ = [
     "apply_fsdp_sharding_recursively",
     "apply_temperature_scaling",
     "clip_grad_by_total_norm_",
+    "compile_parallelized_model",
     "fsdp2_strategy_parallelize",
     "get_grad_norm",
     "get_hf_tp_shard_plan",
     "get_logprobs_from_vocab_parallel_logits",
+    "get_model_parallelizer",
     "import_class_from_path",
     "import_classes_from_paths",
     "megatron_fsdp_strategy_parallelize",

@@ -1,5 +1,5 @@
-"""The sections of a plan as Python values, with the fields and defaults of NeMo Automodel's strategy configs. A config
-gives the arguments of `apply_plan`."""
+"""The sections of a plan as Python values, with the fields, their order and defaults of the strategy configs of NeMo Automodel
+0.7.0; what older releases had besides follows. A config gives the arguments of `apply_plan`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AUTOCAST = (torch.bfloat16, torch.float16)
 
 
 def default_policy() -> MixedPrecisionPolicy:
-    """What NeMo Automodel computes in: bfloat16, gradients reduced in float32."""
-    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, cast_forward_inputs=True)
+    """What NeMo Automodel 0.7.0 computes in: bfloat16, gradients reduced in float32; inputs and outputs are cast to nothing."""
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
 
 
 @dataclass
@@ -121,7 +121,7 @@ class FSDP2Config(Config):
         enable_async_tensor_parallel: needs sequence_parallel; compiles too.
         enable_compile: compile each data-parallel unit.
         enable_fsdp2_prefetch: gather as many units ahead as the two depths say; False leaves it to the plan.
-        backend: of the process group.
+        backend: of older releases: of the process group.
     """
 
     strategy: ClassVar[str] = "fsdp2"
@@ -205,7 +205,7 @@ class MegatronFSDPConfig(Config):
     """Megatron-FSDP (the package megatron-fsdp).
 
     Args:
-        sequence_parallel, tp_plan: must be False and None.
+        sequence_parallel, tp_plan: of older releases; must be False and None.
         megatron_fsdp_unit_modules: the classes of units, by import path or name; None is the units of the plan. Nothing
             is imported: they are looked for among the modules.
         zero_dp_strategy: 0 to 3, or the package's words for them.
@@ -213,15 +213,13 @@ class MegatronFSDPConfig(Config):
         check_for_nan_in_grad: without effect, as in the package, which no longer has such a check:
             report_nan_in_param_grad checks.
         activation_checkpointing: of the data-parallel units; False is as the plan says.
-        backend: of the process group.
+        backend: of older releases: of the process group.
 
     The other fields are those of the plan's `data_parallel.megatron_fsdp`.
     """
 
     strategy: ClassVar[str] = "megatron_fsdp"
 
-    sequence_parallel: bool = False
-    tp_plan: Any = None
     megatron_fsdp_unit_modules: list[str] | None = None
     zero_dp_strategy: int | str = 3
     init_fsdp_with_meta_device: bool = False
@@ -238,6 +236,8 @@ class MegatronFSDPConfig(Config):
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     activation_checkpointing: bool = False
+    sequence_parallel: bool = False
+    tp_plan: Any = None
     backend: str = "nccl"
 
     def check(self) -> None:
@@ -303,7 +303,7 @@ class DDPConfig(Config):
         activation_checkpointing_scope: as for FSDP2Config.
         autocast_dtype: an argument of `apply_plan`.
         bucket_cap_mb: whole MiB; None is torch's own.
-        backend: of the process group.
+        backend: of older releases: of the process group.
 
     The other fields are those of the plan's `data_parallel.ddp`.
     """

@@ -1,9 +1,10 @@
-"""NeMo Automodel's managers: a config, or sizes and flags as in its older releases, and a model."""
+"""NeMo Automodel's managers: a config, or sizes and flags as in its older releases, and a model. Their signatures are those of 0.7.0,
+which deprecates them for `parallelize_model`, and removes them in 0.8; they stay here."""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from math import prod
 from typing import Any, ClassVar, TypeVar
@@ -11,16 +12,17 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from shardplan import applied, build_mesh, micro_batches
-from shardplan.runtime.parallel.process_groups import flatten
 
 from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from .mesh_context import MoEParallelizerConfig, with_experts
 from .parallelize import Logits, axis_size, parallelize
 from .policies import check_names
+from .size_meshes import first_mesh, mesh_of_sizes
 
 _T = TypeVar("_T")
 
@@ -38,6 +40,7 @@ class Manager:
         device_mesh: a mesh with named axes, as for `apply_plan`.
         moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; with FSDP2 alone. None is no expert parallelism, or what
             `build_mesh` was told.
+        moe_config: what is said of experts; with FSDP2 alone.
         older: sizes (dp_size, dp_replicate_size, tp_size, cp_size, pp_size, ep_size), `backend` of the process group,
             `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
 
@@ -56,6 +59,7 @@ class Manager:
         config: DistributedConfig | None = None,
         device_mesh: DeviceMesh | None = None,
         moe_mesh: DeviceMesh | None = None,
+        moe_config: MoEParallelizerConfig | None = None,
         **older: Any,
     ):
         if moe_mesh is not None and self.config_type is not FSDP2Config:
@@ -71,22 +75,37 @@ class Manager:
         config = self.config_type() if config is None else config
         if not isinstance(config, self.config_type):
             raise TypeError(f"{type(self).__name__} takes a {self.config_type.__name__}, not {config!r}")
-        self.config, self.moe_mesh = config, moe_mesh
+        self.config, self.moe_mesh, self.moe_config = config, moe_mesh, moe_config
+        with_experts(config, moe_config)
         self.device_mesh = self._without_mesh() if device_mesh is None else device_mesh
         self.tp_plan = config.tp_plan if isinstance(config, FSDP2Config) else self.tp_plan
 
-    def parallelize(self, model: nn.Module, *, logits: Logits | None = None) -> nn.Module:
+    def parallelize(
+        self,
+        model: nn.Module,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+        *,
+        logits: Logits | None = None,
+    ) -> nn.Module:
         """The model with its plan applied, compiled layers among it. Make the optimizer afterwards.
 
         Args:
+            reapply_trainability: called with the model before the plan is applied; it sets `requires_grad` of parameters.
             logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are split
                 over the vocabulary, where the plan splits its head.
 
         Raises:
             PlanError, ValueError, RuntimeError: as `apply_plan`.
         """
-        mesh, moe_mesh = self.device_mesh, self.moe_mesh
-        return parallelize(model, mesh, self.config, self.tp_plan, moe_mesh=moe_mesh, logits=logits)
+        return parallelize(
+            model,
+            self.device_mesh,
+            with_experts(self.config, self.moe_config),
+            self.tp_plan,
+            moe_mesh=self.moe_mesh,
+            logits=logits,
+            reapply_trainability=reapply_trainability,
+        )
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Nothing is left to do: `parallelize` compiles, with names as they were.
@@ -153,60 +172,16 @@ DATA = ("dp_replicate", "dp_shard", "data_parallel")  # axes that `dp_size` coun
 FIRST = ("dp_size", "tp_size", "cp_size", "sequence_parallel", "mp_policy", "offload_policy", "backend", "world_size")
 
 
-def first_mesh(device: str, dp_size: int | None = None, tp_size: int | None = 1, cp_size: int | None = 1) -> DeviceMesh:
-    """The mesh of NeMo Automodel's first release: data_parallel, context_parallel, tensor_parallel, all of them always, and dp_cp
-    flattened where there is more than one context-parallel rank.
-
-    Raises:
-        ValueError: the sizes do not multiply to the number of ranks.
-    """
-    tp, cp = (size if size is not None and size > 0 else 1 for size in (tp_size, cp_size))
-    ranks = dist.get_world_size()
-    dp = dp_size if dp_size is not None and dp_size > 0 else ranks // (tp * cp)
-    if dp * tp * cp != ranks:
-        raise ValueError(f"dp_size {dp} x cp_size {cp} x tp_size {tp} is {dp * cp * tp}, but there are {ranks} ranks")
-    mesh = init_device_mesh(
-        device, (dp, cp, tp), mesh_dim_names=("data_parallel", "context_parallel", "tensor_parallel")
-    )
-    if cp > 1:
-        flatten(mesh, ("data_parallel", "context_parallel"), "dp_cp")
-    return mesh
-
-
-def mesh_of_sizes(
-    device: str,
-    dp_size: int | None = None,
-    dp_replicate_size: int | None = 1,
-    tp_size: int | None = 1,
-    cp_size: int | None = 1,
-    pp_size: int | None = 1,
-    ep_size: int | None = 1,
-) -> DeviceMesh:
-    """The mesh of NeMo Automodel's sizes: dp_size is dp_replicate x dp_shard, and what the others leave where it is
-    open; the others are 1 where they are.
-
-    Raises:
-        ValueError: they do not multiply to the number of ranks.
-    """
-    ones = {"dp_replicate": dp_replicate_size, "tp": tp_size, "cp": cp_size, "pp": pp_size, "ep": ep_size}
-    sizes = {axis: size if size is not None and size > 0 else 1 for axis, size in ones.items()}
-    shard = dp_size if dp_size is not None and dp_size > 0 else None
-    if shard is not None:
-        if shard % sizes["dp_replicate"]:
-            raise ValueError(f"dp_size {shard} is not a multiple of dp_replicate_size {sizes['dp_replicate']}")
-        shard //= sizes["dp_replicate"]
-    return build_mesh(dp_shard=shard, **sizes, device_type=device)
-
-
 def own_process_group(backend: str) -> None:
     """Make the process group where there is none, and destroy it at exit then."""
     if dist.is_initialized():
         return
     dist.init_process_group(backend)
-    atexit.register(_destroy)
+    atexit.register(_destroy_dist_connection)
 
 
-def _destroy() -> None:
+def _destroy_dist_connection() -> None:
+    """Destroy the process group, where there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -221,8 +196,9 @@ class FSDP2Manager(Manager):
     }
 
     def __init__(self, *places: Any, **named: Any):
+        today = len(places) < 5 and not any(isinstance(place, bool) for place in places[3:])
         if (
-            any(isinstance(place, int) for place in places[:2]) or len(places) > 3
+            any(isinstance(place, int) for place in places[:2]) or not today
         ):  # the first release's fields, in their order
             if len(places) > len(FIRST):
                 raise TypeError(f"FSDP2Manager has {len(FIRST)} fields: {', '.join(FIRST)}; give others by keyword")
@@ -232,19 +208,29 @@ class FSDP2Manager(Manager):
             places, named = (), {**dict(zip(FIRST, places, strict=False)), **named}
         super().__init__(*places, **named)
 
-    def parallelize(self, model: nn.Module, use_hf_tp_plan: bool = False, *, logits: Logits | None = None) -> nn.Module:
+    def parallelize(
+        self,
+        model: nn.Module,
+        reapply_trainability: Callable[[nn.Module], None] | bool | None = None,
+        use_hf_tp_plan: bool = False,
+        *,
+        logits: Logits | None = None,
+    ) -> nn.Module:
         """The model with its plan applied, as for all managers.
 
         Args:
+            reapply_trainability: as for all managers; a bool in its place is `use_hf_tp_plan`, which the first release has there.
             use_hf_tp_plan: take the plan that transformers has for the model.
 
         Raises:
             ValueError: beside a plan of the manager's own. PlanError, ValueError, RuntimeError: as `apply_plan`.
         """
+        if isinstance(reapply_trainability, bool):
+            use_hf_tp_plan, reapply_trainability = reapply_trainability, None
         if use_hf_tp_plan and self.tp_plan not in (None, "hf"):
             raise ValueError("use_hf_tp_plan and a plan were given: give one of them")
         self.tp_plan = "hf" if use_hf_tp_plan else self.tp_plan
-        return super().parallelize(model, logits=logits)
+        return super().parallelize(model, reapply_trainability, logits=logits)
 
 
 class MegatronFSDPManager(Manager):
@@ -256,20 +242,25 @@ class MegatronFSDPManager(Manager):
     def _mesh(self, device: str, first: bool, **sizes: int | None) -> DeviceMesh:
         return mesh_of_sizes(device, **sizes)
 
-    def parallelize(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *, logits: Logits | None = None
+    def parallelize(  # type: ignore[override]  # its second place is Automodel's
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        reapply_trainability: Callable[[nn.Module], None] | None = None,
+        *,
+        logits: Logits | None = None,
     ) -> nn.Module:
         """The wrapped model, also where NeMo Automodel returns a pair.
 
         Args:
             optimizer: must be None.
-            logits: as for the other managers.
+            reapply_trainability, logits: as for the other managers.
 
         Raises:
             ValueError: an optimizer, which would be of parameters that are replaced.
         """
         refuse_optimizer(optimizer)
-        return super().parallelize(model, logits=logits)
+        return super().parallelize(model, reapply_trainability, logits=logits)
 
 
 class DDPManager(Manager):

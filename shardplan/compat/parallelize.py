@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any, Literal
 
@@ -21,7 +21,14 @@ OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_para
 FILES = (".yaml", ".yml", ".json")
 # Names that configurations of others give to a plan, all of which are the model's own.
 NAMED = ("llama_nemotron_super_tp_plan",)
-NAMES = {"tp": ("tp", "tensor_parallel", "tensor", "model"), "pp": ("pp", "pipeline_parallel")}  # that axes have
+NAMES = {  # that axes have
+    "tp": ("tp", "tensor_parallel", "tensor", "model"),
+    "pp": ("pp", "pipeline_parallel"),
+    "cp": ("cp", "context_parallel"),
+    "dp_replicate": ("dp_replicate",),
+    "dp_shard": ("dp_shard", "dp", "data_parallel"),
+    "ep": ("ep",),
+}
 # Names that functions and scripts have for axes, which a mesh need not have.
 USUAL = (
     "dp_replicate",
@@ -80,7 +87,7 @@ def parallelize(
     axes: Mapping[str, str] | None = None,
     moe_mesh: DeviceMesh | None = None,
     logits: Logits | None = None,
-    **data_parallel: Any,
+    reapply_trainability: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Apply a plan with what a config says.
 
@@ -89,7 +96,7 @@ def parallelize(
         axes: as for `apply_plan`.
         moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None: no expert parallelism, or what `build_mesh` was told.
         logits: as for `apply_plan`; None: `logits_for`.
-        data_parallel: more fields of that section.
+        reapply_trainability: called with the model before anything is changed; it sets `requires_grad` of parameters.
 
     Raises:
         ValueError: the mesh has several pp ranks.
@@ -99,8 +106,9 @@ def parallelize(
             f"the mesh has {stages} ranks on its axis pp, and what is here shards whole models: shardplan.apply_plan cuts a model "
             "into stages"
         )
+    if reapply_trainability is not None:
+        reapply_trainability(model)
     arguments = config.arguments(model)
-    arguments["data_parallel"] |= data_parallel
     ep = None if moe_mesh is None else ep_of(mesh, moe_mesh)
     if isinstance(plan, Mapping) and not plan and axis_size(mesh, "tp", axes) == 1:
         plan = None

@@ -1,4 +1,4 @@
-"""The functions of NeMo Automodel's and NeMo-RL's parallelizers, under their names and with their arguments."""
+"""The functions of NeMo Automodel's (0.7.0) and NeMo-RL's parallelizers, under their names and with their arguments."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from shardplan.runtime.training import unshard
 
 from .configs import Checkpointing, FSDP2Config, MegatronFSDPConfig
 from .managers import refuse_optimizer
+from .mesh_context import get_model_parallelizer
 from .multimodal import FrozenSharding, MultimodalDistributedConfig, check_frozen, frozen_towers
 from .older_forms import with_older_form
 from .parallelize import AnyPlan, Logits, axes_of, parallelize
@@ -43,6 +44,7 @@ def fsdp2_strategy_parallelize(
     reshard_after_forward: bool | None = None,
     activation_checkpointing_scope: str | list[str] | tuple[str, ...] | None = "all",
     frozen_multimodal_sharding: FrozenSharding = "root",
+    reapply_trainability: Callable[[nn.Module], None] | None = None,
     *,
     cpu_offload: bool = False,
     moe_mesh: DeviceMesh | None = None,
@@ -58,6 +60,7 @@ def fsdp2_strategy_parallelize(
         tp_shard_plan: None: the built-in plan for the model. Else a plan of ours, or a dictionary to styles, the import
             path of one or of a function that returns one, "hf".
         frozen_multimodal_sharding: "replicate" holds frozen parameters whole on every rank; else as the plan says.
+        reapply_trainability: called with the model before the plan is applied; it sets `requires_grad` of parameters.
         cpu_offload: short for a CPUOffloadPolicy without pinned memory.
         moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None: no expert parallelism.
         logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are
@@ -88,10 +91,10 @@ def fsdp2_strategy_parallelize(
     )
     names = {"dp_replicate": dp_replicate_mesh_name, "dp_shard": dp_shard_cp_mesh_name, "tp": tp_mesh_name}
     axes = axes_of(device_mesh, **names)
-    return parallelize(model, device_mesh, config, tp_shard_plan, axes, moe_mesh, logits)
+    return parallelize(model, device_mesh, config, tp_shard_plan, axes, moe_mesh, logits, reapply_trainability)
 
 
-def parallelize_model(
+def _parallelize_model(
     model: nn.Module,
     dp_mesh: DeviceMesh,
     tp_mesh: DeviceMesh,
@@ -135,7 +138,25 @@ def parallelize_model(
     )
 
 
-_parallelize_model = parallelize_model  # the name that it has in NeMo-RL
+def parallelize_model(model: nn.Module, mesh_context: Any = None, *places: Any, **named: Any) -> nn.Module:
+    """Two functions of this name: NeMo Automodel 0.7's `parallelize_model(model, mesh_context)`, which hands the model to the
+    `parallelizer` of its class, or else to `ModelParallelizer`; and with meshes in place of a context, `_parallelize_model`.
+
+    Raises:
+        TypeError: what belongs to neither. What the two raise.
+    """
+    if isinstance(mesh_context, DeviceMesh) or "dp_mesh" in named:
+        return _parallelize_model(model, *(() if mesh_context is None else (mesh_context,)), *places, **named)
+    logits = named.pop("logits", None)
+    if places or named:
+        raise TypeError(
+            "parallelize_model takes (model, mesh_context) or (model, dp_mesh, tp_mesh, param_dtype, ...), and the second argument is "
+            f"{mesh_context!r}"
+        )
+    return get_model_parallelizer(model).parallelize(
+        model, mesh_context, **({} if logits is None else {"logits": logits})
+    )
+
 
 # Older spellings of NeMo Automodel (nvFSDP) -> today's.
 OLDER = {
@@ -171,6 +192,7 @@ def megatron_fsdp_strategy_parallelize(
     fsdp_double_buffer: bool = False,
     dp_shard_dim: str = "dp",
     tp_dim: str = "tp",
+    reapply_trainability: Callable[[nn.Module], None] | None = None,
     *,
     logits: Logits | None = None,
     **older: Any,
@@ -179,7 +201,7 @@ def megatron_fsdp_strategy_parallelize(
 
     Args:
         optimizer: must be None: `applied(model).wrap_optimizer` wraps one that is made afterwards.
-        tp_shard_plan, logits: as for `fsdp2_strategy_parallelize`.
+        tp_shard_plan, reapply_trainability, logits: as for `fsdp2_strategy_parallelize`.
         dp_shard_dim, tp_dim: names of the mesh's axes.
         older: the same arguments under older names (`OLDER`), and `cp_mesh_name`.
 
@@ -193,13 +215,13 @@ def megatron_fsdp_strategy_parallelize(
         if name != "cp_mesh_name" and name not in OLDER:
             raise TypeError(f"megatron_fsdp_strategy_parallelize() has no argument {name!r}")
     given |= {OLDER[name]: value for name, value in older.items() if name in OLDER}
-    given.pop("logits")
+    given = {name: value for name, value in given.items() if name not in ("logits", "reapply_trainability")}
     refuse_optimizer(given.pop("optimizer"))
     plan = given.pop("tp_shard_plan")
     names = {"dp_shard": given.pop("dp_shard_dim"), "tp": given.pop("tp_dim")}
     names |= {"cp": older["cp_mesh_name"]} if "cp_mesh_name" in older else {}
     config, axes = MegatronFSDPConfig(**given), axes_of(device_mesh, **names)
-    return parallelize(model, device_mesh, config, plan, axes, logits=logits)
+    return parallelize(model, device_mesh, config, plan, axes, logits=logits, reapply_trainability=reapply_trainability)
 
 
 def nvfsdp_strategy_parallelize(

@@ -89,7 +89,7 @@ def _rotary(style: SequenceParallel) -> Meaning:
     return Meaning("nothing", type(style).__name__, why=why)
 
 
-def _head_norm(style: SequenceParallel) -> Meaning:
+def _head_norm(style: ParallelStyle) -> Meaning:
     return Meaning("style", type(style).__name__, options={"style": "replicated_with_grad_allreduce"})
 
 
@@ -198,12 +198,13 @@ TORCH: dict[type, Callable[[Any], Meaning]] = {
     PrepareModuleInputOutput: _both,
     OwnStyle: lambda style: meaning_of_name(style.style),
 }
-# Classes of NeMo Automodel and NeMo-RL, by name: what they extend, and what they mean. Those for adapters mean what their
+# Classes of NeMo Automodel (0.7.0, and of older releases) and NeMo-RL, by name: what they extend, and what they mean. Those for adapters mean what their
 # base means: adapters belong to the layer that they adapt.
 KNOWN: dict[str, tuple[type, Callable[[Any], Meaning]]] = {
     "SequenceParallelAllGatherActivation": (SequenceParallel, _gathered),
     "RotaryEmbedParallel": (SequenceParallel, _rotary),
     "Qwen3QKNorm": (SequenceParallel, _head_norm),
+    "ReplicatedWithGradAllReduce": (ParallelStyle, _head_norm),
     "VocabParallelEmbedding": (RowwiseParallel, _matrix("rowwise")),
     "ColwiseParallelLora": (ColwiseParallel, _matrix("colwise")),
     "RowwiseParallelLora": (RowwiseParallel, _matrix("rowwise")),
