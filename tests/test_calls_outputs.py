@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import BaseModelOutput
 
 from shardplan.runtime.apply import without_sequence_parallel
-from shardplan.runtime.parallel.outputs import gather_hidden_states
+from shardplan.runtime.parallel.outputs import HiddenStates
 from shardplan.runtime.parallel.regime import LeftBehind
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.runtime.training import causal_lm_loss, vocabulary_parallel_nll
@@ -103,6 +103,23 @@ def hidden_states(model, inputs):
 def test_hidden_states_are_whole_and_so_are_gradients_through_them(name, sp):
     """The first (the embeddings), the inner ones and the last (after the final norm), each read by the loss."""
     assert_equal(case(name, sp=sp, call=hidden_states).rows())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hidden_states_in_a_tuple_are_whole_too(name):
+    def in_a_tuple(model, inputs):
+        loss, logits, *_, states = model(**inputs, use_cache=False, output_hidden_states=True, return_dict=False)
+        extra = sum(state.float().square().mean() * (1.0 + i) for i, state in enumerate(states))
+        return {"loss": loss + extra, "logits": logits, **{f"hidden {i}": state for i, state in enumerate(states)}}
+
+    assert_equal(case(name, sp=True, call=in_a_tuple).rows())
+
+
+def test_a_value_that_was_given_on_as_a_view_is_the_same_hidden_state() -> None:
+    """As FSDP2 gives a unit its arguments. Its gradient is complete, though that of the value that was gathered last is not."""
+    embedded, last = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    left = LeftBehind(gathered=[(embedded.view_as(embedded), False), (last, True)])
+    assert not left.is_partial(embedded) and left.is_partial(last.view(2, 4, 2, 4)) and left.is_partial(last + 1)
 
 
 @BOTH
@@ -304,6 +321,6 @@ def test_hidden_states_of_each_tower_are_gathered() -> None:
     split, other = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
     output = BaseModelOutput(hidden_states=((split, other), (split,)))
     with fake_mesh(2) as mesh:
-        gather_hidden_states(output, LeftBehind([(split, 8)]), 1, mesh["tp"])
+        HiddenStates(LeftBehind([(split, 8)]), 1, mesh["tp"]).of_model(output)
     (first, same), (second,) = output.hidden_states
     assert first.shape == second.shape == (2, 8, 8) and same is other

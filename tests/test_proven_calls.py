@@ -116,10 +116,15 @@ def test_the_report_says_what_was_called_and_what_was_not() -> None:
     assert line in report_text(report, color=False).splitlines()
 
 
-@pytest.mark.parametrize("name", ["bert-generation", "megatron-bert", "t5"])
-def test_hidden_states_of_other_forms_are_whole(name: str) -> None:
-    """Recorded outside of the layers' stack; before the first block, which a partial sum reaches; of encoder and decoder."""
-    report = shardplan.validate(name, "auto", {"tp": 2}, sequence_parallel=True)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("bert-generation", 1), ("megatron-bert", 1), ("t5", 1), ("cpmant", 2)],
+    ids=lambda one: str(one),
+)
+def test_hidden_states_of_other_forms_are_whole(name: str, ranks: int) -> None:
+    """Recorded outside of the layers' stack; before the first block, which a partial sum reaches; of encoder and decoder; in a plain tuple,
+    and cut by the model's own code (FSDP2 gives the first block a view of its argument)."""
+    report = shardplan.validate(name, "auto", {"dp_shard": ranks, "tp": 2}, sequence_parallel=True)
     assert report.proven and any("hidden_states" in row.name for row in report.proof.rows if row.kind == "output")
 
 

@@ -347,6 +347,7 @@ class ModuleProgram:
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
             an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose forward
             holds both.
+        read: of the "scope", the positions in its output that code of the model reads: what tuples at others have of the sequence is made whole.
         joins: the module at which the output, a partial sum, is reduced together with that module's; the module outputs zeros
             instead.
         joined: the modules whose outputs are reduced with this one's.
@@ -380,6 +381,7 @@ class ModuleProgram:
     vocabulary: int | None = None
     means: FeatureMeans | None = None
     link: Literal["source", "block_input", "scope"] | None = None
+    read: frozenset[int] = frozenset()
     joins: str | None = None
     joined: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()

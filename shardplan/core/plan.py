@@ -322,7 +322,7 @@ class ResolvedPlan:
             (the tensors themselves are compared then); the expected number of collectives does.
         same_arguments: module -> argument that its rule moves -> others that were the same tensor in each call that the layout check saw, ""
             for the first argument: they move together. For counting, as `shared_reads`.
-        unread_results: module -> positions of its results that no code of the model was seen to read: hooks alone can.
+        read_results: module that was seen to run -> positions of its results that code of the model was seen to read.
         draws: module whose own code draws random numbers in training -> whose numbers.
         pp_blocks: the repeated blocks that pipeline stages divide, in order.
         pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
@@ -355,7 +355,7 @@ class ResolvedPlan:
     sums: tuple[SummedOutputs, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
     same_arguments: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
-    unread_results: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    read_results: Mapping[str, frozenset[int]] = field(default_factory=dict)
     draws: Mapping[str, Draws] = field(default_factory=dict)
     pipeline_parallel: PipelineParallel | None = None
     pp_blocks: tuple[str, ...] = ()
@@ -372,6 +372,10 @@ class ResolvedPlan:
     @property
     def sequence_parallel(self) -> bool:
         return "sequence_parallel" in self.overlays
+
+    def only_hooks_read(self, module: str, positions: Sequence[int]) -> bool:
+        """Whether a module was seen to run, and no code of the model to read these of its results."""
+        return self.read_results.get(module, frozenset(positions)).isdisjoint(positions)
 
     @property
     def context_parallel(self) -> bool:

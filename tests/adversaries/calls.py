@@ -28,6 +28,18 @@ def hidden(seed: int) -> dict[str, Any]:
     return rows(seed, output_hidden_states=True)
 
 
+def in_tuple(seed: int) -> dict[str, Any]:
+    return rows(seed, output_hidden_states=True, return_dict=False)
+
+
+def cpmant() -> nn.Module:
+    """Its encoder returns hidden states in a plain tuple, and the model cuts its prompt off them."""
+    from transformers import CpmAntConfig, CpmAntForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 64}
+    return CpmAntForCausalLM(CpmAntConfig(**sizes, num_hidden_layers=2, prompt_types=4, prompt_length=4, init_std=0.1))
+
+
 def embedded(seed: int) -> dict[str, Any]:
     given = rows(seed)
     table = torch.randn(64, 32, generator=torch.Generator().manual_seed(99)) / 8
@@ -61,6 +73,10 @@ def logits_of(output: Any) -> Tensor:
 
 def all_of(output: Any) -> Tensor:
     return output.loss + squares(output.hidden_states) / 10
+
+
+def states_in_tuple(output: Any) -> Tensor:
+    return output[0] + squares(output[-1]) / 10
 
 
 class Looked(Stack):
@@ -179,10 +195,25 @@ CASES: tuple[Adversary, ...] = (
         )
         for name, inputs, more in (
             ("hidden", hidden, {"loss": all_of}),
+            ("hidden_in_a_tuple", in_tuple, {"loss": states_in_tuple}),
             ("embeddings", embedded, {}),
             ("positions", placed, {}),
             ("kept", kept, {"loss": logits_of}),
             ("left", partial(rows, padded="left"), {}),
+        )
+        for both in (False, True)
+    ),
+    *(
+        on(
+            "dp_tp",
+            "cpmant",
+            cpmant,
+            f"call_hidden_cut{'_sequence' * both}",
+            "right",
+            "gathered in front of the cut",
+            inputs=hidden,
+            loss=all_of,
+            sequence_parallel=both,
         )
         for both in (False, True)
     ),

@@ -29,6 +29,12 @@ REASONS = {
         "apply_stages.py",
         "",
         "argument",
+        "kind='stage'",
+    ): "guards look at what a user does to a stage afterwards, and a proof does nothing (the adversaries that raise on pp)",
+    (
+        "apply_stages.py",
+        "",
+        "argument",
         "ranks=",
     ): "tells ranks of a failure, and none fails (test_processes_pipeline_steps)",
     (

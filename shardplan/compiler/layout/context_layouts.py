@@ -26,7 +26,7 @@ def with_cp(report: LayoutReport, rules: ResolvedPlan, benches: Sequence[Workben
         diagnostics=(*report.diagnostics, *about),
         repairs=(*report.repairs, *(None for _ in about)),
         secondary=(*report.secondary, *found.secondary),
-        unread_results=found.unread_results,
+        read_results=found.read_results,
         on_cp=found,
         cross_module_reads=report.cross_module_reads
         or found.cross_module_reads,  # those of the model, whatever the axis

@@ -23,12 +23,12 @@ from .fused import advice, fused_repairs
 from .layout_diagnostics import diagnostic
 from .mergeable_sums import SeenSum, SharedSum
 from .outside_reads import outside_repairs
+from .read_results import read_in_any
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, repairs
 from .run import Workbench, prove
 from .typing_result import Proof
 from .undivided import dividing_repairs
-from .unread_results import unread_in_all
 from .unsummed import holding, undeclared
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -79,7 +79,7 @@ class LayoutReport:
         repairs: for each of `diagnostics` the change that fixes it, where one was found.
         shared_reads: `ResolvedPlan.shared_reads`, for counting.
         same_arguments: `ResolvedPlan.same_arguments`, for counting.
-        unread_results: `ResolvedPlan.unread_results`, for the lowering.
+        read_results: `ResolvedPlan.read_results`, for the lowering.
         through: (sum that the plan declares, dropout that its values pass on the way).
         operands: of each operation that may draw random numbers, how its operand is spread, in all runs.
         draws: `ResolvedPlan.draws`, for the lowering.
@@ -96,7 +96,7 @@ class LayoutReport:
     sums: tuple[SharedSum, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
     same_arguments: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
-    unread_results: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    read_results: Mapping[str, frozenset[int]] = field(default_factory=dict)
     through: tuple[tuple[SummedOutputs, str], ...] = ()
     summed: frozenset[Location] = frozenset()
     lengths: Mapping[int, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class LayoutReport:
             cross_module_reads=self.cross_module_reads,
             shared_reads=self.shared_reads,
             same_arguments=self.same_arguments,
-            unread_results=self.unread_results,
+            read_results=self.read_results,
             sums=sums,
             draws=self.draws,
         )
@@ -183,7 +183,7 @@ def check_layout(
         sums=tuple(sums or ()),
         shared_reads=agreed(shared),
         same_arguments=benches[0].same_arguments,
-        unread_results=unread_in_all(bench.unread_results for bench in benches),
+        read_results=read_in_any(bench.read_results for bench in benches),
         through=tuple(through),
         summed=holding(summed),
         operands=frozenset(operands),

@@ -33,10 +33,10 @@ from .expert_reads import outside_findings
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_diagnostics import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
+from .read_results import read_results_of
 from .run import Workbench
 from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
-from .unread_results import unread_results_of
 from .unsummed import acting, dropping
 
 MOST_HEADS_TIMES = 4  # as many heads as usual
@@ -279,7 +279,7 @@ class ModelLayouts:
             cross_module_reads=cross_module_reads_of(self.found.tree, report.cross_module_reads),
             shared_reads=shared_reads_of(alike, report.shared_reads),
             same_arguments=same_arguments_of(alike, report.same_arguments),
-            unread_results=unread_results_of(self.found.tree, report.unread_results),
+            read_results=read_results_of(self.found.tree, report.read_results),
             summed=report.summed - {one.rule.location for one, name in report.through if acting(self.found.tree, name)},
             diagnostics=(
                 *map(self._about_the_model, report.diagnostics),

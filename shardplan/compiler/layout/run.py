@@ -25,11 +25,11 @@ from .origins import Origins
 from .prover import Prover
 from .randomness import DrawnAlike, acting_sites, watched
 from .rank_run import run_rank
+from .read_results import find_read_results
 from .reads import first_readers, same_arguments
 from .spreads import Spreads
 from .typed_modules import boundaries
 from .typing_result import Proof
-from .unread_results import find_unread_results
 
 # One multiplication or look-up: what they do inside, with their adapters, is one operation.
 ATOMS = ("linear", "conv1d", "embedding")
@@ -67,7 +67,7 @@ class Workbench:
                 self.reference = record(copied(model), inputs, self.atoms)
         self.cross_module_reads = find_cross_module_reads(self.reference, tree.tied)
         self.same_arguments = same_arguments(model, self.reference)
-        self.unread_results = find_unread_results(self.reference)
+        self.read_results = find_read_results(self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
 
 

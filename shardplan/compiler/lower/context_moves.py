@@ -58,10 +58,10 @@ def _moves(plan: ResolvedPlan, bound: BoundModule) -> ContextProgram | None:
     )
     output = bound.boundary.output
     leave = OutputMove(output.source.on(Axis.CP), output.destination.on(Axis.CP)) if output and output.moves else None
-    outside, unread = None, plan.unread_results.get(bound.name, frozenset())
+    outside = None
     if positions := bound.boundary.outside:
         tokens = V(bound.assignment.rule.seq_dim).on(Axis.CP)
-        outside = OutsideReads(positions, tokens, unread.issuperset(positions))
+        outside = OutsideReads(positions, tokens, plan.only_hooks_read(bound.name, positions))
     return ContextProgram(bound.style.name, enter, leave, outside)
 
 

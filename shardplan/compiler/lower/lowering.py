@@ -125,6 +125,7 @@ def _lower_module(
         vocabulary=one.vocabulary,
         means=feature_means(plan, one) if one.mean_ranks > 1 else None,
         link=one.link,
+        read=plan.read_results.get(one.name, frozenset()) if one.link == "scope" else frozenset(),
         logits=one.width if features.dtensor else None,
         tail=one.tail,
         outside=_outside(plan, one),
@@ -191,11 +192,11 @@ def _outside(plan: ResolvedPlan, one: BoundModule) -> OutsideReads | None:
     if not positions:
         return None
     follows = one.style is not None and one.style.as_input
-    unread = plan.unread_results.get(one.name, frozenset())
     output = one.boundary.output
     sliced = one.style is not None and one.style.input_destination == V(SEQ) and output is not None
     layout = output.destination if sliced and output is not None and output.destination.kind == "V" else R
-    return OutsideReads(positions, tokens_layout(plan, one.name) if follows else layout, unread.issuperset(positions))
+    source = tokens_layout(plan, one.name) if follows else layout
+    return OutsideReads(positions, source, plan.only_hooks_read(one.name, positions))
 
 
 def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:

@@ -88,56 +88,102 @@ def hidden_states_of(output: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def gather_hidden_states(
-    output: Any, left: LeftBehind, seq_dim: int, mesh: DeviceMesh, over_cp: int | None = None
-) -> None:
-    """Make the hidden states in a model's output what the unsharded model returns: gather the sequence shards of the inner
-    layers. Their gradients are already complete.
+def in_tuples(output: Any, change: Callable[[Any], Any], read: frozenset[int] = frozenset()) -> Any:
+    """A plain tuple with a change of all that is in the tuples in it: its hidden states are there, without a name.
 
     Args:
-        output: a transformers ModelOutput; changed in place. What has no hidden states is left alone.
-        left: what is known of them. Others are left alone.
+        read: positions that are left alone.
+    """
+    if type(output) is not tuple or not any(isinstance(one, tuple) for one in output):
+        return output
+    return tuple(
+        _each(one, change) if isinstance(one, tuple) and i not in read else one for i, one in enumerate(output)
+    )
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A nest of tuples (BridgeTower's hidden states are those of each of its towers) with each value changed."""
+    return tuple(_each(one, change) for one in value) if isinstance(value, tuple) else change(value)
+
+
+class HiddenStates:
+    """Makes hidden states what the unsharded model returns: the sequence shards of the inner layers are gathered. Their gradients are
+    already complete.
+
+    Args:
+        left: what is known of them.
+        seq_dim: the sequence dimension.
+        mesh: the one-dimensional tp mesh.
         over_cp: the length of the whole sequence, where the lengths that are known are those of this rank's slice over cp.
     """
 
-    def whole(state: Any) -> Any:
-        if isinstance(state, tuple):  # BridgeTower's: of each of its towers
-            return tuple(map(whole, state))
-        if state is None:
-            return state
+    def __init__(self, left: LeftBehind, seq_dim: int, mesh: DeviceMesh, over_cp: int | None = None):
+        self.left, self.seq_dim, self.mesh, self.over_cp = left, seq_dim, mesh, over_cp
+
+    def of_model(self, output: Any) -> Any:
+        """The output of a model: a transformers ModelOutput, which is changed in place, or a tuple. What has no hidden states, and
+        what is not known, is left alone."""
+        if self.left.states or self.left.lengths:
+            for name, states in hidden_states_of(output).items():
+                output[name] = _each(states, self._named)
+        return in_tuples(output, self._known) if self.left.states else output
+
+    def of_part(self, output: Any, shape: torch.Size, read: frozenset[int]) -> Any:
+        """The output of the module around the blocks, where it is a plain tuple: code around it may cut them.
+
+        Args:
+            shape: of what the blocks get, with the whole sequence: hidden states have this shape, or that of a slice.
+            read: positions that code of the model was seen to read: it reads slices.
+        """
+        part = list(shape)
+        part[self.seq_dim] //= self.mesh.size()
+
+        def whole(state: Any) -> Any:
+            like = isinstance(state, Tensor) and list(state.shape) in (list(shape), part)
+            return self._whole(state, shape[self.seq_dim]) if like else state
+
+        return in_tuples(output, whole, read)
+
+    def _named(self, state: Any) -> Any:
+        if state is None or reached_as_partial_sum(state):
+            return state if state is None else self._whole(state, 0)
+        if any(one is state for one, _ in self.left.states) or state.ndim <= self.seq_dim:
+            return self._known(state)
+        part, size = state.shape[self.seq_dim], self.mesh.size()
+        length = next((length for length in (part, part * size) if length in self.left.lengths), None)
+        return state if length is None else self._whole(state, length)
+
+    def _known(self, state: Any) -> Any:
+        length = next((length for one, length in self.left.states if one is state), None)
+        return state if length is None else self._whole(state, length)
+
+    def _whole(self, state: Tensor, length: int) -> Tensor:
+        """
+        Args:
+            length: of the whole sequence.
+        """
         if reached_as_partial_sum(state):  # the embeddings, where a hook saw them before the first block
-            return move(state, mesh, P, I)
-        length = next((length for one, length in left.states if one is state), None)
-        if length is None and state.ndim > seq_dim:
-            part = state.shape[seq_dim]
-            length = (
-                part if part in left.lengths else part * mesh.size() if part * mesh.size() in left.lengths else None
-            )
-        if length is None:
-            return state
-        if state.shape[seq_dim] in (length, over_cp):  # the last one, gathered by the final norm for the head
-            return move(state, mesh, R, I) if left.is_partial(state) else state
-        return move(state, mesh, V(seq_dim), I)
-
-    for name, states in hidden_states_of(output).items() if left.states or left.lengths else ():
-        output[name] = tuple(whole(state) for state in states)
+            return move(state, self.mesh, P, I)
+        if state.shape[self.seq_dim] in (length, self.over_cp):  # the last one, gathered by the final norm for the head
+            return move(state, self.mesh, R, I) if self.left.is_partial(state) else state
+        return move(state, self.mesh, V(self.seq_dim), I)
 
 
-def whole_over_cp(output: Any, length: int, mesh: DeviceMesh) -> None:
-    """Make the hidden states in a model's output whole over cp.
+def whole_over_cp(output: Any, length: int, mesh: DeviceMesh) -> Any:
+    """A model's output with hidden states that are whole over cp.
 
     Args:
-        output: a transformers ModelOutput; changed in place. What has no hidden states is left alone.
+        output: a transformers ModelOutput, which is changed in place, or a tuple. What has no hidden states is left alone.
         length: of the whole sequence.
         mesh: the one-dimensional cp mesh.
     """
 
     def whole(state: Any) -> Any:
-        if isinstance(state, tuple):
-            return tuple(map(whole, state))
         if state is None or state.ndim <= SEQUENCE or state.shape[SEQUENCE] * mesh.size() != length:
             return state
         return move(state, mesh, V(SEQUENCE), R)
 
     for name, states in hidden_states_of(output).items():
-        output[name] = tuple(whole(state) for state in states)
+        output[name] = _each(states, whole)
+    # Keys of a cache, [batch, heads, sequence, features], have a dim more.
+    return in_tuples(output, lambda one: whole(one) if isinstance(one, Tensor) and one.ndim == 3 else one)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -95,13 +94,14 @@ class LeftBehind:
 
     states: list[tuple[Tensor, int]] = field(default_factory=list)
     lengths: set[int] = field(default_factory=set)
-    gathered: list[tuple[ref[Tensor], bool]] = field(default_factory=list)
+    gathered: list[tuple[Tensor, bool]] = field(default_factory=list)
 
     def is_partial(self, state: Tensor) -> bool:
-        """Whether the gradient of a whole hidden state is a partial sum. One that is no gathered value itself is the last one in another
-        shape (GPT-2's view of it)."""
-        known = next((partial for one, partial in self.gathered if one() is state), None)
-        return known if known is not None else bool(self.gathered) and self.gathered[-1][1]
+        """Whether the gradient of a whole hidden state is a partial sum. One in the memory of a gathered value is that value: GPT-2 has a
+        view of the last one, and a block that is a unit of FSDP2 gets one. Any other was computed of the last one."""
+        memory = state.untyped_storage()._cdata
+        same = (partial for one, partial in self.gathered if one.untyped_storage()._cdata == memory)
+        return next(same, bool(self.gathered) and self.gathered[-1][1])
 
 
 class PartialEmbedding:
@@ -123,7 +123,7 @@ class PartialEmbedding:
         self.running = False
         self.pending: dict[str, int] = {}  # embedding -> its partial sums that no block input took yet
         self.complete = False
-        self.length: int | None = None  # of the whole sequence, noted by the block input
+        self.shape: torch.Size | None = None  # of what the block input splits, noted there
         self.outermost: str | None = None  # the module whose forward holds all that runs now
         self.sources: list[
             tuple[nn.Module, frozenset[int]]
@@ -152,22 +152,28 @@ class PartialEmbedding:
         self.pending.clear()
         # What a hook adds to a partial sum (NEFTune's noise) would be added on each rank.
         self.complete = any(not source._forward_hooks.keys() <= known for source, known in self.sources)
-        self.length = None
+        self.shape = None
 
-    def end(self, states: Sequence[Tensor | None]) -> None:
-        """Called with the hidden states that the forward returns: code of the model that reads them reads them split."""
+    def end(self, states: Sequence[Tensor | None], gathered: bool) -> None:
+        """Called with the hidden states that the forward returns: code of the model that reads them reads them split.
+
+        Args:
+            gathered: those in its tuples were made whole.
+        """
         self.running = False
         self.pending.clear()
-        if self.length is not None and not states:
-            self.left.lengths.add(self.length)
-        elif self.length is not None:
-            self.left.states.extend((state, self.length) for state in states if state is not None)
+        if self.shape is None or gathered:
+            return
+        length = self.shape[self.seq_dim]
+        self.left.states.extend((state, length) for state in states if state is not None)
+        if not states:
+            self.left.lengths.add(length)
 
     def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
         """Called with a value that was made whole, and whether its readers leave it a partial sum as its gradient."""
         # In this order: a graph would be made anew for each answer of the second.
         if not torch.compiler.is_compiling() and self.outermost is not None:
-            self.left.gathered.append((ref(x), partial))
+            self.left.gathered.append((x, partial))
         return x
 
     def keeps_partial(self, source: str) -> bool:
@@ -204,7 +210,7 @@ class PartialEmbedding:
     def note(self, x: Tensor, dim: int) -> None:
         """Called by each block input with what it splits, and in which dim. Its gradient is complete, for other readers too."""
         if self.running and dim == self.seq_dim:
-            self.length = x.shape[dim]
+            self.shape = x.shape
             self.gathered(x, partial=False)
 
 

@@ -20,7 +20,7 @@ from .failures import at_module
 from .forward import wrap_forward
 from .head_exchange import HeadShares
 from .means import Means
-from .outputs import gather_hidden_states, hidden_states_of, whole_over_cp
+from .outputs import HiddenStates, hidden_states_of, whole_over_cp
 from .own_experts import OwnExperts
 from .own_heads import own_heads
 from .parameters import LocalParameters, ParametersBelow, distribute
@@ -141,7 +141,7 @@ class ModuleStyle(ParallelStyle):
     def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
         programs = self.programs.values()
         if any(pr.link == "scope" for pr in programs):
-            self._hook_scope(module)
+            self._hook_scope(module, mesh)
         if self.program.name in self.shared.around:
             self._hook_around(module, mesh)
         if any(pr.enter or pr.slices or (pr.on_cp and pr.on_cp.enters) for pr in programs):
@@ -162,22 +162,25 @@ class ModuleStyle(ParallelStyle):
         def begin(module: nn.Module, args: Any) -> None:
             regime.length = None
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if regime.length is not None:
-                whole_over_cp(output, regime.length, regime.over_cp)
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            return output if regime.length is None else whole_over_cp(output, regime.length, regime.over_cp)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
 
-    def _hook_scope(self, module: nn.Module) -> None:
+    def _hook_scope(self, module: nn.Module, mesh: DeviceMesh) -> None:
         link = self.shared.link
         assert link is not None
 
         def begin(module: nn.Module, args: Any) -> None:
             link.begin()
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            link.end([state for states in hidden_states_of(output).values() for state in states])
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            before = output
+            if link.shape is not None:
+                output = HiddenStates(link.left, link.seq_dim, mesh).of_part(output, link.shape, self.program.read)
+            link.end([state for states in hidden_states_of(output).values() for state in states], output is not before)
+            return output
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)
@@ -189,9 +192,8 @@ class ModuleStyle(ParallelStyle):
         def begin(module: nn.Module, args: Any) -> None:
             link.enter(name)
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            over_cp = self.shared.regime.length
-            gather_hidden_states(output, link.leave(name), link.seq_dim, mesh, over_cp)
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            return HiddenStates(link.leave(name), link.seq_dim, mesh, self.shared.regime.length).of_model(output)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)

@@ -1,0 +1,46 @@
+"""Results of modules that code of the model was seen to read. All others only hooks can read (a recorder of a router's logits), or who calls
+the model with a flag that adds them (hidden states)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from shardplan.core.tree import ModuleTree
+from shardplan.model.reduced.trace import Trace
+
+Reads = Mapping[str, frozenset[int]]
+
+
+def find_read_results(run: Trace) -> Reads:
+    """Each module that returned something -> the positions of which something outside of it reads a part, or a module around it returns one."""
+    readers: dict[int, set[str]] = {}
+    for event in run.events:
+        for number in event.inputs:
+            readers.setdefault(number, set()).add(event.module)
+    found: dict[str, frozenset[int]] = {}
+    for event in run.events:
+        if event.kind == "leave" and event.module:
+            named = [(n.partition(".")[0], number) for n, number in zip(event.names, event.inputs, strict=True)]
+            read = (n for n, number in named if not all(_within(one, event.module) for one in readers[number]))
+            found[event.module] = found.get(event.module, frozenset()) | {int(n) for n in read if n.isdecimal()}
+    return found
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def read_in_any(runs: Iterable[Reads]) -> Reads:
+    """What is read in one of the runs of the model."""
+    found: dict[str, frozenset[int]] = defaultdict(frozenset)
+    for run in runs:
+        for name, positions in run.items():
+            found[name] |= positions
+    return dict(found)
+
+
+def read_results_of(tree: ModuleTree, read: Reads) -> Reads:
+    """The same in all layers of a model, from its reduced model's."""
+    known = read_in_any({tree.pattern(name): positions} for name, positions in read.items())
+    return {name: known[tree.pattern(name)] for name in tree.modules if tree.pattern(name) in known}
