@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 from small_models import meta_model
-from transformers.models.llama.modeling_llama import LlamaAttention
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 import shardplan
 from shardplan.authoring.context_section import context_section
@@ -17,9 +20,10 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.moves import MoveOps
 from shardplan.core.plan import overlays_of, variant_name, variant_words, without_sequence
 from shardplan.core.proof_meshes import proof_meshes
+from shardplan.model.sequence_chunks import own_labels_of
 
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
-HEADS = {**ENDS, "model.layers.*.self_attn": "exchange_heads"}
+HEADS = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
 PLAN = {
     "version": "1",
     "name": "llama-cp",
@@ -41,7 +45,6 @@ def test_what_mixes_tokens_exchanges_its_heads_and_all_else_has_no_rule():
     assert derived("mamba2") == {
         "backbone.layers.0": "split_seq_input",
         "backbone.layers.*.mixer": "exchange_heads",
-        "backbone.norm_f": "gather_seq_output",
     }
 
 
@@ -54,7 +57,14 @@ def test_a_mixer_that_reads_the_values_of_its_argument_is_whole(monkeypatch: pyt
     monkeypatch.setattr(
         LlamaAttention, "forward", lambda self, hidden_states, **kw: forward(self, hidden_states + 0, **kw)
     )
-    assert derived("llama") == PLAN["context_parallel"]
+    assert derived("llama") == {**HEADS, "model.layers.*.self_attn": "replicate_seq"}
+
+
+def test_the_sequence_is_whole_behind_the_blocks_where_code_or_loss_need_all_tokens(monkeypatch: pytest.MonkeyPatch):
+    assert derived("gpt2")["transformer.ln_f"] == "gather_seq_output"  # its code gives the result the shape of the ids
+    own = staticmethod(lambda logits, labels, vocab_size, **given: ForCausalLMLoss(logits, labels, vocab_size) * 1.0)
+    monkeypatch.setattr(LlamaForCausalLM, "loss_function", own, raising=False)
+    assert derived("llama") == {**HEADS, "model.norm": "gather_seq_output"}
 
 
 def test_projections_that_read_a_width_of_their_own_keep_it():
@@ -103,4 +113,26 @@ def test_the_proof_refuses(name: str, monkeypatch: pytest.MonkeyPatch):
     assert shardplan.validate("llama", PLAN, {"cp": 2, **sizes}, sequence_parallel=on).ok
     monkeypatch.setitem(table, pair, instead)
     report = shardplan.validate("llama", PLAN, {"cp": 2, **sizes}, sequence_parallel=on)
+    assert [one.code for one in report.diagnostics] == ["SP420"], report
+
+
+def _before_the_shift(labels: Tensor, ranks: int, rank: int, num_items: Any = None) -> dict[str, Any]:
+    own = labels.chunk(ranks, 1)[rank].contiguous()
+    shifted = nn.functional.pad(own, (0, 1), value=-100)[:, 1:].contiguous()
+    return {"labels": own, "shift_labels": shifted, "num_items_in_batch": (labels[:, 1:] != -100).sum() / ranks}
+
+
+def _means(labels: Tensor, ranks: int, rank: int, num_items: Any = None) -> dict[str, Any]:
+    own = own_labels_of(labels, ranks, rank)
+    return {**own, "num_items_in_batch": (own["shift_labels"] != -100).sum()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instead", [_before_the_shift, _means], ids=lambda one: one.__name__)
+def test_the_proof_refuses_other_labels_of_own_tokens(instead: Any, monkeypatch: pytest.MonkeyPatch):
+    plan = {**PLAN, "context_parallel": HEADS}
+    report = shardplan.validate("llama", plan, {"cp": 2, "tp": 1})
+    assert report.ok and report.proven
+    monkeypatch.setattr(sys.modules["shardplan.runtime.training.context_parallel"], "own_labels_of", instead)
+    report = shardplan.validate("llama", plan, {"cp": 2, "tp": 1})
     assert [one.code for one in report.diagnostics] == ["SP420"], report

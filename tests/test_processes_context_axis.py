@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from small_models import VOCABULARY, batch, small_model, whole
@@ -26,6 +27,8 @@ def plan_of(name: str, mixers: dict[str, Any], ends: dict[str, str] = ENDS) -> d
     return {"version": "1", "name": f"{name}-cp", "extends": name, "context_parallel": {**ends, **mixers}}
 
 
+START = {"model.layers.0": "split_seq_input"}  # and each rank returns its own tokens
+HEADS = {"model.layers.*.self_attn": "exchange_heads"}
 ATTENTION = {"model.layers.*.self_attn": "replicate_seq"}
 EXPERTS = {
     **ATTENTION,
@@ -71,18 +74,29 @@ def compared(case: dict[str, Any]) -> None:
     """One model and mesh: the loss, the logits, every gradient."""
     model, mesh = applied(case)
     share, shares = mesh.get_local_rank(0), case["sizes"][0]
-    output = model(**inputs_of(case, share), use_cache=False)
-    output.loss.backward()
+    with shardplan.context_parallel(model, **inputs_of(case, share)) as given:
+        output = model(**given, use_cache=False)
+        output.loss.backward()
+    logits, loss = whole(output.logits), output.loss.detach()
+    if case.get("ends") == START:  # the loss is the mean of the ranks' losses
+        logits = torch.cat(all_gather(logits.detach().contiguous(), mesh["cp"].get_group()), 1)
+        loss = torch.stack(all_gather(loss, mesh["cp"].get_group())).mean()
 
     reference = built(case)
     results = [reference(**inputs_of(case, i), use_cache=False) for i in range(shares)]
     (sum(result.loss for result in results) / shares).backward()
 
     limit = TOLERANCE[case.get("dtype", torch.float32)]
-    assert output.logits.shape[:2] == (2, LENGTH)
-    assert relative_error(whole(output.logits), results[share].logits) <= limit
-    assert relative_error(output.loss, results[share].loss) <= limit
+    assert logits.shape[:2] == (2, LENGTH)
+    assert relative_error(logits, results[share].logits) <= limit
+    assert relative_error(loss, results[share].loss) <= limit
     equal_gradients(model, reference, limit, mesh)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x, group=group)
+    return found
 
 
 def equal_gradients(model: nn.Module, reference: nn.Module, limit: float, mesh: DeviceMesh) -> None:
@@ -107,6 +121,21 @@ def refused() -> None:
         model(input_ids=batch(mesh.get_local_rank("cp"), length=LENGTH))
     with pytest.raises(ValueError, match="31"):
         model(input_ids=ids[:, :31])
+    own = shardplan.apply_plan(small_model("llama"), mesh, plan_of("llama", ATTENTION, START), prove=False)
+    with pytest.raises(
+        ValueError, match=r"labels: a rank of cp has.*with context_parallel\(model, input_ids=ids, labels"
+    ):
+        own(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="logits_to_keep: each rank of cp"):
+        own(input_ids=ids, logits_to_keep=1)
+    with pytest.raises(ValueError, match="which cp=2 does not divide: pad it to 32"):
+        with shardplan.context_parallel(own, input_ids=ids[:, :31], labels=ids[:, :31]):
+            raise AssertionError("not reached")
+    with shardplan.context_parallel(own, input_ids=ids, labels=ids) as given:
+        logits = own(**given, use_cache=False).logits
+        with pytest.raises(ValueError, match="shifting it would leave out the token at its end"):
+            shardplan.causal_lm_loss(logits, given["labels"])
+    assert logits.shape[1] == LENGTH // 2
 
 
 def parts_alone() -> None:
@@ -147,11 +176,19 @@ TWO = [
         "settings": {"attn_implementation": "eager"},
     },
     {"model": "gemma3_text", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": True},
-    {"model": "qwen3", "sizes": (1, 2, 1), "mixers": ATTENTION, "padded": True},
+    {"model": "qwen3", "sizes": (1, 2, 1), "mixers": ATTENTION, "ends": START, "padded": True},
     {"model": "qwen3_moe", "sizes": (1, 2, 1), "mixers": EXPERTS, "settings": {"output_router_logits": True}},
 ]
 FOUR = [
-    {"model": "llama", "sizes": (2, 2, 1), "mixers": ATTENTION, "documents": True},
+    {"model": "llama", "sizes": (2, 2, 1), "mixers": ATTENTION, "ends": START, "documents": True},
+    {
+        "model": "qwen3",
+        "sizes": (1, 2, 2),
+        "mixers": HEADS,
+        "ends": START,
+        "tied": True,
+        "options": {"sequence_parallel": True},
+    },
     {"model": "qwen3", "sizes": (1, 2, 2), "mixers": ATTENTION, "tied": True, "options": {"sequence_parallel": True}},
     {"model": "phi3", "sizes": (1, 2, 2), "mixers": ATTENTION, "documents": True},
     {

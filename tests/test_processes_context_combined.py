@@ -8,7 +8,7 @@ import pytest
 import torch
 from processes import on_ranks
 from test_processes_context_axis import ATTENTION as WHOLE
-from test_processes_context_axis import EXPERTS, applied, built, compared, equal_gradients, inputs_of
+from test_processes_context_axis import EXPERTS, START, applied, built, compared, equal_gradients, inputs_of
 from test_processes_context_heads import ATTENTION as HEADS
 from torch import Tensor
 
@@ -54,7 +54,8 @@ def accumulated(case: dict[str, Any], *, loss: str = "model", micro_batches: int
     own = [given(share * micro_batches + i) for i in range(micro_batches)]
     words: Any = {"labels": count, "loss": loss} if loss != "model" else {}
     for one, scale in shardplan.micro_batches(model, own, **words):
-        (model(**one, use_cache=False).loss * scale).backward()
+        with shardplan.context_parallel(model, **one) as inputs:
+            (model(**inputs, use_cache=False).loss * scale).backward()
 
     reference = built(case)
     step = [given(i) for i in range(micro_batches * shares)]
@@ -66,7 +67,7 @@ def accumulated(case: dict[str, Any], *, loss: str = "model", micro_batches: int
 def on_two() -> None:
     for case in TWO:
         compared(case)
-    accumulated({"model": "llama", "sizes": (1, 2, 1), "mixers": HEADS})
+    accumulated({"model": "llama", "sizes": (1, 2, 1), "mixers": HEADS, "ends": START})
     accumulated({"model": "llama", "sizes": (1, 2, 1), "mixers": WHOLE}, loss="mean")
 
 

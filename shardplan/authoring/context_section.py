@@ -22,6 +22,7 @@ from shardplan.styles.boundary import Boundary, boundary
 from shardplan.torchlib.modes import reduced_runs
 
 from .hollow_run import reads_shapes_alone
+from .own_tokens_run import losses_are_shares
 
 RANKS = 2  # on which it is tried
 ENTER, MIX, LEAVE, READ = "split_seq_input", "replicate_seq", "gather_seq_output", "gather_seq_input"
@@ -104,6 +105,10 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         heads = {n: replace(rule, style=HEADS) for n, rule in rules.items() if tree.pattern(n) == pattern}
         if shared(_outermost({**rules, **heads})):
             rules |= heads
+    exits = {name: rule for name, rule in _outermost(rules).items() if rule.style in (LEAVE, READ)}
+    inside = {name: rule for name, rule in rules.items() if name not in exits}
+    if all(losses_are_shares(bench, exits) for bench in layouts.benches) and not wrong(_outermost(inside)):
+        rules = inside
     return dict(_written(layouts, _outermost(rules)))
 
 

@@ -194,6 +194,7 @@ class VariantProof:
         unreached: full names of the model's parameters and modules that no run reached and that the plan does not change.
         unproven: those that no run reached and that the plan splits, or that lie in a block in which it moves values.
         schedule, micro_batches: of a pipeline, where one ran.
+        own_tokens: whether each rank of cp returns the results of its own tokens.
     """
 
     variant: Variant
@@ -204,6 +205,7 @@ class VariantProof:
     unproven: tuple[str, ...] = ()
     schedule: str | None = None
     micro_batches: int | None = None
+    own_tokens: bool = False
 
     @property
     def sharded_share(self) -> float:

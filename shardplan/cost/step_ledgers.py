@@ -16,6 +16,7 @@ from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.parallel.expert_routes import LOAD
+from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.gathering import without_advice
 
 from .depth import restricted
@@ -82,6 +83,7 @@ def _logits(found: FoundModel, asked: Question, resolved: ResolvedPlan) -> list[
     if not isinstance(rows, int):
         return []
     sizes = resolved.sizes
-    chunk = asked.step.seq_len // (1 if resolved.context_parallel else sizes.cp)
+    whole = resolved.context_parallel and not returns_tokens(resolved.on_cp)
+    chunk = asked.step.seq_len // (1 if whole else sizes.cp)
     tokens = [asked.step.micro_batch * length for length in (chunk, chunk - 1)]
     return [(n * width, width) for n in tokens for width in (rows, -(-rows // sizes.of(Axis.TP)))]

@@ -23,7 +23,7 @@ from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
 from shardplan.runtime.apply.fsdp2 import gather_once
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
-from shardplan.runtime.training.context_parallel import chunk_of
+from shardplan.runtime.training.context_parallel import chunk_of, context_parallel
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.local_parts import to_local_if_dtensor
 
@@ -179,9 +179,11 @@ def run_step(
         places.enter("forward")
         batch = dict(inputs())
         whole = {name: batch.pop(name) for name, x in tuple(batch.items()) if chunked and isinstance(x, Tensor)}
-        own: AbstractContextManager[dict[str, Any]] = chunk_of(applied(model), whole) if chunked else nullcontext({})
+        own: AbstractContextManager[dict[str, Any]] = (
+            chunk_of(applied(model), whole) if chunked else context_parallel(model, **batch)
+        )
         with own as given:
-            loss = loss_of(model(**given, **batch))
+            loss = loss_of(model(**{**batch, **given}))
             meter.end_forward()
             places.enter("backward")
             loss.backward()

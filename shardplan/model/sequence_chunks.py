@@ -42,10 +42,21 @@ def own_chunk_of(
     check_length(length, ranks)
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
-    result: dict[str, Any] = {}
-    if "labels" in whole:
-        shifted = nn.functional.pad(whole["labels"], (0, 1), value=IGNORED)[:, 1:]
-        whole["shift_labels"] = shifted
-        count = (shifted != IGNORED).sum() if num_items is None else num_items
-        result["num_items_in_batch"] = count / ranks
+    labels = whole.pop("labels", None)
+    result = {} if labels is None else own_labels_of(labels, ranks, rank, num_items)
     return result | {name: x.chunk(ranks, SEQUENCE)[rank].contiguous() for name, x in whole.items()}
+
+
+def own_labels_of(labels: Tensor, ranks: int, rank: int, num_items: Tensor | float | None = None) -> dict[str, Any]:
+    """What a loss of next tokens reads of a rank's tokens: labels that were shifted before they were cut, and a share of the count.
+
+    Args:
+        labels, num_items: as for `own_chunk_of`.
+    """
+    shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    count = (shifted != IGNORED).sum() if num_items is None else num_items
+    own = {"labels": labels, "shift_labels": shifted}
+    return {
+        "num_items_in_batch": count / ranks,
+        **{name: x.chunk(ranks, SEQUENCE)[rank].contiguous() for name, x in own.items()},
+    }

@@ -30,6 +30,7 @@ from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
 from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.styles.backends import BACKENDS
+from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.modes import reduced_runs
 
 from .calls import NOTHING, Checkpointed, calls_of, checkpointed_by
@@ -180,6 +181,7 @@ def prove(
                 reduced.names_in_model(unproven),
                 scheduled.schedule.name if scheduled is not None else None,
                 scheduled.micro_batches if scheduled is not None else None,
+                returns_tokens(program.resolved.on_cp),
             )
         )
     under = checkpointed_by(next(iter(programs.values())))  # the same in every variant

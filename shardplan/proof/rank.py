@@ -21,10 +21,12 @@ from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.modes import CheckedSizes
 from shardplan.torchlib.packing import unpack
 
-from .steps import Batch, Steps, run_steps
+from .own_tokens import OwnTokens
+from .steps import Batch, Steps, plain_call, run_steps
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def rank_steps(
     given = iter(reference.directions)
     written = writes_to(model)
     with CheckedSizes(), DrawnAlike() if reference.drew else nullcontext():
-        outputs = run_steps(model, batches, lambda results: next(given))
+        call = OwnTokens(mesh, reference) if returns_tokens(program.resolved.on_cp) else plain_call
+        outputs = run_steps(model, batches, lambda results: next(given), call)
     packed = packed_parameters(program)
 
     def made(name: str, value: Tensor) -> Tensor:

@@ -109,8 +109,21 @@ def averaged(runs: Sequence[Steps]) -> tuple[Steps, ...]:
     return tuple(replace(run, gradients=gradients) for run in runs)
 
 
+Call = Callable[
+    [nn.Module, dict[str, Any], int], Mapping[str, Tensor]
+]  # (model, its arguments, which step) -> its results
+
+
+def plain_call(model: nn.Module, batch: dict[str, Any], step: int) -> Mapping[str, Tensor]:
+    """A call of a model with its arguments."""
+    return results_of(model(**batch))
+
+
 def run_steps(
-    model: nn.Module, batches: Sequence[Batch], directions: Callable[[Mapping[str, Tensor]], Directions]
+    model: nn.Module,
+    batches: Sequence[Batch],
+    directions: Callable[[Mapping[str, Tensor]], Directions],
+    call: Call = plain_call,
 ) -> list[Mapping[str, Tensor]]:
     """Forward and backward for each batch; gradients accumulate. Returns the outputs of each, detached.
 
@@ -119,11 +132,12 @@ def run_steps(
 
     Args:
         directions: of a step's outputs.
+        call: how the model is called.
     """
     outputs: list[Mapping[str, Tensor]] = []
     for i, batch in enumerate(batches):
         with in_precision_of(model):
-            results = results_of(model(**own_copy(batch)))
+            results = call(model, own_copy(batch), i)
             given = directions(results)
             if i or "loss" not in results:
                 objective_of(results, given).backward()

@@ -70,8 +70,10 @@ def proof_lines(report: Report) -> list[str]:
     if staged is not None:
         equal = sum(row.verdict == "equal" for row in staged.rows)
         lines = [f"proven in {len(staged.sizes)} pipeline stages: {equal} tensors are the whole model's"]
-    experts = report.sizes is not None and report.sizes.ep > 1
-    if "layouts" not in report.stages or (report.checked_tp == 1 and not experts):
+    split = (report.sizes is not None and report.sizes.ep > 1) or any(
+        "context_parallel" in on for on in report.variants
+    )
+    if "layouts" not in report.stages or (report.checked_tp == 1 and not split):
         return lines
     if report.proof is None:
         return ["not proven: the numeric proof was not run"]
@@ -80,6 +82,8 @@ def proof_lines(report: Report) -> list[str]:
     mesh = ", ".join(f"{axis}={sizes.of(axis)}" for axis in AXES if sizes.of(axis) > 1 and axis is not Axis.PP)
     lines.append(f"proven at {mesh}: {equal} tensors are the unsharded model's")
     lines += filter(None, [proven_on(report.proof)])
+    if any(proof.own_tokens for proof in report.proof.variants):
+        lines.append("over cp each rank returns the logits of its own tokens: labels are given to context_parallel")
     missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
     if missed:
         names = [name for name in report.proof.variants[0].unreached if name in missed]

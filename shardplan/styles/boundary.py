@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.mesh import Axis
-from shardplan.core.plan import Output, Rule
+from shardplan.core.plan import Output, ResolvedPlan, Rule
 
 from . import STYLES
 from .style_record import Style
@@ -193,3 +193,25 @@ def _output(style: Style, rule: Rule) -> OutputBoundary | None:
         until_block_input=style.until_block_input,
         dtensor=style.features.dtensor,
     )
+
+
+def returns_tokens(on_cp: ResolvedPlan | None) -> bool:
+    """Whether each rank of cp returns the results of its own tokens: no rule for cp makes the sequence whole behind the blocks.
+
+    Args:
+        on_cp: `ResolvedPlan.on_cp`.
+    """
+    return on_cp is not None and not any(
+        _makes_whole(one.rule) for one in on_cp.modules.values() if one.section == "context_parallel"
+    )
+
+
+def _makes_whole(rule: Rule) -> bool:
+    """Whether what a rule for cp gathers stays whole behind its module."""
+    crossing = boundary(rule)
+    if STYLES[rule.style].exchanges_heads or V(SEQ) not in (
+        *(source for one in crossing.inputs for source in one.sources),
+        crossing.output and crossing.output.source,
+    ):
+        return False
+    return crossing.output is None or crossing.output.destination.kind != "V"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -34,7 +34,7 @@ class Crossings:
         plan: each module and its boundary.
         spreads: of the run of every rank.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
-        result: the layout of the model's results that have a gradient.
+        results: the layouts that the model's results may have which have a gradient; the first is that of what is read outside of blocks.
 
     Attributes:
         incoming, entering, reduced: as in `Proof`.
@@ -49,10 +49,10 @@ class Crossings:
         plan: Mapping[str, BoundModule],
         spreads: Spreads,
         gathers: Mapping[str, Layout],
-        result: Layout = I,
+        results: Sequence[Layout] = (I,),
     ):
         self.known, self.operations, self.model = known, operations, model
-        self.plan, self.spreads, self.gathers, self.result = plan, spreads, gathers, result
+        self.plan, self.spreads, self.gathers, self.results = plan, spreads, gathers, results
         self.incoming: dict[str, Layout] = {}
         self.running: list[str] = []
         self.arguments: dict[str, tuple[int, ...]] = {}  # module -> the shape of what was moved last
@@ -251,16 +251,19 @@ class Crossings:
         if not fits:
             number, actual = event.inputs[position : position + 1], found.describe(ndim)
             self.known.find("result", event, event.module, number, actual=actual, wanted=str(wanted))
-        self.known.types[event.outputs[position]] = Type(self.result.kind)
+        self.known.types[event.outputs[position]] = Type(self.results[0].kind)
         self.known.maker[event.outputs[position]] = event.module
 
     def _check_results(self, event: Event) -> None:
-        """The model's results: callers expect each whole on every rank, over tp with a complete gradient."""
+        """The model's results: callers expect each whole on every rank, over tp with a complete gradient; or a rank's tokens of it."""
         for name, number in zip(event.names, event.outputs, strict=True):
             found = self.known.type_of(number)
-            if self.known.run.requires_grad[number] and found.kind not in (self.result.kind, "whole", "?"):
-                ndim = self.known.run.values[number].ndim
-                wanted = str(self.result)
+            ndim = self.known.run.values[number].ndim
+            fits = found.kind in (self.results[0].kind, "whole", "?") or any(
+                layout.kind == "V" and self._fits(found, layout, ndim, None) for layout in self.results
+            )
+            if self.known.run.requires_grad[number] and not fits:
+                wanted = " or ".join(map(str, self.results))
                 self.known.find("output", event, name, (number,), actual=found.describe(ndim), wanted=wanted)
 
 

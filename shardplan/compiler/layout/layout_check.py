@@ -10,11 +10,13 @@ from itertools import chain
 from shardplan.compiler.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced import ReducedModel
+from shardplan.styles.boundary import returns_tokens
 
 from .drawing_operands import DrawingOperand
 from .edits import edits_of
@@ -141,6 +143,10 @@ def check_layout(
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
     benches = _benches(resolved, reduced_model)
+    if resolved.axis is Axis.CP and returns_tokens(
+        resolved
+    ):  # labels are not the model's to shift: they are cut before its call
+        benches = [bench.unlabelled for bench in benches]
     if resolved.sizes.tp == 1:
         return LayoutReport()
     search = (search or Search()) if help else Search(tries=0)

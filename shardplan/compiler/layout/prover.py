@@ -47,7 +47,7 @@ class Prover:
         parts: operation -> operand -> whether it has a part in the result, where that was found out.
         stop: whether nothing behind a finding matters.
         drawing: modules whose own code draws random numbers.
-        result: as for `Crossings`.
+        results: as for `Crossings`.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Prover:
         parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
         stop: Callable[[Finding], bool] = lambda finding: False,
         drawing: Collection[str] = (),
-        result: Layout = I,
+        results: Sequence[Layout] = (I,),
     ):
         self.drawing = drawing
         self.plan, self.runs, self.run = plan, spreads.runs, origins.run
         self.known = Known(origins, stop)
         self.operations = Operations(self.known, plan, spreads, units, parts)
-        self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers, result)
+        self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers, results)
 
     def prove(self) -> Proof:
         known, crossings = self.known, self.crossings

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
 
-from shardplan.core.layout import I, Layout, R
+from shardplan.core.layout import I, Layout, R, V
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.recorder import record
 from shardplan.model.reduced.trace import Place
+from shardplan.styles.boundary import returns_tokens
 
 from .cross_module_reads import find_cross_module_reads
 from .finding import Finding
@@ -33,6 +34,7 @@ from .typing_result import Proof
 
 # One multiplication or look-up: what they do inside, with their adapters, is one operation.
 ATOMS = ("linear", "conv1d", "embedding")
+SEQUENCE = 1  # the dim of results, [batch, sequence, ...], of which a rank of cp may return its own tokens
 
 
 class Workbench:
@@ -70,6 +72,12 @@ class Workbench:
         self.read_results = find_read_results(self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
 
+    @cached_property
+    def unlabelled(self) -> Workbench:
+        """The same without labels."""
+        inputs = {name: value for name, value in self.inputs.items() if name != "labels"}
+        return Workbench(self.model, inputs, self.tree, self.atoms)
+
 
 def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
@@ -97,9 +105,10 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
 
     def typed(layout: Layout) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
-        result = I if plan.axis is Axis.TP else R  # data parallelism adds up the gradients of other axes
+        # Data parallelism adds up the gradients of other axes.
+        results = (I,) if plan.axis is Axis.TP else (R, V(SEQUENCE)) if returns_tokens(plan) else (R,)
         return Prover(
-            bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing, result
+            bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing, results
         ).prove()
 
     while True:

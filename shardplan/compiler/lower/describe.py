@@ -18,6 +18,7 @@ from shardplan.core.module_program import (
 )
 from shardplan.core.nesting import when
 from shardplan.core.plan import Overlays, ResolvedPlan
+from shardplan.styles.boundary import returns_tokens
 
 NUMBERS: dict[Draws, str] = {
     "common": "the same on all tp ranks",
@@ -39,7 +40,8 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
         f"plan {resolved.plan.name} version {resolved.plan.version}",
         f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}"
         + (f" ep {resolved.sizes.ep}" if resolved.sizes.ep > 1 else "")
-        + (f" cp {resolved.sizes.cp}" if resolved.context_parallel else ""),
+        + (f" cp {resolved.sizes.cp}" if resolved.context_parallel else "")
+        + (" tokens" if returns_tokens(resolved.on_cp) else ""),
     ]
     for overlays, modules in variants.items():
         lines += ["without sequence parallelism"] if overlays != resolved.overlays else []

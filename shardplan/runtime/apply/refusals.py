@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardplan.model.adapters import is_wrapper
+from shardplan.styles.boundary import returns_tokens
 
 from .watched import Looks, Watched
 
@@ -54,6 +55,26 @@ def no_attention_maps(watched: Watched) -> Looks:
             )
 
     return {watched.inner: look} if watched.mesh.tp_size > 1 or watched.program.exchanges_heads else {}
+
+
+def no_whole_labels(watched: Watched) -> Looks:
+    """ValueError for labels of the whole sequence where a rank of cp has the logits of its own tokens, and for a number of the last ones."""
+    regime = watched.regime
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if regime is None or regime.variant != regime.home:
+            return
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                "labels: a rank of cp has the logits of its own tokens, so labels are shifted and cut in front of the call: `with "
+                "context_parallel(model, input_ids=ids, labels=labels) as inputs: loss = model(**inputs).loss; loss.backward()`"
+            )
+        if kwargs.get("logits_to_keep"):
+            raise ValueError(
+                "logits_to_keep: each rank of cp has the logits of its own tokens, not the last ones of the sequence; leave it out"
+            )
+
+    return {watched.inner: look} if returns_tokens(watched.program.resolved.on_cp) else {}
 
 
 def refuse_changes(model: nn.Module) -> None:

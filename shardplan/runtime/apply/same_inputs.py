@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import Axis
+from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.private import private
 
 from .watched import Look, Looks, Watched
@@ -30,8 +31,9 @@ _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (
 def same_inputs(watched: Watched) -> Looks:
     """Compare the arguments over tp, and over cp where the plan splits the sequence of whole arguments."""
     cp = watched.mesh.cp if watched.program.resolved.context_parallel else None
+    own = ("labels", "shift_labels") if returns_tokens(watched.program.resolved.on_cp) else ()  # of a rank's tokens
     looks = [
-        comparing(mesh, axis)
+        comparing(mesh, axis, own if axis is Axis.CP else ())
         for axis, mesh in ((Axis.TP, watched.mesh.tp), (Axis.CP, cp))
         if mesh is not None and mesh.size() > 1
     ]
@@ -43,7 +45,7 @@ def same_inputs(watched: Watched) -> Looks:
     return {watched.outer: look} if looks else {}
 
 
-def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP) -> Look:
+def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP, own: Collection[str] = ()) -> Look:
     """Compares the tensor arguments of a model's training forwards over an axis, at some of them: `is_compared`.
 
     Compared are the names, shapes, dtypes and contents of the tensors among the arguments; of DTensors, other subclasses and
@@ -54,13 +56,14 @@ def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP) -> Look:
 
     Args:
         mesh: the one-dimensional mesh of the axis.
+        own: the arguments of which ranks have their own.
     """
     count = 0
     running: _Comparison | None = None
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal count, running
-        inputs = _tensors(args, kwargs)
+        inputs = {name: x for name, x in _tensors(args, kwargs).items() if name not in own}
         if in_a_graph(inputs):
             return
         if running is not None:

@@ -9,6 +9,7 @@ communicate.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from .vocabulary_filter import least_logits
 from .vocabulary_logits import Split, read_chunk, read_logits, read_temperature
 
 IGNORE_INDEX = -100
+OWN_TOKENS = ContextVar(
+    "OWN_TOKENS", default=False
+)  # whether a rank of cp has the logits of its own tokens, inside of `context_parallel`
 
 
 def accumulated(x: Tensor, temperature: float, least: Tensor | None = None) -> Tensor:
@@ -194,7 +198,7 @@ class _LogProbabilities(torch.autograd.Function):
 def refuse_shift_of_chunk(instead: str) -> None:
     """Raise ValueError inside of `context_parallel`: the last token of a chunk is judged by the first of the next one, which another
     rank has."""
-    if is_attention_replaced():
+    if is_attention_replaced() or OWN_TOKENS.get():
         raise ValueError(
             "inside of context_parallel a rank has a chunk of the sequence, and shifting it would leave out the token at its end: pass "
             f"labels= to context_parallel, which shifts the whole sequence, and call {instead} with the inputs that it gives"

@@ -13,12 +13,13 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from shardplan.core.context_facts import ContextFacts, Plain
 from shardplan.model.adapters import unwrapped
 from shardplan.model.model_findings import reason
-from shardplan.model.sequence_chunks import SEQUENCE, check_length, own_chunk_of
+from shardplan.model.sequence_chunks import SEQUENCE, check_length, own_chunk_of, own_labels_of
 from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.apply.label_counts import undivided
 from shardplan.runtime.parallel.context_attention import context_attention
 from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
-from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
+from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX, OWN_TOKENS
+from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.attention import attention_replaced
 from shardplan.torchlib.equality import TOLERANCE, relative_error
 
@@ -51,8 +52,9 @@ def context_parallel(
     What a chunk would silently get wrong is refused here, on every rank alike, before anything is sent: each looks at the whole batch.
 
     Args:
-        model: what `apply_plan` returned, on a mesh with a cp axis. Without one, and with a plan that has a section
-            `context_parallel`, the inputs are passed on: such a model is called with the whole batch, and its loss is that of it.
+        model: what `apply_plan` returned, on a mesh with a cp axis. Without one the inputs are passed on. With a plan that has a section
+            `context_parallel` they are too, as such a model is called with the whole batch, and nothing below is refused; where the
+            section leaves each rank its own tokens, labels are shifted and cut here, and counted.
         input_ids, labels: [batch, sequence]; `inputs_embeds`: [batch, sequence, hidden].
         position_ids: [batch, sequence], in each row one more from token to token: where they begin again, a document does.
         attention_mask: [batch, sequence], all ones. Padding on the right needs no mask, as causal attention of what stands
@@ -70,9 +72,26 @@ def context_parallel(
     record = applied(model)
     sequences = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "position_ids": position_ids}
     given = {name: value for name, value in sequences.items() if value is not None}
-    if record.mesh.cp is None or record.mesh.cp.size() == 1 or record.program.resolved.context_parallel:
-        passed = {"attention_mask": attention_mask, "num_items_in_batch": num_items_in_batch}
-        yield {**given, **{name: value for name, value in passed.items() if value is not None}, **others}
+    resolved, cp = record.program.resolved, record.mesh.cp
+    if cp is None or cp.size() == 1 or resolved.context_parallel:
+        passed: dict[str, Any] = {
+            **given,
+            **({} if attention_mask is None else {"attention_mask": attention_mask}),
+            **({} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}),
+            **others,
+        }
+        if cp is None or not returns_tokens(resolved.on_cp):
+            yield passed
+            return
+        if labels is not None:
+            check_length(labels.shape[SEQUENCE], cp.size())
+            _refuse_loss(record, None, labels.device)
+            passed |= own_labels_of(labels, cp.size(), cp.get_local_rank(), num_items_in_batch)
+        token = OWN_TOKENS.set(True)
+        try:
+            yield passed
+        finally:
+            OWN_TOKENS.reset(token)
         return
     _refuse(given, attention_mask, others, record)
     with chunk_of(record, given, num_items_in_batch) as own:
@@ -127,7 +146,7 @@ def _refuse(given: dict[str, Tensor], mask: Any, others: dict[str, Any], record:
         )
     check_length(shape[1], ranks)
     if "labels" in given:
-        _refuse_loss(record, facts, given["labels"].device)
+        _refuse_loss(record, facts.loss, given["labels"].device)
     _refuse_positions(record.model, facts, given, ranks)
 
 
@@ -168,8 +187,7 @@ def _refuse_positions(model: nn.Module, facts: ContextFacts, given: dict[str, Te
         )
 
 
-def _refuse_loss(record: Applied, facts: ContextFacts, device: torch.device) -> None:
-    why = facts.loss
+def _refuse_loss(record: Applied, why: str | None, device: torch.device) -> None:
     function = undivided(getattr(unwrapped(record.model), "loss_function", None))
     if why is None and function is not None and function is not loss_of_model and function not in LOSS_MAPPING.values():
         why = _apart(function, device)

@@ -20,6 +20,7 @@ from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.step_loss import StepLoss, divided_by_step
+from shardplan.styles.boundary import returns_tokens
 
 _T = TypeVar("_T")
 Loss: TypeAlias = Literal["model", "sum", "mean"]
@@ -98,7 +99,7 @@ def micro_batches(
             f"the loss of {type(inner).__name__} is none of next tokens that a step could divide by their count: pass loss='sum' or "
             "loss='mean', as the loop's loss is of a micro-batch, and `labels`, what it counts"
         )
-    if loss == "mean" and record.mesh.sizes.cp > 1 and not cast(Applied, record).program.resolved.context_parallel:
+    if loss == "mean" and record.mesh.sizes.cp > 1 and not _has_all_tokens(cast(Applied, record)):
         raise ValueError(
             "a rank of the cp axis has a chunk of the sequence: compute the sum over it, and pass loss='sum'"
         )
@@ -114,7 +115,7 @@ def _of_model(
             f"nothing counts in {empty} of the step's micro-batches, over which there is no mean: compute the sum, and pass loss='sum'"
         )
     ranks = record.mesh.data_parallel_ranks
-    if record.program.resolved.context_parallel:  # its ranks have one loss, that of the whole batch
+    if _has_all_tokens(record):  # its ranks have one loss, that of the whole batch
         ranks //= record.mesh.sizes.cp
     step = StepLoss(tokens, len(batches), ranks, None, counts_labels=labels == "labels")
     with _dividing(inner, step) if loss == "model" else nullcontext():
@@ -128,6 +129,12 @@ def _of_model(
                     f"micro-batch {number} ran without the model's `loss_function`, so that its loss is not divided by the tokens of the "
                     "step: pass the labels to the model, or pass micro_batches loss='sum' or loss='mean', as your loss is"
                 )
+
+
+def _has_all_tokens(record: Applied) -> bool:
+    """Whether the ranks of cp compute the loss of the whole batch."""
+    resolved = record.program.resolved
+    return resolved.context_parallel and not returns_tokens(resolved.on_cp)
 
 
 def _of_pipeline(pipeline: Parted, batches: Sequence[Any], labels: Labels) -> Iterator[tuple[Mapping[str, Any], float]]:

@@ -1,0 +1,89 @@
+"""Whether the results of a model are those of the tokens that its head reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.compiler.layout.run import Workbench
+from shardplan.core.mesh import Axis
+from shardplan.core.plan import Rule
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.model_inputs import IGNORED
+from shardplan.model.reduced.outcome import results_of
+from shardplan.model.sequence_chunks import SEQUENCE, own_labels_of
+from shardplan.runtime.parallel.forward import arguments_of
+from shardplan.styles.boundary import boundary
+from shardplan.torchlib.equality import TOLERANCE, relative_error
+
+RANKS = 2
+
+
+def losses_are_shares(bench: Workbench, exits: Mapping[str, Rule]) -> bool:
+    """Whether a model whose head reads a part of the tokens, with labels that were shifted before they were cut, has the loss of this part:
+    the mean of all ranks' losses is the loss of the whole. Tried with parts that have different numbers of labels.
+
+    Args:
+        exits: the rules that would make the sequence whole behind the blocks, by module.
+    """
+    labels = bench.inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[SEQUENCE] % RANKS:
+        return False
+    labels = labels.clone()
+    labels[:, 1 : labels.shape[SEQUENCE] // RANKS - 1] = IGNORED
+    try:
+        with torch.no_grad():
+            whole = results_of(copied(bench.model)(**{**bench.inputs, "labels": labels}))
+            parts = [results_of(_cut(bench.model, exits, rank)(**_own(bench, labels, rank))) for rank in range(RANKS)]
+    except Exception:  # of code that needs all tokens, or takes no labels that were shifted
+        return False
+    return "loss" in whole and all(_same(value, [part.get(name) for part in parts]) for name, value in whole.items())
+
+
+def _own(bench: Workbench, labels: Tensor, rank: int) -> dict[str, Any]:
+    return {**bench.inputs, **own_labels_of(labels, RANKS, rank)}
+
+
+def _same(whole: Tensor, parts: list[Tensor | None]) -> bool:
+    values = [value for value in parts if value is not None]
+    if len(values) < len(parts):
+        return False
+    if whole.ndim == 0:
+        return relative_error(torch.stack(values).mean(), whole) <= TOLERANCE[whole.dtype]
+    joined = values[0] if values[0].shape == whole.shape else torch.cat(values, SEQUENCE)
+    return joined.shape == whole.shape and relative_error(joined, whole) <= TOLERANCE[whole.dtype]
+
+
+def _cut(model: nn.Module, exits: Mapping[str, Rule], rank: int) -> nn.Module:
+    """A copy that has a rank's tokens behind its exits."""
+    model = copied(model)
+    for name, rule in exits.items():
+        module, crossing = model.get_submodule(name), boundary(rule).on(Axis.CP)
+        if crossing.output is not None:
+            module.register_forward_hook(_of_output(rule.seq_dim, rank))
+        else:
+            argument = rule.argument or arguments_of(module)[0]
+            module.register_forward_pre_hook(_of_argument(argument, rule.seq_dim, rank), with_kwargs=True)
+    return model
+
+
+def _of_output(dim: int, rank: int) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (output[0].chunk(RANKS, dim)[rank], *output[1:])
+        return output.chunk(RANKS, dim)[rank]
+
+    return hook
+
+
+def _of_argument(name: str, dim: int, rank: int) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return args, {**kwargs, name: kwargs[name].chunk(RANKS, dim)[rank]}
+        at = arguments_of(module).index(name)
+        return (*args[:at], args[at].chunk(RANKS, dim)[rank], *args[at + 1 :]), kwargs
+
+    return hook
