@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from transformers.distributed import DistributedConfig
 
 from shardplan import Model, PlanError, validate
 from shardplan.compiler.bind import bind
@@ -483,6 +484,98 @@ def test_an_entrance_that_cannot_be_told() -> None:
 
 def specs(*specs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {"layer_specs": list(specs), **more}
+
+
+def test_a_distributed_config_is_read_whole(tmp_path: Path) -> None:
+    """As an object, a dictionary and JSON: what it says instead of the model's own plans, what it wraps, and the sizes."""
+    moe = Model("qwen3_moe", {"num_hidden_layers": 2})
+    words = {
+        "tp_size": 2, "fsdp_size": 4, "ep_size": 2, "tp_plan": {"lm_head": "colwise"}, "fsdp_cpu_offload": True,
+        "fsdp_mixed_precision": True, "ep_implementation": "all_reduce",
+    }  # fmt: skip
+    config = DistributedConfig(**words)
+    config.to_json_file(tmp_path / "config.json")
+    made = [convert_plan(source, model=moe) for source in (config, words, tmp_path / "config.json")]
+    assert len({one.text for one in made}) == 1 and made[0].text is not None, made[0].report
+    plan = made[0].document
+    assert plan["tensor_parallel"]["lm_head"] == "colwise"  # and the rest is the model's own
+    own = convert_plan("hf", model=moe).document
+    assert {**plan["tensor_parallel"], "lm_head": None} == {**own["tensor_parallel"], "lm_head": None}
+    assert plan["expert_parallel"] == {"model.layers.*.mlp.experts": {"style": "ep_experts", "output": "all_reduce"}}
+    assert plan["data_parallel"] == {
+        "backend": "fsdp2", "units": ["model.embed_tokens", "model.layers.*"], "reshard_after_forward": True,
+        "cpu_offload": "pinned", "mixed_precision": {"param": "bfloat16", "reduce": "float32"},
+    }  # fmt: skip
+    assert "build_mesh(dp_shard=4, tp=2, ep=2)" in made[0].text
+    assert all("SP542" not in str(one.report) for one in made)
+
+
+CONFIGS: list[tuple[Any, list[str], dict[str, Any] | None]] = [
+    # A config that splits nothing wraps.
+    ({"fsdp_size": 2, "tp_plan": {}}, [], {"data_parallel"}),
+    ({"fsdp_size": 2, "fsdp_plan": {"model.layers.*": "keep_full_weight"}}, ["SP546"], {"data_parallel"}),
+    ({"tp_plan": "auto"}, [], {"tensor_parallel", "data_parallel"}),
+    ({"tp_size": 2, "ep_plan": {}}, ["SP545"], {"tensor_parallel", "data_parallel"}),
+    ({"tp_size": 2, "enable_sequence_parallel": True}, ["SP545"], {"tensor_parallel", "data_parallel"}),
+    ({"tp_size": 2, "pp_size": 2, "pp_plan": {}}, ["SP545", "SP545"], {"tensor_parallel", "data_parallel"}),
+    ({"tp_size": 2, "rows": 3}, ["SP545"], {"tensor_parallel", "data_parallel"}),
+    ({"tp_size": 0}, ["SP540"], None),
+    ({"tp_plan": "all"}, ["SP540"], None),
+    ({"tp_size": 2, "ep_implementation": "mine"}, ["SP540"], None),
+    ({"fsdp_size": 2, "fsdp_plan": {"model.layers.*": "full"}}, ["SP542"], None),
+    ({"tp_size": 1}, ["SP540"], None),
+]
+
+
+@pytest.mark.parametrize(("config", "codes", "sections"), CONFIGS, ids=lambda case: str(case)[:60])
+def test_words_of_a_distributed_config(config: dict[str, Any], codes: list[str], sections: set[str] | None) -> None:
+    made = convert_plan(config, model=Model("llama", {"num_hidden_layers": 2}))
+    assert [str(d.code) for d in made.report.diagnostics] == codes, made.report
+    assert (made.document is None) == (sections is None)
+    if sections is not None:
+        assert {name for name in made.document if name.endswith("parallel")} == sections
+
+
+def test_a_distributed_config_needs_the_model_whose_plans_it_changes() -> None:
+    assert [d.code for d in convert_plan({"tp_size": 2}).report.diagnostics] == ["SP544"]
+    (found,) = convert_plan({"tp_size": 2}, form="torch", model=Model("llama")).report.diagnostics
+    assert found.code == "SP540" and "this is a DistributedConfig of transformers" in found.message
+    tied = Model("llama", {"num_hidden_layers": 2, "tie_word_embeddings": True})
+    made = convert_plan({"fsdp_size": 2}, model=tied)  # one unit holds what is tied: the root
+    assert made.ok and made.document["data_parallel"]["units"] == ["model.layers.*"], made.report
+
+
+def test_words_of_deepspeed_0_19() -> None:
+    """What is split, or a warning for each."""
+    source = {
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "tensor_parallel": {
+            "vocab_parallel_lm_head": True,
+            "partition_config": {
+                **foreign.DEEPSPEED["tensor_parallel"]["partition_config"],
+                "strict_mode": True,
+                "embedding_partition_dim": 0,
+                "lm_head_patterns": ["lm_head"],
+                "rows": 2,
+            },
+        },
+    }
+    norms = {"patterns": [".*\\.[qk]_norm\\.weight$"], "partition_type": "skip", "grad_allreduce": True}
+    config = source["tensor_parallel"]["partition_config"]
+    config["layer_specs"] = [norms, *config["layer_specs"]]
+    made = convert_plan(source, model=Model("qwen3", {"num_hidden_layers": 2}))
+    assert made.ok, made.report
+    for name in "qk":
+        assert (
+            made.document["tensor_parallel"][f"model.layers.*.self_attn.{name}_norm"]
+            == "replicated_with_grad_allreduce"
+        )
+    places = [d.primary.location.path for d in made.report.diagnostics if d.code == "SP545"]
+    wanted = ["strict_mode", "embedding_partition_dim", "lm_head_patterns", "rows"]
+    assert {path[-1] for path in places} >= {*wanted, "vocab_parallel_lm_head", "expert_parallel"}
+    assert "DeepSpeed refuses it: `lm_head`" in str(made.report)
+    norms["partition_type"] = "column"
+    assert "SP542" in str(convert_plan(source, model=Model("qwen3", {"num_hidden_layers": 2})).report)
 
 
 def test_deepspeeds_llama() -> None:

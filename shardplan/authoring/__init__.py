@@ -1,6 +1,6 @@
 """Plans that are written by the package, from the run of a model."""
 
 from .init.cut_parts import cut_parts
-from .init.write import Heading, plan_document, plan_text
+from .init.write import WRAPPING, Heading, plan_document, plan_text
 
-__all__ = ["Heading", "cut_parts", "plan_document", "plan_text"]
+__all__ = ["WRAPPING", "Heading", "cut_parts", "plan_document", "plan_text"]

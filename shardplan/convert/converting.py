@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan import Model, Plan, PlanError, Report, validate
-from shardplan.authoring import Heading, cut_parts, plan_document, plan_text
+from shardplan.authoring import WRAPPING, Heading, cut_parts, plan_document, plan_text
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.report import ordered
 from shardplan.core.sources import SourceMap
@@ -18,6 +17,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_text
 
 from . import deepspeed
+from .distributed_config import Wanted, config_of, wanted_of
 from .entries import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_FORM, Entry, Meaning, NotConvertible, finding, quoted
 from .foreign_names import meaning_of_name
 from .foreign_places import Places, glob_of_key
@@ -54,7 +54,7 @@ class ConvertedPlan:
 
 
 def convert_plan(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    source: Any = None,
     *,
     model: Any = None,
     form: Form | None = None,
@@ -69,7 +69,8 @@ def convert_plan(
 
     Args:
         source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
-            config; or "hf", the plan that transformers has for the model.
+            config; transformers' `DistributedConfig`, also as a dictionary or a file; or "hf", the plan that transformers has for
+            the model.
         model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
             cannot be understood without it (SP544).
         form: "transformers", "automodel", "torch" or "deepspeed"; None: found from the source's form.
@@ -121,11 +122,14 @@ def _converted(
     """
     _raise_errors(read.diagnostics)
     try:
-        rules, plan_form, notes = _rules(read, form, found)
+        read, wanted = _with_config(read, form, found)
+        findings = (*read.diagnostics, *wanted.findings)
+        _raise_errors(findings)
+        rules, plan_form, notes = _rules(read, form, found, wanted)
     except NotConvertible as error:
         raise PlanError((error.finding(Location(read.name)),)) from None
-    findings = (*read.diagnostics, *rules.findings)
-    if not (rules.whole or rules.sliced or rules.experts) and not any(d.is_error for d in findings):
+    findings += tuple(rules.findings)
+    if not (rules.whole or rules.sliced or rules.experts or wanted.units) and not any(d.is_error for d in findings):
         findings = (*findings, finding(NO_FORM, "no entry is left for a plan", Location(read.name)))
     _raise_errors(findings)
     tree = found.tree if found is not None else None
@@ -134,12 +138,41 @@ def _converted(
         name=name or model or _stem(read.name),
         description=f"Converted from {OF[plan_form]}.",
         models=(model,) if model else (),
-        notes=notes,
+        notes=(*notes, *wanted.notes),
     )
     sections = {"tensor_parallel": rules.whole, "sequence_parallel": overlay(rules.whole, rules.sliced)}
     sections |= {"expert_parallel": rules.experts}
-    units = _units(tree, (*rules.whole, *rules.experts)) if tree is not None else ()
-    return plan_text(heading, sections, tree, units), plan_document(heading, sections, units), findings
+    units = wanted.units or (_units(tree, (*rules.whole, *rules.experts)) if tree is not None else ())
+    wrapping = wanted.wrapping or WRAPPING
+    text = plan_text(heading, sections, tree, units, wrapping=wrapping)
+    return text, plan_document(heading, sections, units, wrapping=wrapping), findings
+
+
+def _with_config(read: Source, form: Form | None, found: Any) -> tuple[Source, Wanted]:
+    """A source that is a config of transformers as the styles that it wants, and what else it says.
+
+    Raises:
+        NotConvertible: SP540: it is none of the form that was said.
+    """
+    config = config_of(read.data)
+    if config is None:
+        return read, Wanted({}, {})
+    if form not in (None, "transformers"):
+        raise NotConvertible(NO_FORM, f"this is a DistributedConfig of transformers, not {OF[form]}")
+    wanted = wanted_of(config, read.name, found, None if found is None else own_plans(found))
+    return replace(read, data=wanted.styles, experts=wanted.experts), wanted
+
+
+def own_plans(found: Any) -> dict[str, dict[str, Any]]:
+    """transformers' plans of a model, each from full names to styles."""
+    model, prefix = found.build(), found.tree.base_prefix
+    start = f"{prefix}." if prefix else ""
+    return {
+        plan: {
+            k if k.startswith(start) else start + k: style for k, style in (getattr(model, plan, None) or {}).items()
+        }
+        for plan in ("tp_plan", "ep_plan", "fsdp_plan")
+    }
 
 
 def _raise_errors(findings: tuple[Diagnostic, ...]) -> None:
@@ -152,25 +185,20 @@ def _read(source: object, import_path: str | None, found: Any) -> Source:
     if import_path is not None:
         return import_source(import_path, found.build if found is not None else None)
     if source != "hf":
-        return read_source(source)  # type: ignore[arg-type]
+        return read_source(source)
     if found is None:
         message = "transformers' own plan belongs to a model"
         raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
-    model, prefix = found.build(), found.tree.base_prefix
-    start = f"{prefix}." if prefix else ""
-    whole, experts = (
-        {k if k.startswith(start) else start + k: style for k, style in (getattr(model, plan, None) or {}).items()}
-        for plan in ("tp_plan", "ep_plan")
-    )
-    if not whole:
-        message = f"transformers has no tensor-parallel plan for {type(model).__name__}"
+    plans = own_plans(found)
+    if not plans["tp_plan"]:
+        message = f"transformers has no tensor-parallel plan for {found.tree.class_names[0]}"
         raise PlanError(
             (finding(NO_FORM, message, None, help="`shardplan init` writes a plan from a run of the model"),)
         )
-    return Source("<hf>", whole, experts=experts)
+    return Source("<hf>", plans["tp_plan"], experts=plans["ep_plan"])
 
 
-def _rules(read: Source, form: Form | None, found: Any) -> tuple[Rules, Form, tuple[str, ...]]:
+def _rules(read: Source, form: Form | None, found: Any, wanted: Wanted) -> tuple[Rules, Form, tuple[str, ...]]:
     """The rules, whose plan it is, and lines for the file.
 
     Raises:
@@ -178,7 +206,8 @@ def _rules(read: Source, form: Form | None, found: Any) -> tuple[Rules, Form, tu
     """
     places = Places(found.tree) if found is not None else None
     config = deepspeed.find_config(read.data)
-    plan_form = _form(read, form, is_deepspeed=config is not None)
+    is_config = wanted.styles is read.data
+    plan_form = "transformers" if is_config else _form(read, form, is_deepspeed=config is not None)
     if config is not None:
         return _deepspeed(read, *config, places), plan_form, ()
     meaning_of = _meanings(plan_form)
@@ -189,7 +218,8 @@ def _rules(read: Source, form: Form | None, found: Any) -> tuple[Rules, Form, tu
     if read.experts:
         findings = []
         distributed = rules_of(_entries(read, read.experts, meaning_of, plan_form, places, findings))
-        rules.experts |= distributed.experts
+        summed = {"style": "ep_experts", "output": "all_reduce"}
+        rules.experts |= {name: summed if wanted.summed else rule for name, rule in distributed.experts.items()}
         rules.findings += [*findings, *distributed.findings]
     if read.sequence_parallel is None:
         derived = any(rules.whole.get(p) != options for p, options in rules.sliced.items())
@@ -303,7 +333,8 @@ def _deepspeed(
                 message = "only the model tells which modules `skip` keeps from the specs after it"
                 findings.append(finding(NEEDS_MODEL, message, spec.at, help="name the model: --model"))
             continue
-        names = tuple(name for name in places.matrices(spec.globs) if name not in taken)
+        dims = 1 if spec.meaning is not None and spec.meaning.options == deepspeed.SUMMED else 2
+        names = tuple(name for name in places.weighted(spec.globs, dims) if name not in taken)
         taken.update(names)
         if not names:
             findings.append(
@@ -312,9 +343,22 @@ def _deepspeed(
         elif spec.meaning is not None:
             patterns = places.patterns(names, None)
             entries += [Entry(p, spec.meaning, spec.at, places.kinds((p,))) for p in patterns]
+    findings += deepspeed.left_out(read.data, config, read.name, path)
+    if config.get("strict_mode"):
+        findings.append(_strict(places, taken, Location(read.name, (*path, "strict_mode"))))
     rules = rules_of(entries)
     rules.findings[:0] = findings
     return rules
+
+
+def _strict(places: Places | None, taken: set[str], at: Location) -> Diagnostic:
+    """DeepSpeed's `strict_mode` refuses a linear layer that no spec matches."""
+    modules = places.tree.modules if places is not None else {}
+    left = [name for name, module in modules.items() if module.kind == "linear" and name not in taken]
+    patterns = list(dict.fromkeys(places.tree.pattern(name) for name in left)) if places is not None else []
+    seen = f": {', '.join(f'`{pattern}`' for pattern in patterns)}" if patterns else ""
+    message = f"`strict_mode` is left out: what has no rule stays whole here, where DeepSpeed refuses it{seen}"
+    return finding(LEFT_OUT, message, at, help="write a `skip` spec for these" if seen else None, warning=True)
 
 
 def _with_cuts(entries: list[Entry], found: Any, findings: list[Diagnostic]) -> list[Entry]:

@@ -22,7 +22,15 @@ from .entries import (
 )
 from .regexes import NoGlob, globs_of
 
-FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output"}
+# Of a layer spec, in DeepSpeed 0.19.
+FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce"}
+# Of a partition config; those that say nothing of what is split.
+READ = {"layer_specs", "use_default_specs", "tp_size", "strict_mode"}
+LEFT = {
+    "embedding_partition_dim": "DeepSpeed 0.19 keeps it and does nothing with it; the embedding stays whole",
+    "lm_head_patterns": "they name the head that `vocab_parallel_lm_head` splits, and the specs say what is split here",
+}
+SUMMED = {"style": "replicated_with_grad_allreduce"}
 TYPES = ("column", "row", "skip")
 
 
@@ -70,6 +78,35 @@ def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool]
             help="`shardplan convert hf --model MODEL` converts transformers' plan, which DeepSpeed prefers too",
         )
     return None
+
+
+def left_out(data: Mapping[str, Any], config: Mapping[str, Any], file: str, path: tuple[str, ...]) -> list[Diagnostic]:
+    """A warning for each word of a config that no plan has."""
+    found: list[Diagnostic] = []
+
+    def say(message: str, at: tuple[str, ...], help: str | None = None) -> None:
+        found.append(finding(LEFT_OUT, message, Location(file, at), help=help, warning=True))
+
+    for word in config:
+        if word in LEFT:
+            say(f"`{word}` is left out: {LEFT[word]}", (*path, word))
+        elif word not in READ and path[-1:] == ("partition_config",):
+            say(f"a partition_config of DeepSpeed 0.19 has no field {quoted(str(word))}", (*path, str(word)))
+    section = data.get("tensor_parallel")
+    above = section if isinstance(section, Mapping) else data
+    if above.get("vocab_parallel_lm_head"):
+        where = ("tensor_parallel", "vocab_parallel_lm_head") if above is section else ("vocab_parallel_lm_head",)
+        help = "write `lm_head: colwise_vocab`, and `embedding_rowwise` for an embedding that is tied to it"
+        say("`vocab_parallel_lm_head` is left out: no spec says which module it is", where, help)
+    experts = data.get("expert_parallel")
+    if isinstance(experts, Mapping) and experts.get("enabled"):
+        help = "`shardplan init MODEL` writes `expert_parallel`, and `shardplan convert hf --model MODEL` converts transformers' plan"
+        say(
+            "`expert_parallel` is left out: DeepSpeed's presets say which modules are experts",
+            ("expert_parallel",),
+            help,
+        )
+    return found
 
 
 def specs(
@@ -126,8 +163,13 @@ def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
         raise NotConvertible(
             NO_STYLE, f"there is no partition type {quoted(split)}", help=f"they are {', '.join(TYPES)}"
         )
+    summed = bool(spec.get("grad_allreduce", False))
     if split == "skip":
-        return None
+        return Meaning("style", "grad_allreduce", options=dict(SUMMED)) if summed else None
+    if summed:
+        raise NotConvertible(
+            NO_LAYOUTS, f"partition_type {split} with grad_allreduce: DeepSpeed reads it of `skip` alone"
+        )
     kind, dim = ("colwise", 0) if split == "column" else ("rowwise", 1)
     label = f"partition_type {split}"
     partition_dim = spec.get("partition_dim")

@@ -74,11 +74,11 @@ class Places:
             seen[tree.address(name)] = (*seen.get(tree.address(name), ()), name)
         return seen
 
-    def matrices(self, globs: Iterable[str]) -> tuple[str, ...]:
-        """Of the modules alone those whose weight has two dims or more."""
+    def weighted(self, globs: Iterable[str], dims: int = 2) -> tuple[str, ...]:
+        """Of the modules alone those whose weight has so many dims or more."""
         modules = self.tree.modules
         weights = {name: modules[name].parameter("weight") for name in self.of(globs) if name in modules}
-        return tuple(name for name, weight in weights.items() if weight is not None and len(weight.shape) > 1)
+        return tuple(name for name, weight in weights.items() if weight is not None and len(weight.shape) >= dims)
 
     def kinds(self, globs: Iterable[str]) -> frozenset[str]:
         """The kinds of the modules that any of the globs matches."""

@@ -15,6 +15,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.sources import SourceMap
 from shardplan.language import read_data
 
+from .distributed_config import config_of
 from .entries import NEEDS_MODEL, NO_IMPORT, finding, quoted
 
 Form = Literal["transformers", "automodel", "torch", "deepspeed"]
@@ -43,14 +44,14 @@ class Source:
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
-    """A JSON or YAML file, or a dictionary. Of what cannot be read the findings say why (SP101 to SP103, SP111).
+def read_source(source: Any) -> Source:
+    """A JSON or YAML file, a dictionary, or transformers' `DistributedConfig`. Of what cannot be read the findings say why (SP101 to SP103, SP111).
 
     Raises:
         TypeError: something else.
     """
-    if isinstance(source, Mapping):
-        return Source("<dict>", source)
+    if isinstance(source, Mapping) or config_of(source) is not None:
+        return Source("<dict>", config_of(source) or source)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a source is a file or a dictionary, not {type(source).__name__}")
     data, sources, findings = read_data(os.fspath(source))

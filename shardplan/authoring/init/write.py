@@ -36,12 +36,16 @@ class Heading:
     notes: tuple[str, ...] = ()
 
 
+WRAPPING = {"reshard_after_forward": "all_but_last"}  # of `data_parallel`, beside the units
+
+
 def plan_text(
     heading: Heading,
     sections: Mapping[str, Rules],
     tree: ModuleTree | None,
     units: Sequence[str] = (),
     pipeline: Mapping[str, Any] | None = None,
+    wrapping: Mapping[str, Any] = WRAPPING,
 ) -> str:
     """The file as YAML.
 
@@ -50,6 +54,7 @@ def plan_text(
         tree: the model that rules are ordered by; None leaves them as they are.
         units: patterns of the modules that data parallelism wraps.
         pipeline: the fields of `pipeline_parallel`; None: no such section.
+        wrapping: the other fields of `data_parallel`.
     """
     lines = ['version: "1"', f"name: {word_text(heading.name)}", f"description: {word_text(heading.description)}"]
     lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
@@ -68,7 +73,7 @@ def plan_text(
             lines += [*(f"{indent}{line}" for line in text), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: {value_text(units)}"]
-        lines += ["  reshard_after_forward: all_but_last", ""]
+        lines += [*(f"  {name}: {value_text(value)}" for name, value in wrapping.items()), ""]
     if pipeline is not None:
         lines += [
             "pipeline_parallel:",
@@ -86,17 +91,14 @@ def plan_document(
     sections: Mapping[str, Rules],
     units: Sequence[str] = (),
     pipeline: Mapping[str, Any] | None = None,
+    wrapping: Mapping[str, Any] = WRAPPING,
 ) -> dict[str, Any]:
     """The same as data."""
     found = {"version": "1", "name": heading.name, **section_documents(sections), "description": heading.description}
     if heading.models:
         found["models"] = list(heading.models)
     if units:
-        found["data_parallel"] = {
-            "backend": "fsdp2",
-            "units": list(units),
-            "reshard_after_forward": "all_but_last",
-        }
+        found["data_parallel"] = {"backend": "fsdp2", "units": list(units), **wrapping}
     if pipeline is not None:
         found["pipeline_parallel"] = dict(pipeline)
     return found
