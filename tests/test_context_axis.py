@@ -17,10 +17,12 @@ from shardplan.compiler.bind import decided
 from shardplan.compiler.user_inputs import Model, find_model, read_plan
 from shardplan.core import moves, nesting
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.moves import MoveOps
+from shardplan.core.module_program import HeadShare
+from shardplan.core.moves import MoveOps, Ranges
 from shardplan.core.plan import overlays_of, variant_name, variant_words, without_sequence
 from shardplan.core.proof_meshes import proof_meshes
 from shardplan.model.sequence_chunks import own_labels_of
+from shardplan.runtime.parallel import boundaries
 
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
 HEADS = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
@@ -136,3 +138,42 @@ def test_the_proof_refuses_other_labels_of_own_tokens(instead: Any, monkeypatch:
     monkeypatch.setattr(sys.modules["shardplan.runtime.training.context_parallel"], "own_labels_of", instead)
     report = shardplan.validate("llama", plan, {"cp": 2, "tp": 1})
     assert [one.code for one in report.diagnostics] == ["SP420"], report
+
+
+SINKS = {
+    "version": "1",
+    "name": "gpt_oss-cp",
+    "extends": "gpt_oss",
+    "context_parallel": {
+        **ENDS,
+        "model.layers.*.self_attn": "exchange_heads",
+        "model.layers.*.mlp.router": {"style": "token_wise", "read_outside": [0]},
+    },
+}
+
+
+@pytest.mark.slow
+def test_the_proof_refuses_sinks_of_other_heads(monkeypatch: pytest.MonkeyPatch):
+    """The loss moves by 7e-5 alone."""
+    right = HeadShare.of_ranks
+
+    def of_others(share: HeadShare, tp_rank: int) -> tuple[Ranges, ...]:
+        ranges = right(share, tp_rank)
+        return ranges[::-1] if share.over_both.name == "sinks" else ranges
+
+    monkeypatch.setattr(HeadShare, "of_ranks", of_others)
+    report = shardplan.validate("gpt_oss", SINKS, {"cp": 2, "tp": 1})
+    assert [one.code for one in report.diagnostics] == ["SP420"], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [True, False])
+def test_the_proof_refuses_the_length_of_a_chunk_in_place_of_the_whole(known: bool, monkeypatch: pytest.MonkeyPatch):
+    """Where projections look at what they read, and where they do not: `view` then mixes tokens with heads."""
+    hollow = boundaries.hollow_of
+    monkeypatch.setattr(boundaries, "hollow_of", lambda x, **words: hollow(x, **words).kept)
+    if not known:
+        monkeypatch.setattr(boundaries, "taken", lambda x, *_: x)
+        monkeypatch.setattr(boundaries, "has_all_tokens", lambda *_: False)
+    report = shardplan.validate("llama", {**PLAN, "context_parallel": HEADS}, {"cp": 2, "tp": 1})
+    assert [one.code for one in report.diagnostics] == ["SP422"], report
