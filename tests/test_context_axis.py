@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from small_models import meta_model
+from small_models import CONFIGS, meta_model
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
@@ -35,7 +35,7 @@ PLAN = {
 
 
 def derived(name: str) -> Any:
-    found, _ = find_model(Model(meta_model(name)))
+    found, _ = find_model(Model(meta_model(name) if name in CONFIGS else name))
     assert found is not None
     plan = read_plan("auto", found).plan
     assert plan is not None
@@ -97,6 +97,11 @@ def test_cp_has_ranks_of_its_own_in_the_proof_where_the_plan_has_rules_for_it():
     assert proof_meshes(MeshSizes(tp=1, cp=8)) == (MeshSizes(tp=1),)
     assert proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16), context=True) == (MeshSizes(tp=2, cp=2, dp_shard=2),)
     assert all(mesh.cp == 1 for mesh in proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16)))
+
+
+@pytest.mark.slow
+def test_a_projection_of_one_row_of_zeros_keeps_its_module_whole():
+    assert derived("zaya")["model.layers.*.self_attn"] == "replicate_seq"
 
 
 MUTANTS = {

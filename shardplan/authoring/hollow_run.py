@@ -13,23 +13,24 @@ from shardplan.compiler.layout.run import Workbench
 from shardplan.core.module_program import ModuleProgram
 from shardplan.model.rebinding import copied
 from shardplan.runtime.parallel.forward import arguments_of
+from shardplan.runtime.parallel.head_exchange import SEQUENCE
 from shardplan.torchlib.hollow import Hollow
 
 
 def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) -> bool:
-    """Whether the code of these modules asks their arguments for a shape, and leaves their values to the projections below; tried on one
-    rank, which has all tokens.
+    """Whether the code of these modules asks their arguments for a shape, and leaves their values to the projections below, which read
+    nothing but these and values that have all tokens; tried on one rank, which has all tokens.
 
     Args:
         programs: of the rules for cp.
     """
-    model = copied(bench.model)
+    model, run = copied(bench.model), _Run()
     for name, program in programs.items():
         moves = program.on_cp
         module = model.get_submodule(name)
         if moves is not None and (moves.hollow is not None or moves.takes):
             argument = moves.hollow or arguments_of(module)[0]
-            change = partial(_changed, argument, _kept if moves.takes else _hollow)
+            change = partial(_changed, argument, run.kept if moves.takes else run.hollow)
             module.register_forward_pre_hook(change, with_kwargs=True)
     try:
         with torch.no_grad():
@@ -46,9 +47,18 @@ def _changed(name: str, change: Callable[[Tensor], Tensor], module: nn.Module, a
     return (*args[:at], change(args[at]), *args[at + 1 :]), kwargs
 
 
-def _hollow(x: Tensor) -> Tensor:
-    return Hollow(x, x.shape, lambda whole: whole, "{} reads values".format)
+class _Run:
+    """What is read in the place of arguments; the length of the sequence is that of the last hollow one."""
 
+    length = 0
 
-def _kept(x: Tensor) -> Tensor:
-    return x.kept if isinstance(x, Hollow) else x
+    def hollow(self, x: Tensor) -> Tensor:
+        self.length = x.shape[SEQUENCE]
+        return Hollow(x, x.shape, lambda whole: whole, "{} reads values".format)
+
+    def kept(self, x: Tensor) -> Tensor:
+        if isinstance(x, Hollow):
+            return x.kept
+        if x.ndim < 2 or x.shape[-2] != self.length:
+            raise ValueError(f"a projection reads {list(x.shape)}, neither the argument nor all tokens")
+        return x
