@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +13,14 @@ from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import Axis, MeshSizes
-from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, variant_name
+from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, overlays_of, variant_name
 from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
+from .step_files import check_step_file
 
 if TYPE_CHECKING:
     from shardplan.compiler.layout.stage_plan import StagedPlan
@@ -105,6 +107,7 @@ def verify(
     processes: bool = False,
     schedule: str | None = None,
     micro_batches: int | None = None,
+    step: str | os.PathLike[str] | None = None,
     allow_unproven: bool = False,
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
@@ -118,33 +121,37 @@ def verify(
         processes: real gloo processes, one for each rank of the mesh, instead of a simulation in this one of smaller meshes that stand
             for it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
         schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
+        step: a Python file with a training step of your own, `make(model) -> state` and `step(model, batches, state) -> loss`. Where the plan is right,
+            its code is run on gloo processes of the mesh, and on one with the same global batch (`docs/proving-a-step.md`).
         progress: called with what is being done.
         derive: as for `validate`.
 
     Raises:
         ValueError: as for `validate`; data parallelism alone without `processes`; more processes than one machine runs; a schedule that does not
-            fit; with processes, a model that these cannot find.
-        TypeError: as for `validate`; neither tp nor several ep or pp ranks.
+            fit; with processes, a model that these cannot find; a step that is no such file, or on one rank.
+        TypeError: as for `validate`; neither tp nor several ep or pp ranks, nor a step.
     """
     sizes = sizes_of(mesh)
-    if sizes.tp is None and sizes.pp == sizes.ep == 1:
+    if sizes.tp is None and sizes.pp == sizes.ep == 1 and step is None:
         raise TypeError("verify needs a tp size, or several ep or pp ranks")
     sizes = replace(sizes, tp=sizes.tp or 1)
-    if processes and sizes.world_size > MOST_PROCESSES:
-        raise ValueError(
-            f"processes=True (--processes) starts at most {MOST_PROCESSES}, not {sizes.world_size}: use a smaller mesh"
-        )
-    if (schedule is not None or micro_batches is not None) and not (processes and sizes.pp > 1):
+    if step is not None:
+        check_step_file(step, sizes)
+    if (processes or step is not None) and sizes.world_size > MOST_PROCESSES:
+        option = "processes=True (--processes)" if processes else "step (--step)"
+        raise ValueError(f"{option} starts at most {MOST_PROCESSES}, not {sizes.world_size}: use a smaller mesh")
+    if (schedule is not None or micro_batches is not None) and not ((processes or step) and sizes.pp > 1):
         raise ValueError(
             "a schedule and micro-batches are for pipeline stages in real processes: pass processes=True (--processes) and several "
             "pp ranks (--pp)"
         )
-    if sizes.tp == sizes.ep == 1 and sizes.world_size > sizes.pp and not processes:
+    nothing = sizes.tp == sizes.ep == 1 and sizes.world_size > sizes.pp and not processes
+    if nothing and step is None:
         raise ValueError(
             "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
         )
     record = None
-    if processes and sizes.pp > 1:
+    if (processes or step is not None) and sizes.pp > 1:
         from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
 
         record = PipelineOptions(schedule or "1f1b", 1 if micro_batches is None else micro_batches).record
@@ -158,7 +165,8 @@ def verify(
         logits,
         allow_unproven,
         progress,
-        run=_Run(processes, record, micro_batches),
+        run=None if nothing else _Run(processes, record if processes else None, micro_batches),
+        step=None if step is None else _Step(os.fspath(step), _Run(True, record, micro_batches)),
     )
     return _checked(asked, strict=strict)
 
@@ -207,12 +215,21 @@ class _Run:
 
 
 @dataclass(frozen=True)
+class _Step:
+    """The file of a training step, and how it is run."""
+
+    script: str
+    run: _Run
+
+
+@dataclass(frozen=True)
 class Check:
     """What `validate` and `verify` were asked.
 
     Args:
         last: the last stage.
         run: for `verify`, which proves what has no structural error.
+        step: what is compared where nothing else is wrong.
     """
 
     model: Model
@@ -226,6 +243,7 @@ class Check:
     progress: Callable[[str], None] = lambda text: None
     last: Stage = "proof"
     run: _Run | None = None
+    step: _Step | None = None
 
 
 def _checked(asked: Check, *, strict: bool) -> Report:
@@ -259,6 +277,8 @@ def _look(report: Report, asked: Check) -> Report:
     )
     if asked.last != "structure" and not variants.any_error:
         report, variants = prove_variants(report, variants, given, asked)
+        if asked.step is not None and not variants.any_error:
+            report, variants = _with_step(report, variants, given, asked, asked.step)
     return replace(
         report,
         diagnostics=(*given.findings, *variants.all_findings),
@@ -319,6 +339,23 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     if run is not None and not variants.any_error and (proof is None or not proof.ok):
         variants = variants.with_findings(dict.fromkeys(variants.findings, (nothing_proven(proof),)))
     return replace(report, stages=looked, allowed_tp=allowed, proof=proof), variants
+
+
+def _with_step(report: Report, variants: Variants, given: Given, asked: Check, step: _Step) -> tuple[Report, Variants]:
+    """Compare a training step, with the variant of the plan that was asked for, on the processes of the mesh and on one."""
+    from shardplan.compiler.layout import ModelLayouts
+    from shardplan.proof.prove_step import StepQuestion, prove_step
+
+    (found, plan), sizes, run = given.both, asked.sizes, step.run
+    on = overlays_of(bool(asked.sequence_parallel), sizes, context=plan.has_context)
+    stages, context = run.stages(variants, sizes), sizes.cp if plan.has_context else 1
+    layouts = ModelLayouts(found, sizes.of(Axis.TP), sizes.ep, pp=stages or 1, blocks=stages, cp=context)
+    question = StepQuestion(
+        step.script, layouts, asked.model, plan, sizes, on, asked.logits, run.schedule, run.micro_batches
+    )
+    wrong = prove_step(question, asked.progress)
+    variants = variants.with_findings(dict.fromkeys(variants.findings, wrong))
+    return replace(report, stages=(*report.stages, "step"), step=None if wrong else step.script), variants
 
 
 def coverage(

@@ -190,6 +190,11 @@ def _verify(parser: Parser) -> None:
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), help=text)
     text = "of its steps, on each data-parallel rank (twice as many as stages)"
     parser.add_argument("--micro-batches", type=micro_batches, metavar="N", help=text)
+    text = (
+        "also run a training step of yours on gloo processes of the mesh and on one, and name the first value that differs: "
+        "a Python file with make(model) -> state and step(model, batches, state) -> loss; runs its code"
+    )
+    parser.add_argument("--step", metavar="FILE", help=text)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
 
 
@@ -360,7 +365,7 @@ COMMANDS: Table = {
     ),
     "verify": (
         "Prove a plan numerically: compare a reduced model of the same architecture, sharded and unsharded.",
-        "shardplan verify qwen3 plans/qwen3.yaml --tp 2 --pp 2 --processes --schedule 1f1b",
+        "shardplan verify qwen3 plans/qwen3.yaml --dp-shard 2 --tp 2 --step train.py",
         _verify,
     ),
     "show": (

@@ -14,12 +14,17 @@ from .validate_command import report_of
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.tp is None and (args.pp or 1) == 1:
+    if args.tp is None and (args.pp or 1) == 1 and args.step is None:
         raise UsageError("give the size to prove: --tp, --pp or both")
     collect_garbage()
     try:
         report = report_of(
-            args, api.verify, processes=args.processes, schedule=args.schedule, micro_batches=args.micro_batches
+            args,
+            api.verify,
+            processes=args.processes,
+            schedule=args.schedule,
+            micro_batches=args.micro_batches,
+            step=args.step,
         )
     except ValueError as error:  # the mesh or the schedule is none that is run here
         raise UsageError(str(error)) from None

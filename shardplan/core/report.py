@@ -13,7 +13,7 @@ from .mesh import MeshSizes
 from .plan import Overlay, Variant
 from .sources import SourceMap
 
-Stage = Literal["plan", "names", "structure", "layouts", "proof"]
+Stage = Literal["plan", "names", "structure", "layouts", "proof", "step"]
 Compared = Literal["output", "gradient", "buffer", "parameter"]
 Verdict = Literal["equal", "differs", "unproven"]
 
@@ -100,9 +100,10 @@ class Report:
         allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
             computed. Layouts are checked at `checked_tp`; for the others it is only known that they divide what is split.
         stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
-            layouts of its reduced model; its numbers. Where a stage finds errors, the later ones are not reached.
+            layouts of its reduced model; its numbers; a training step. Where a stage finds errors, the later ones are not reached.
         proof: the numeric proof, where that stage was reached.
         derived: the plan, where `auto` derived it.
+        step: the file of a training step that leaves on every rank what it leaves on one process.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -117,6 +118,7 @@ class Report:
     stages: tuple[Stage, ...] = ("plan",)
     proof: NumericProof | None = None
     derived: DerivedPlan | None = None
+    step: str | None = None
 
     @property
     def proven(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardplan.runtime.apply.model_parts import Parted
 from shardplan.torchlib.private import private
 
 LOWER = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -22,6 +24,8 @@ class _Doubled(TorchFunctionMode):
     """Replaces lower precisions by float64 in every call, also in those that a backward makes."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _AS_WRITTEN:
+            return func(*args, **(kwargs or {}))
         if func in STARTS:
             if func is Tensor.backward:
                 func, args, kwargs = torch.autograd.backward, _of_backward(*args, **(kwargs or {})), None
@@ -33,6 +37,23 @@ class _Doubled(TorchFunctionMode):
         if not kwargs:
             return func(*args)
         return func(*args, **{name: _raised(value) for name, value in kwargs.items()})
+
+
+_AS_WRITTEN: list[None] = []  # how many calls run in the precisions that they ask for
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in the precisions that its code has: of kernels that take float32 alone."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _AS_WRITTEN.append(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _AS_WRITTEN.pop()
+
+    return run
 
 
 def _of_backward(
@@ -64,7 +85,7 @@ def _raised(value: Any) -> Any:
 
 
 @contextmanager
-def in_precision_of(model: nn.Module) -> Iterator[None]:
+def in_precision_of(model: nn.Module | Parted) -> Iterator[None]:
     """While a float64 model runs, its own casts to float32 (norms, routers, softmax, the loss) stay in float64: such a
     cast would leave float32 roundoff in a run that must distinguish roundoff from a wrong layout. Other models run
     unchanged."""

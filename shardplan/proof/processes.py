@@ -110,15 +110,28 @@ def check_sendable(source: Model) -> None:
 
 def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
     """Run the cases on as many processes as the mesh has ranks; each row is the worst over the ranks."""
+    worst: list[tuple[Comparison, ...]] = run_on_ranks(recipe.sizes.world_size, _rows, recipe, dtype)[0]
+    return worst
+
+
+def run_on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call a module's function on real processes, the ranks of a process group, and return what each returned.
+
+    Raises:
+        RuntimeError: it raised on a rank.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pickle")
-        arguments = (recipe, dtype, str(rendezvous), str(result))
         set_forkserver_preload(list(PRELOADED))
+        given = (count, folder, function, arguments)
         try:
-            multiprocessing.start_processes(_worker, arguments, recipe.sizes.world_size, start_method="forkserver")
+            multiprocessing.start_processes(_worker, given, count, start_method="forkserver")
         except ProcessRaisedException as error:
             raise RuntimeError(f"rank {error.error_index} raised {_last_line(str(error))}") from None
-        return pickle.loads(result.read_bytes())
+        return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(count)]
+
+
+def _result(folder: str, rank: int) -> Path:
+    return Path(folder, f"result-{rank}.pickle")
 
 
 def _last_line(trace: str) -> str:
@@ -127,18 +140,20 @@ def _last_line(trace: str) -> str:
     return named[-1] if named else trace
 
 
-def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, rendezvous: str, result: str) -> None:
+def _worker(rank: int, count: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=recipe.sizes.world_size, timeout=TIMEOUT
+        "gloo", init_method=f"file://{Path(folder, 'rendezvous')}", rank=rank, world_size=count, timeout=TIMEOUT
     )
     try:
-        worst = [_worst_of_all_ranks(rank, case.rows()) for case in recipe.cases(dtype)]
-        if rank == 0:
-            Path(result).write_bytes(pickle.dumps(worst))
+        _result(folder, rank).write_bytes(pickle.dumps(function(*arguments)))
     finally:
         dist.destroy_process_group()
+
+
+def _rows(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
+    return [_worst_of_all_ranks(dist.get_rank(), case.rows()) for case in recipe.cases(dtype)]
 
 
 def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Comparison, ...]:

@@ -50,7 +50,8 @@ class Engine:
         device: torch.device,
     ):
         self.micro_batches, self.has_last = micro_batches, stages - 1 in parts
-        loss = Handed((), loss_dtype(one.dtype for one in handing[-1]), True)  # torch 2.11 compares it
+        received = handing[-1] if handing else ()
+        loss = Handed((), loss_dtype(one.dtype for one in received), True)  # torch 2.11 compares it
         self.made = {
             stage: _Stage(
                 part,

@@ -1,0 +1,221 @@
+"""`verify --step`: a user's step on gloo processes of a mesh, and on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.layout.context_chunks import context_facts
+from shardplan.compiler.layout.stage_plan import staged_plan
+from shardplan.compiler.lower.program import Program
+from shardplan.compiler.lowering_stage import program_of
+from shardplan.compiler.overrides import Logits
+from shardplan.compiler.pipeline_cut import pipeline_cut
+from shardplan.compiler.user_inputs import Model
+from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
+from shardplan.core.mesh import APPLIED, MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
+from shardplan.core.schedules import Schedule, schedule_of
+from shardplan.model.reduced.precision import in_dtype
+from shardplan.torchlib.modes import reduced_runs
+
+from .pipelined import AXES, Scheduled, scheduled_for
+from .processes import check_sendable, run_on_ranks
+from .prove import EAGER, compile_for
+from .rank import data_parallel_rank, mesh_of
+from .step_differences import Alone, Difference, among_ranks, in_one_process, on_ranks
+from .steps import Batch, cast
+from .user_step import MICRO, STEPS, Ran, Trial, dealt, joined, merged, run_trial
+
+DIFFERENT_STEP = Code("SP561")
+ALONE = MeshSizes(tp=1)
+
+
+@dataclass(frozen=True)
+class StepQuestion:
+    """A step, and what it is proven with.
+
+    Args:
+        script: the path of the user's file.
+        reduced: for the mesh.
+        sizes: of the mesh.
+        on: the variant of the plan.
+        schedule, micro_batches: of a pipeline, with several pp ranks.
+    """
+
+    script: str
+    reduced: ModelLayouts
+    source: Model
+    plan: PlanFile
+    sizes: MeshSizes
+    on: Overlays = NO_OVERLAYS
+    logits: Logits = "plan"
+    schedule: Schedule | None = None
+    micro_batches: int | None = None
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """What each process needs.
+
+    Args:
+        program: on `sizes`; `single` is the same plan's on one process.
+        staged: how the pipeline of each runs, where there is one.
+        axes: of the reduced model, those of `ModelLayouts`.
+    """
+
+    script: str
+    source: Model
+    program: Program
+    single: Program
+    sizes: MeshSizes
+    axes: Mapping[str, int]
+    staged: tuple[Scheduled, Scheduled] | None = None
+
+    @cached_property
+    def reduced(self) -> Any:
+        return ModelLayouts(self.source.find(), **self.axes).reduced_model
+
+    @property
+    def shares(self) -> int:
+        return self.sizes.replicas
+
+    def build(self) -> nn.Module:
+        return in_dtype(self.reduced.build(), torch.float64)
+
+    def batches(self, *, alike: bool) -> list[list[list[Batch]]]:
+        """Step, data-parallel rank, micro-batch."""
+        kind = self.reduced.kinds[0]
+        masked = kind == "text" and self.sizes.cp == 1
+
+        def feed(seed: int) -> Batch:
+            rows = 1 if self.staged is None else self.staged[0].micro_batches
+            given = joined([self.reduced.feeder(kind, seed * rows + row, None) for row in range(rows)])
+            return cast(given, torch.float64)
+
+        return [dealt(feed, step, self.shares, alike=alike, masked=masked) for step in range(STEPS)]
+
+    def trial(self, batches: Sequence[list[Batch]], *, alone: bool, alike: bool) -> Trial:
+        sizes, program = (ALONE, self.single) if alone else (self.sizes, self.program)
+        staged = None if self.staged is None else self.staged[alone]
+        return Trial(self.script, self.build, program, sizes, batches, alike, staged)
+
+
+@reduced_runs()
+def alone_on(task: StepTask) -> tuple[Alone, bool]:
+    """What the script does in this one process, and whether it draws."""
+
+    def flat(steps: Sequence[Sequence[list[Batch]]]) -> list[list[Batch]]:
+        return [[batch for share in step for batch in share] for step in steps]
+
+    every, alike = task.batches(alike=False), task.batches(alike=True)
+    run = partial(task.trial, alone=True, alike=False)
+    same, drew = run_trial(run(flat(every)))
+    if drew:
+        return Alone(run_trial(task.trial(flat(every), alone=True, alike=True))[0]), True
+    parts = run_trial(run(flat(alike)[:1]))[0]
+    whole = run_trial(run([[joined(step)] for step in flat(alike)[:1]]))[0]
+    shares = [run_trial(run([every[0][share]]))[0][0] for share in range(task.shares)]
+    return Alone(same, parts, whole, shares), False
+
+
+@reduced_runs()
+def rank_of(task: StepTask, drew: bool) -> tuple[list[Ran], list[Ran]]:
+    """What it leaves behind on this rank; where it draws, with draws that shapes decide, and with its own."""
+    own = data_parallel_rank(mesh_of(task.sizes, APPLIED if task.staged is None else AXES))
+    batches = [step[own] for step in task.batches(alike=False)]
+    found = run_trial(task.trial(batches, alone=False, alike=drew))[0]
+    return found, run_trial(task.trial(batches, alone=False, alike=False))[0] if drew else []
+
+
+def differences(task: StepTask, alone: Alone, ranks: Sequence[tuple[list[Ran], list[Ran]]]) -> list[Difference]:
+    """What is wrong with the step, the first thing of each kind of comparison."""
+    ranks = list(_with_stages(task, ranks))
+    found = in_one_process(alone, task.shares * MICRO)
+    if (
+        not found
+        and all(unlike for _, unlike in ranks)
+        and (one := among_ranks([unlike for _, unlike in ranks], task.sizes.tp or 1)) is not None
+    ):
+        found.append(one)
+    experts = frozenset(
+        name for name in alone.same[0].backward if any(name.startswith(f"{module}.") for module in task.program.experts)
+    )
+    if not found and (one := on_ranks(alone, [own for own, _ in ranks], experts)) is not None:
+        found.append(one)
+    return found
+
+
+def _with_stages(task: StepTask, ranks: Sequence[tuple[list[Ran], list[Ran]]]) -> Iterator[tuple[list[Ran], list[Ran]]]:
+    """Each rank with what the ranks have that have the other stages of its model."""
+    apart = len(ranks) // task.sizes.pp
+
+    def of(rank: int, kind: int) -> list[Ran]:
+        others = [both[kind] for both in ranks[rank % apart :: apart]]
+        return [merged(own, [run[step] for run in others]) for step, own in enumerate(ranks[rank][kind])]
+
+    for rank in range(len(ranks)):
+        yield of(rank, 0), of(rank, 1)
+
+
+def task_of(asked: StepQuestion) -> StepTask:
+    """What the processes need.
+
+    Raises:
+        PlanError: the plan has errors on the reduced model.
+    """
+    reduced, sizes = asked.reduced, asked.sizes
+
+    def program(sizes: MeshSizes, on: Overlays) -> Program:
+        compiled = compile_for(reduced, asked.plan, sizes, [on], asked=True)
+        if sizes.cp > 1 and not asked.plan.has_context:
+            facts, _ = context_facts(reduced.found)
+            compiled = compiled.changed(lambda one: replace(one, context=facts))
+        return program_of(compiled, on, logits=asked.logits, sections=EAGER)
+
+    programs = program(sizes, asked.on), program(ALONE, NO_OVERLAYS)
+    staged = None
+    if sizes.pp > 1:
+        cut, schedule = staged_plan(asked.plan, reduced), asked.schedule
+        assert schedule is not None
+        own = scheduled_for(reduced, cut, schedule, asked.micro_batches)
+        assert cut.resolved is not None
+        whole = pipeline_cut(cut.resolved, (len(cut.resolved.pp_blocks),))
+        staged = own, replace(own, cut=whole, schedule=schedule_of("gpipe"))
+    axes = {name: getattr(reduced, name) for name in ("tp", "ep", "heads_times", "pp", "blocks", "cp")}
+    return StepTask(asked.script, asked.source, *programs, sizes, axes, staged)
+
+
+def prove_step(asked: StepQuestion, progress: Callable[[str], None] = lambda text: None) -> tuple[Diagnostic, ...]:
+    """Run a script's step on processes of a mesh, and compare it with one process.
+
+    Raises:
+        ValueError: processes cannot find the model; a schedule that does not fit.
+    """
+    check_sendable(asked.source)
+    try:
+        task = task_of(asked)
+    except PlanError as error:
+        return error.diagnostics
+    try:
+        progress(f"{task.script}: the step on one process")
+        [(alone, drew)] = run_on_ranks(1, alone_on, task)
+    except RuntimeError as error:
+        return (_finding(Difference(f"on one process {error}", "run the script in one process first"), task),)
+    try:
+        progress(f"{task.script}: the step on {task.sizes.world_size} processes")
+        ranks = run_on_ranks(task.sizes.world_size, rank_of, task, drew)
+    except RuntimeError as error:
+        return (_finding(Difference(f"{error}; one process does not", "do on all ranks what one does"), task),)
+    return tuple(_finding(one, task) for one in differences(task, alone, ranks))
+
+
+def _finding(found: Difference, task: StepTask) -> Diagnostic:
+    place = task.script if found.line is None else f"{task.script}:{found.line}"
+    return Diagnostic(DIFFERENT_STEP, Severity.ERROR, found.message, notes=(place,), help=found.help)

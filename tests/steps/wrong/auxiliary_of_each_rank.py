@@ -1,0 +1,21 @@
+"""The router's loss is divided by the ranks, of which it is a mean anyway."""
+
+# on: qwen3_moe dp_shard=2 tp=2
+# named: gradient
+
+import torch
+import torch.distributed as dist
+
+from shardplan import micro_batches
+
+
+def make(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model, batches, optimizer):
+    for batch, scale in micro_batches(model, batches):
+        output = model(**batch, output_router_logits=True)
+        ((output.loss + output.aux_loss / dist.get_world_size()) * scale).backward()
+    optimizer.step()
+    optimizer.zero_grad()

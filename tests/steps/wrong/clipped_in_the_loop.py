@@ -1,0 +1,19 @@
+"""Gradients are clipped after each micro-batch."""
+
+# named: gradient
+
+import torch
+
+from shardplan import clip_grad_norm_, micro_batches
+
+
+def make(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model, batches, optimizer):
+    for batch, scale in micro_batches(model, batches, defer=False):
+        (model(**batch).loss * scale).backward()
+        clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()

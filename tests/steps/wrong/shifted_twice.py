@@ -1,0 +1,19 @@
+"""Labels are shifted for a model that shifts them."""
+
+# named: shifted twice
+
+import torch
+
+from shardplan import micro_batches
+
+
+def make(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model, batches, optimizer):
+    for batch, scale in micro_batches(model, batches):
+        labels = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        (model(**{**batch, "labels": labels}).loss * scale).backward()
+    optimizer.step()
+    optimizer.zero_grad()

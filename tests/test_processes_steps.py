@@ -1,0 +1,101 @@
+"""Steps that users write, right ones and wrong ones: `verify --step` names what is wrong, and no right one.
+
+Each file of tests/steps has a step. `# on:` is the model and the mesh, and `# named:` what is found, in front of the code.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from processes import RanksFailed, on_ranks
+
+from shardplan.api import verify
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.pipeline import look_up
+from shardplan.compiler.user_inputs import Model
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
+from shardplan.core.schedules import schedule_of
+from shardplan.proof.prove_step import StepQuestion, StepTask, alone_on, differences, rank_of, task_of
+
+FOLDER = Path(__file__).parent / "steps"
+RIGHT, WRONG = (sorted((FOLDER / kind).glob("*.py")) for kind in ("right", "wrong"))
+RIGHT.append(FOLDER.parent.parent / "examples" / "step.py")
+SAMPLE = {
+    FOLDER / "right" / "average.py",
+    *Random(0).sample(RIGHT, 2),
+    *Random(0).sample(WRONG, 5),
+}  # `make steps` judges all
+USUAL = "qwen3 dp_shard=2 tp=2"
+
+
+def said(script: Path, what: str) -> str:
+    found = re.search(rf"^# {what}: (.*)$", script.read_text("utf-8"), re.MULTILINE)
+    return found[1] if found else ""
+
+
+@cache
+def planned(on: str) -> StepTask:
+    name, *words = on.split()
+    given = dict(word.split("=") for word in words if "=" in word)
+    plan, inputs = given.pop("plan", "auto"), given.pop("inputs", None)
+    mesh = replace(MeshSizes(**{axis: int(size) for axis, size in given.items()}), tp=int(given.get("tp", 1)))
+    source = Model(name, inputs=inputs)
+    found, read = look_up(source, plan, split=True).both
+    overlays = overlays_of("sequence_parallel" in words, mesh, context=read.has_context)
+    schedule, stages = (schedule_of("1f1b"), mesh.pp) if mesh.pp > 1 else (None, 0)
+    context = mesh.cp if read.has_context else 1
+    reduced = ModelLayouts(found, mesh.tp, mesh.ep, pp=stages or 1, blocks=stages, cp=context)
+    return task_of(StepQuestion("", reduced, source, read, mesh, overlays, schedule=schedule))
+
+
+def findings(script: Path) -> list[str]:
+    """What is found about a step."""
+    task = replace(planned(said(script, "on") or USUAL), script=str(script))
+    try:
+        [(alone, drew)] = on_ranks(1, alone_on, task)
+        ranks = on_ranks(task.sizes.world_size, rank_of, task, drew, seconds=60)
+    except RanksFailed as error:
+        return [str(error)]
+    return [f"{one.message} (line {one.line})" for one in differences(task, alone, ranks)]
+
+
+def marked(script: Path) -> Any:
+    return pytest.param(script, id=script.stem, marks=pytest.mark.slow if script in SAMPLE else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("script", [*map(marked, (*RIGHT, *WRONG))])
+def test_wrong_steps_are_named_and_right_ones_are_not(script: Path) -> None:
+    found, expected = "\n".join(findings(script)), said(script, "named")
+    assert re.search(expected, found) if expected else not found, f"{found or 'nothing'}, not {expected or 'nothing'}"
+
+
+def test_wrong_steps_say_what_they_are_named_by() -> None:
+    assert all(said(script, "named") for script in WRONG) and not any(said(script, "named") for script in RIGHT)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "said"),
+    [
+        (None, {"tp": 2}, "does not exist"),
+        ("def make(model: ...", {"tp": 2}, "is no Python"),
+        ("def make(model): ...", {"dp_shard": 2}, r"has no function step\(model, batches, state\)"),
+        ("from train import step, make as made", {"dp_shard": 2}, r"has no function make\(model\)"),
+        ("from train import step, make", {"tp": 1}, "several ranks"),
+        ("from train import step, make", {"tp": 2048}, "starts at most"),
+    ],
+)
+def test_what_is_no_step_is_said_before_anything_runs(
+    tmp_path: Path, text: str | None, mesh: dict[str, int], said: str
+) -> None:
+    script = tmp_path / "train.py"
+    if text is not None:
+        script.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=said):
+        verify("no model", "auto", mesh, step=script)
