@@ -34,12 +34,12 @@ TINY = {
 LLAMA = {**TINY, "head_dim": 8}
 
 
-def estimated(model="llama", mesh=None, **options):
+def estimated(model="llama", mesh=None, plan="auto", **options):
     settings = options.pop("settings", LLAMA)
     step = {one.name: options.pop(one.name) for one in fields(TrainingStep) if one.name in options}
     return shardplan.estimate(
         shardplan.Model(model, settings=settings),
-        "auto",
+        plan,
         mesh or {"dp_shard": 2, "tp": 2},
         TrainingStep(**{"seq_len": SEQ, **step}),
         **options,
@@ -174,6 +174,21 @@ def test_ranks_that_share_a_sequence(shards):
     assert n * (of_chunk - pairs * SEQ // n) == of_whole - pairs * SEQ // 2
     assert one.held == whole.held and one.tokens * n == whole.tokens
     assert one.memory.most["logits"] * n == whole.memory.most["logits"]
+
+
+def test_ranks_with_a_share_of_the_heads_have_what_a_shorter_sequence_takes():
+    """Queries, outputs, keys and values are exchanged over cp, forward and backward; each rank has what as many tokens as its own take
+    without cp, but for what is whole: the embedding's output, masks and tables."""
+    rules = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
+    plan = {"version": "1", "name": "tokens", "extends": "llama", "context_parallel": rules}
+    layers, n, length = 2, 2, 16 * SEQ
+    one = estimated(mesh={"cp": n}, plan=plan, seq_len=length)
+    short = estimated(mesh={"dp_shard": n}, seq_len=length // n)
+    found = {(t.axis, t.collective): t for t in one.traffic}
+    features = (2 * HEADS + 2 * KV) * LLAMA["head_dim"]
+    assert found["cp", "all_to_all"].bytes == 2 * layers * (length // n) * features * 2 * (n - 1) // n
+    assert one.memory.most["logits"] == short.memory.most["logits"]
+    assert one.memory.most["activations"] <= 1.1 * short.memory.most["activations"]
 
 
 def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():

@@ -111,6 +111,7 @@ STYLES = (
         exchanges_heads=True,
         input_sources=(V(SEQ),),
         input_destination=R,
+        comment="Each rank has all tokens and its share of the heads.",
         source="arXiv 2309.14509",
     ),
     Style(
