@@ -54,6 +54,7 @@ QUICK = {
     "test_render_text",
     "test_report",
     "test_rooms",
+    "test_sampling",
     "test_schema",
     "test_site",
     "test_versions",
@@ -118,6 +119,13 @@ def pytest_xdist_make_scheduler(config, log):
     from tests.by_file import ByFile
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")  # before -m and -k look at them
+def pytest_move(config, items):
+    from tests.sampling import move
+
+    move(items, whole=config.args == config.getini("testpaths") and not config.option.quick)
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m and -k leave

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 SEED = 11
+MOVED = Path(__file__).with_name("moved.txt")
 T = TypeVar("T")
 
 
@@ -46,3 +49,35 @@ def sampled(
         )
         for index, case in enumerate(every)
     ]
+
+
+def move(items: Sequence[pytest.Item], *, whole: bool) -> None:
+    """Mark the tests that `moved.txt` names. Of those that stay in part, its number is left as it was.
+
+    Args:
+        whole: all tests are here, so that a name of none is an error.
+    """
+    by_name = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        for name in {item.nodeid, item.nodeid.partition("[")[0]}:
+            by_name[name].append(item)
+    mark = ""
+    for line in MOVED.read_text("utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        if not line.startswith("tests/"):
+            mark = line.partition(":")[0]
+            continue
+        name, _, count = line.rpartition(" ") if line.rpartition(" ")[2].isdigit() else (line, "", "0")
+        # Those that would run where the list finds them: nothing is moved twice.
+        found = [item for item in by_name[name] if _set_of(item) == ("slow" if mark == "exhaustive" else "")]
+        if whole and len(found) <= int(count):
+            raise pytest.UsageError(f"{MOVED.name} moves {len(found)} tests by the line {line!r}")
+        kept = {*random.Random(SEED).sample(range(len(found)), min(int(count), len(found)))}
+        for index, item in enumerate(found):
+            if index not in kept:
+                item.add_marker(mark)
+
+
+def _set_of(item: pytest.Item) -> str:
+    return next((mark for mark in ("exhaustive", "slow") if item.get_closest_marker(mark)), "")

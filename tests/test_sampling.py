@@ -1,0 +1,52 @@
+"""What `moved.txt` moves, and what of it stays."""
+
+import pytest
+
+from tests import sampling
+
+
+class Item:
+    def __init__(self, nodeid: str, *marks: str) -> None:
+        self.nodeid, self.marks = nodeid, [*marks]
+
+    def get_closest_marker(self, mark: str) -> bool:
+        return mark in self.marks
+
+    def add_marker(self, mark: str) -> None:
+        self.marks.append(mark)
+
+
+@pytest.fixture
+def moved(tmp_path, monkeypatch):
+    def write(text: str) -> None:
+        monkeypatch.setattr(sampling, "MOVED", tmp_path / "moved.txt")
+        (tmp_path / "moved.txt").write_text(text, "utf-8")
+
+    return write
+
+
+def test_what_is_named_is_moved_and_a_part_of_it_stays(moved):
+    moved("# why\n\nslow: x\ntests/a.py::test[b c]\ntests/b.py::test\n\nexhaustive: y\ntests/c.py::test 3\n")
+    every = [Item(f"tests/{file}.py::test[{one}]") for file in "ab" for one in ("b c", "d")]
+    every += [Item(f"tests/c.py::test[{i}]", *(["slow"] if i % 2 else [])) for i in range(10)]
+    sampling.move(every, whole=True)
+    assert [item.nodeid for item in every[:4] if item.marks == ["slow"]] == [
+        "tests/a.py::test[b c]",
+        "tests/b.py::test[b c]",
+        "tests/b.py::test[d]",
+    ]
+    drawn = [item for item in every if "exhaustive" in item.marks]
+    assert len(drawn) == 2 and all(item.marks == ["slow", "exhaustive"] for item in drawn)
+    again = [Item(item.nodeid, *(["slow"] if i % 2 else [])) for i, item in enumerate(every[4:])]
+    sampling.move(again, whole=False)
+    assert [item.marks for item in again] == [item.marks for item in every[4:]]
+
+
+@pytest.mark.parametrize("line", ["tests/a.py::test_gone", "tests/a.py::test 2"])
+def test_a_line_that_moves_nothing_is_an_error(moved, line):
+    moved(f"slow: x\n{line}\n")
+    items = [Item("tests/a.py::test[1]"), Item("tests/a.py::test[2]")]
+    with pytest.raises(pytest.UsageError, match=line.split("::")[1]):
+        sampling.move(items, whole=True)
+    sampling.move(items, whole=False)
+    assert not any(item.marks for item in items)
