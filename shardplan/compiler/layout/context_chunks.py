@@ -31,7 +31,10 @@ CHUNKS = Code("SP411")
 
 CHUNKS_OF_A_RUN = 2
 LEFT_OUT = ("labels", "attention_mask", "position_ids")
-WITHOUT_CP = "use a mesh without a cp axis"
+WITHOUT_CP = (
+    "give the plan a section `context_parallel`, for which the model is called with whole sequences (`shardplan init --context-parallel` "
+    "writes it); or use a mesh without a cp axis"
+)
 _leaves = private("tree_leaves")
 
 

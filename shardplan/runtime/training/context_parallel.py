@@ -25,6 +25,9 @@ from shardplan.torchlib.equality import TOLERANCE, relative_error
 
 from .position_tables import differing_table
 
+# What takes whole batches as they are.
+SECTION = "apply a plan with a section `context_parallel` (`shardplan init --context-parallel` writes one), whose models have whole batches"
+
 
 @contextmanager
 def context_parallel(
@@ -138,7 +141,7 @@ def _refuse(given: dict[str, Tensor], mask: Any, others: dict[str, Any], record:
     if others.get("output_router_logits", numbers.get("output_router_logits")):
         raise ValueError(
             "output_router_logits: the auxiliary loss of a batch is not the mean of those of its chunks; switch it off "
-            "(config.output_router_logits = False)"
+            f"(config.output_router_logits = False), or {SECTION}"
         )
     if others.get("logits_to_keep"):
         raise ValueError(
@@ -154,13 +157,13 @@ def _refuse_mask(mask: Any, shape: torch.Size) -> None:
     if not isinstance(mask, Tensor) or mask.shape != shape:
         what = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
-            f"attention_mask must be [batch, sequence], {list(shape)}, all ones, and is {what}: other masks are not supported with "
-            "context parallelism; leave it out"
+            f"attention_mask must be [batch, sequence], {list(shape)}, all ones, and is {what}: a chunk has no other masks; "
+            f"leave it out, or {SECTION}"
         )
     if not bool((mask == 1).all()):
         raise ValueError(
-            "attention_mask has zeros, and masks are not supported with context parallelism: pad on the right, leave "
-            "the mask out and set the labels of the padding to -100"
+            "attention_mask has zeros, and a chunk has no masks: pad on the right, leave the mask out and set the labels of the padding to "
+            f"-100, or {SECTION}"
         )
 
 
@@ -173,8 +176,8 @@ def _refuse_positions(model: nn.Module, facts: ContextFacts, given: dict[str, Te
         row, token = breaks.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids begin anew or leave positions out at token {token + 1} of row {row}: a chunk does not see that another document "
-            "begins there. Packed sequences are not supported with context parallelism: give each document a row of its own, padded on "
-            "the right, and leave position_ids out"
+            "begins there. Give each document a row of its own, padded on the right, and leave position_ids out, or "
+            f"{SECTION}"
         )
     else:
         positions = positions.unique(dim=0)
@@ -183,7 +186,7 @@ def _refuse_positions(model: nn.Module, facts: ContextFacts, given: dict[str, Te
         length = positions.shape[SEQUENCE]
         raise ValueError(
             f"{name} makes other tables for chunk {chunk} of {ranks} than for the whole sequence of {length} tokens, as it reads the "
-            "largest position: shorten the sequence, or use a mesh without a cp axis"
+            f"largest position: shorten the sequence, use a mesh without a cp axis, or {SECTION}"
         )
 
 
