@@ -120,7 +120,44 @@ class Whole(Block):
         return x + self.down(h)
 
 
+class Steps(Block):
+    """Warms up for longer than a proof runs."""
+
+    warm_up = 100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def long(self, x: Tensor) -> bool:
+        self.calls += self.training
+        return self.calls > self.warm_up
+
+
+class Turns(Steps):
+    def long(self, x: Tensor) -> bool:
+        self.calls += 1
+        return self.calls % 100 == 0
+
+
+class Share(Steps):
+    def long(self, x: Tensor) -> bool:
+        self.calls = self.calls + 0.01
+        return self.calls >= 0.5
+
+
+class Buffered(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def long(self, x: Tensor) -> bool:
+        self.calls.add_(1)
+        return bool((self.calls > 3).item())
+
+
 FORMS = (Literal, Mirrored, Global, Attribute, Named, Handed, Single, Nested, Chained, Among, Counted, Odd, Whole)
+STEPS = (Steps, Turns, Share, Buffered)
 
 
 def built(form: type[Block], how: str) -> nn.Module:
@@ -137,7 +174,7 @@ def codes(model: nn.Module, plan: Any = PLAN, **options: Any) -> list[str]:
     return [one.code for one in shardplan.validate(named, plan, {"tp": 2}, **options).diagnostics]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS + STEPS)
 def test_both_branches_are_proven(form: type[Block]) -> None:
     assert codes(built(form, "right")) == []
     assert codes(built(form, "wrong")) == ["SP420"]

@@ -1,6 +1,6 @@
-"""Branches of the user's own code that a reduced model does not take: it compares a length, a width or a number of a layer with a constant,
-and reduced models are short, narrow and have few layers. With another constant the reduced model takes the other branch, which is proven
-too."""
+"""Branches of the user's own code that a reduced model does not take: it compares a length, a width, a number of a layer or a count of its
+calls with a constant, and reduced models are short, narrow, have few layers and run few steps. With another constant the reduced model takes
+the other branch, which is proven too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -44,7 +44,7 @@ MIRRORED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
 MARK = "shardplan compares "
 
 Place = tuple[str, int, int]  # file, line, column
-Others = Mapping[Place, int]  # a comparison -> what it compares with instead of its constant
+Others = Mapping[Place, float]  # a comparison -> what it compares with instead of its constant
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class _Side:
     Args:
         varies: whether the operand is known to be other for the model itself; else it counts where it is a length of the inputs.
         width: whether it is the same share on all ranks of a model of any size, unlike a length.
+        counts: whether it is what the module's own code changes from call to call.
         other: what it compares with, in the place of the constant.
     """
 
@@ -89,17 +90,20 @@ class _Side:
     compare: type[ast.cmpop]
     varies: bool
     width: bool
-    other: int | None = None
-    seen: list[tuple[int, bool]] = field(default_factory=list)
+    counts: bool = False
+    other: float | None = None
+    seen: list[tuple[float, bool]] = field(default_factory=list)
 
     def __call__(self, operand: Any, constant: Any) -> Any:
-        if type(operand) is not int or type(constant) is not int:
+        number = operand.item() if self.counts and isinstance(operand, Tensor) and operand.ndim == 0 else operand
+        known = (int, float) if self.counts else (int,)
+        if type(number) not in known or type(constant) not in known:
             return OPERATORS[self.compare](operand, constant)
-        result = OPERATORS[self.compare](operand, constant if self.other is None else self.other)
-        self.seen.append((operand, result))
-        return result
+        result = OPERATORS[self.compare](number, constant if self.other is None else self.other)
+        self.seen.append((number, result))
+        return result if number is operand else torch.tensor(result)
 
-    def flipped(self) -> int | None:
+    def flipped(self) -> float | None:
         """A constant with which the other branch is taken; None where both were, or neither."""
         if len({result for _, result in self.seen}) != 1:
             return None
@@ -128,7 +132,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
     taken: dict[Place, set[bool]] = {}
     lines: dict[Place, str] = {}
     made: list[ReducedModel] = []
-    others: dict[Place, int] = {}
+    others: dict[Place, float] = {}
     failing: set[Place] = set()
     for _ in range(ROUNDS):
         sides = _observed(model, others) or []
@@ -219,9 +223,11 @@ def _instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: boo
     """Put functions that note what they compare in the places of own ones of all modules, in place; or see which there are."""
     sides: list[_Side] = []
     for module in model.modules():
-        for name, function in list(_functions(module)):
+        functions = list(_functions(module))
+        counters = frozenset(name for _, function in functions for name in _written(function.__code__))
+        for name, function in functions:
             found: list[_Side] = []
-            changed = _changed(function, found, shrunk=shrunk)
+            changed = _changed(function, found, counters, shrunk=shrunk)
             if changed is not None and found:
                 for side in found:
                     side.other = others.get(side.place)
@@ -245,12 +251,36 @@ def _node(function: FunctionType) -> ast.FunctionDef | None:
     return ast.increment_lineno(node, function.__code__.co_firstlineno - first)
 
 
-def _changed(function: FunctionType, found: list[_Side], *, shrunk: bool) -> FunctionType | None:
-    """The same function, which calls a `_Side` in the place of each comparison with a constant."""
+@cache
+def _written(code: CodeType) -> frozenset[str]:
+    """The attributes of its module that a function changes: by assignment, or by a method of a tensor that writes (`self.calls.add_(1)`)."""
+    try:
+        node = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):
+        return frozenset()
+    written: set[str] = set()
+    for one in ast.walk(node):
+        targets: list[ast.expr] = one.targets if isinstance(one, ast.Assign) else []
+        if isinstance(one, ast.AugAssign):
+            targets = [one.target]
+        elif isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr.endswith("_"):
+            targets = [one.func.value]
+        written |= {target.attr for target in targets if isinstance(target, ast.Attribute) and _of_self(target)}
+    return frozenset(written)
+
+
+def _changed(
+    function: FunctionType, found: list[_Side], counters: frozenset[str], *, shrunk: bool
+) -> FunctionType | None:
+    """The same function, which calls a `_Side` in the place of each comparison with a constant.
+
+    Args:
+        counters: attributes that the module's functions change.
+    """
     node, code = _node(function), function.__code__
     if node is None or node.decorator_list:
         return None
-    _Comparisons(node, code, found, shrunk=shrunk).visit(node)
+    _Comparisons(node, code, found, counters, shrunk=shrunk).visit(node)
     if not found:
         return None
     arguments = ast.arguments([], [ast.arg(name) for name in code.co_freevars], None, [], [], None, [])
@@ -289,8 +319,10 @@ def _with_sides(code: CodeType, found: list[_Side]) -> CodeType:
 class _Comparisons(ast.NodeTransformer):
     """Exchanges the comparisons of a function's code."""
 
-    def __init__(self, function: ast.FunctionDef, code: CodeType, found: list[_Side], *, shrunk: bool):
-        self.file, self.found, self.shrunk = code.co_filename, found, shrunk
+    def __init__(
+        self, function: ast.FunctionDef, code: CodeType, found: list[_Side], counters: frozenset[str], *, shrunk: bool
+    ):
+        self.file, self.found, self.counters, self.shrunk = code.co_filename, found, counters, shrunk
         self.own = {*code.co_varnames, *code.co_cellvars}
         self.lengths: dict[str, bool] = {}  # a local name of a dim -> whether it is the last
         for node in ast.walk(function):
@@ -314,11 +346,13 @@ class _Comparisons(ast.NodeTransformer):
             compare, operand, constant = MIRRORED.get(compare, compare), constant, operand
         dims = [one for part in ast.walk(operand) if (one := self._width(part)) is not None]
         numbers = self.shrunk and any(_of_self(part) for part in ast.walk(operand))
-        if not (dims or numbers or isinstance(operand, ast.Name)) or (dims and all(dims) and not self.shrunk):
+        counts = not dims and any(self._counts(part) for part in ast.walk(operand))
+        if not (dims or numbers or counts or isinstance(operand, ast.Name)) or (dims and all(dims) and not self.shrunk):
             return node
         place = (self.file, node.lineno, node.col_offset)
         line = f"{self.file}:{node.lineno}: {linecache.getline(self.file, node.lineno).strip()}"
-        side = _Side(place, line, compare, bool(dims) or numbers, (bool(dims) and all(dims)) or (numbers and not dims))
+        width = (bool(dims) and all(dims)) or (numbers and not dims and not counts)
+        side = _Side(place, line, compare, bool(dims) or numbers or counts, width, counts)
         self.found.append(side)
         called = ast.Constant(f"{MARK}{len(self.found) - 1}")
         return ast.copy_location(ast.Call(called, [operand, constant], []), node)
@@ -332,12 +366,16 @@ class _Comparisons(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _constancy(self, node: ast.AST) -> int:
-        """2: a number in the code, or a name that the function only reads; 1: a number of the module; 0: what is computed."""
+        """3: a number in the code, or a name that the function only reads; 2: a number of the module; 1: one that it changes; 0: what is
+        computed."""
         if isinstance(node, ast.Constant):
-            return 2 * (type(node.value) is int)
+            return 3 * (type(node.value) in (int, float))
         if isinstance(node, ast.Name):
-            return 2 * (node.id not in self.own)
-        return int(_of_self(node))
+            return 3 * (node.id not in self.own)
+        return _of_self(node) * (1 if self._counts(node) else 2)
+
+    def _counts(self, part: ast.AST) -> bool:
+        return isinstance(part, ast.Attribute) and part.attr in self.counters and _of_self(part)
 
     def _width(self, part: ast.AST) -> bool | None:
         if isinstance(part, ast.Name):
