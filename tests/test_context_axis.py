@@ -104,6 +104,20 @@ def test_a_projection_of_one_row_of_zeros_keeps_its_module_whole():
     assert derived("zaya")["model.layers.*.self_attn"] == "replicate_seq"
 
 
+@pytest.mark.slow
+def test_what_is_gathered_behind_a_norm_or_for_one_matrix_is_gathered_for_the_module_that_mixes_tokens():
+    assert derived("cohere") == HEADS  # attention and MLP beside each other
+    assert derived("biogpt") == {
+        "biogpt.layers.0": HEADS["model.layers.0"],
+        "biogpt.layers.*.self_attn": "exchange_heads",
+    }
+    # A module that reads vectors of all tokens, and scatters nothing; another splits its product with them, in each layer.
+    assert {
+        "model.layers.*.act_fn": "gather_seq_input",
+        "model.layers.*.per_layer_projection": "split_seq_input",
+    }.items() <= derived("gemma4_text").items()
+
+
 MUTANTS = {
     "the embedding's gradient is gathered": (moves.MOVES, ("R", "V"), MoveOps("slice", "all_gather"), {"tp": 1}),
     "a gathered input's gradients are not summed": (moves.MOVES, ("V", "R"), MoveOps("all_gather", "slice"), {"tp": 1}),

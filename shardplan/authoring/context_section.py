@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import SEQ, V
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Assignment, Overlays, PlanFile, ResolvedPlan, Rule
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import ancestors, part
 from shardplan.model import FoundModel
 from shardplan.styles.boundary import Boundary, boundary
 from shardplan.torchlib.modes import reduced_runs
@@ -64,9 +64,8 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     layouts = ModelLayouts(found, 1, cp=RANKS)
     tree = layouts.tree
     resolved, _ = bind(plan, tree, MeshSizes(tp=1), frozenset({"sequence_parallel"}))
-    rules = {
-        name: rule for name, a in resolved.modules.items() if (rule := _rule(boundary(a.rule), a.rule)) is not None
-    }
+    crossings = {name: boundary(a.rule) for name, a in resolved.modules.items()}
+    rules = {name: rule for name, a in resolved.modules.items() if (rule := _rule(crossings[name], a.rule)) is not None}
     if not any(rule.style == ENTER for rule in rules.values()):
         return NoSection("the section sequence_parallel splits no module's input")
 
@@ -90,9 +89,14 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
 
     if findings := wrong(_outermost(rules)):
-        # A mixer that adds to its result what the block hands it besides has its own tokens of both.
-        rules = {name: replace(rule, style=HEADS) if rule.style == MIX else rule for name, rule in rules.items()}
-        if not shared(_outermost(rules)):
+        # What does not scatter its result only reads all tokens; what adds to it what the block hands it besides has its own of both.
+        leaves = {name for name, one in crossings.items() if V(SEQ) in one.output_destinations}
+        reads = {name for name in rules if not any(name in (other, *ancestors(other)) for other in leaves)}
+        reading = _with_style(rules, READ, reads)
+        tries = (reading, _by_parts(rules, over_tp), _by_parts(reading, over_tp))
+        right = next((one for one in tries if not wrong(_outermost(one))), None)
+        rules = _with_style(rules, HEADS) if right is None else right
+        if right is None and not shared(_outermost(rules)):
             return NoSection("what sequence parallelism does over tp is not right over cp", findings)
     for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style in MIXERS):
         fewer = {name: rule for name, rule in rules.items() if tree.pattern(name) != pattern}
@@ -112,6 +116,22 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     return dict(_written(layouts, _outermost(rules)))
 
 
+def _with_style(rules: Mapping[str, Rule], style: str, names: Container[str] | None = None) -> dict[str, Rule]:
+    """The rules with another style for those that gather and scatter; of some modules, or of all."""
+    chosen = {n for n, rule in rules.items() if rule.style == MIX and (names is None or n in names)}
+    return {n: replace(rule, style=style) if n in chosen else rule for n, rule in rules.items()}
+
+
+def _by_parts(rules: Mapping[str, Rule], over_tp: ResolvedPlan) -> dict[str, Rule]:
+    """The rules with each part of a block that tp splits as one that mixes tokens, in the place of what is gathered inside of blocks: behind a
+    norm for several parts, whose results tp scatters, or for one matrix, which works token by token."""
+    tree = over_tp.tree
+    kept = {name: rule for name, rule in rules.items() if rule.style not in (LEAVE, READ) or part(name) is None}
+    split = (tree.owner(name) if a.is_parameter else name for name, a in over_tp.assignments.items())
+    parts = {name: _MIXES for one in split if (name := part(one)) is not None and name != one and name not in kept}
+    return {**kept, **parts}
+
+
 def _outermost(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Without those inside of modules that have the whole sequence."""
     mixers = {name for name, rule in rules.items() if rule.style in MIXERS}
@@ -119,6 +139,7 @@ def _outermost(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 _NONE = Rule("", "", Location(""))
+_MIXES = replace(_NONE, style=MIX)
 _TOKEN_WISE = replace(
     _NONE, style=TOKENS
 )  # experts, whose code takes those of each expert: one operation, for the check
@@ -149,9 +170,11 @@ def _over_cp(rule: Rule, style: str) -> Rule:
 def _written(layouts: ModelLayouts, rules: Mapping[str, Rule]) -> Iterator[tuple[str, str | dict[str, Any]]]:
     """The rules as a plan has them: of an entrance by its name, of others by the pattern of their names."""
     tree = layouts.tree
+    elsewhere = {tree.pattern(name) for name in tree.modules if name not in rules}
     for name, rule in rules.items():
         options: dict[str, Any] = {"argument": rule.argument} if rule.argument is not None else {}
         options |= {"read_outside": list(rule.read_outside)} if rule.read_outside else {}
         options |= {"seq_dim": rule.seq_dim} if rule.seq_dim != _NONE.seq_dim else {}
-        key = tree.address(name if rule.style == ENTER else tree.pattern(name))
+        alone = rule.style == ENTER and tree.pattern(name) in elsewhere
+        key = tree.address(name if alone else tree.pattern(name))
         yield key, {"style": rule.style, **options} if options else rule.style
