@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardplan.cli.main import main
@@ -145,6 +145,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8))
+@example("0:?")
 def test_a_text_is_written_as_it_is_read(word: str) -> None:
     """In what `init` writes, and in the lines that findings propose: `4`, `{a,b}`, `no: x`."""
     root = read_document(f"a: {word_text(word)}\nb: {value_text([word, {'c': word}])}\n", "made.yaml").root

@@ -60,7 +60,7 @@ def word_text(word: str, *, inside: bool = False) -> str:
         inside: it stands in brackets or braces.
     """
     plain = resolve(word) == word and word[0] not in _BEGINS and not _ENDS.search(word)
-    return word if plain and not (inside and set(word) & set(",[]{}")) else "'" + word.replace("'", "''") + "'"
+    return word if plain and not (inside and set(word) & set(",[]{}?")) else "'" + word.replace("'", "''") + "'"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
