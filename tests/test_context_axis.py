@@ -196,3 +196,10 @@ def test_the_proof_refuses_the_length_of_a_chunk_in_place_of_the_whole(known: bo
         monkeypatch.setattr(boundaries, "has_all_tokens", lambda *_: False)
     report = shardplan.validate("llama", {**PLAN, "context_parallel": HEADS}, {"cp": 2, "tp": 1})
     assert [one.code for one in report.diagnostics] == ["SP422"], report
+
+
+def test_verify_proves_rules_for_cp_alone():
+    report = shardplan.verify("llama", PLAN, {"cp": 2})
+    assert report.ok and report.proven and report.proof.sizes.cp == 2
+    with pytest.raises(ValueError, match="nothing to simulate.*or a plan with a section `context_parallel`"):
+        shardplan.verify("llama", "llama", {"cp": 2})

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from shardplan.proof.stage import Question
 
 
+NOTHING = "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
+
+
 def validate(
     model: AnyModel,
     plan: AnyPlan,
@@ -116,7 +119,7 @@ def verify(
     report's `proof` has every output, every gradient and every buffer of two training steps.
 
     Args:
-        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks.
+        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks, or several cp ranks and rules for them.
         sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
         processes: real gloo processes, one for each rank of the mesh, instead of a simulation in this one of smaller meshes that stand
             for it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
@@ -129,11 +132,11 @@ def verify(
     Raises:
         ValueError: as for `validate`; data parallelism alone without `processes`; more processes than one machine runs; a schedule that does not
             fit; with processes, a model that these cannot find; a step that is no such file, or on one rank.
-        TypeError: as for `validate`; neither tp nor several ep or pp ranks, nor a step.
+        TypeError: as for `validate`; neither tp nor several ep, pp or cp ranks, nor a step.
     """
     sizes = sizes_of(mesh)
-    if sizes.tp is None and sizes.pp == sizes.ep == 1 and step is None:
-        raise TypeError("verify needs a tp size, or several ep or pp ranks")
+    if sizes.tp is None and sizes.pp == sizes.ep == sizes.cp == 1 and step is None:
+        raise TypeError("verify needs a tp size, or several ep, pp or cp ranks")
     sizes = replace(sizes, tp=sizes.tp or 1)
     if step is not None:
         check_step_file(step, sizes)
@@ -146,10 +149,8 @@ def verify(
             "pp ranks (--pp)"
         )
     nothing = sizes.tp == sizes.ep == 1 and sizes.world_size > sizes.pp and not processes
-    if nothing and step is None:
-        raise ValueError(
-            "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
-        )
+    if nothing and step is None and sizes.cp == 1:
+        raise ValueError(NOTHING)
     record = None
     if (processes or step is not None) and sizes.pp > 1:
         from shardplan.runtime.pipeline.pipeline_options import PipelineOptions
@@ -165,7 +166,9 @@ def verify(
         logits,
         allow_unproven,
         progress,
-        run=None if nothing else _Run(processes, record if processes else None, micro_batches),
+        run=None
+        if nothing and (step is not None or sizes.cp == 1)
+        else _Run(processes, record if processes else None, micro_batches),
         step=None if step is None else _Step(os.fspath(step), _Run(True, record, micro_batches)),
     )
     return _checked(asked, strict=strict)
@@ -266,6 +269,9 @@ def _look(report: Report, asked: Check) -> Report:
     report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report
+    if asked.run is not None and sizes.tp == sizes.ep == sizes.pp == 1 < sizes.cp and not asked.run.processes:
+        if not given.plan.has_context:
+            raise ValueError(f"{NOTHING}, or a plan with a section `context_parallel`")
     wanted = wanted_variants(given.plan, on, sizes)
     variants, allowed = at_a_size(given, sizes, wanted, seq_len=asked.seq_len)
     report = replace(

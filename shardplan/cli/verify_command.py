@@ -14,8 +14,8 @@ from .validate_command import report_of
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.tp is None and (args.pp or 1) == 1 and args.step is None:
-        raise UsageError("give the size to prove: --tp, --pp or both")
+    if args.tp is None and (args.pp or 1) == (args.cp or 1) == 1 and args.step is None:
+        raise UsageError("give the size to prove: --tp, --pp or both, or --cp for a plan with rules for it")
     collect_garbage()
     try:
         report = report_of(
