@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -19,17 +18,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing import start_processes
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _train(rank: int, port: int, rows: int, tp: int, dp: int, folder: str) -> None:
+def _train(rank: int, rows: int, tp: int, dp: int, folder: str) -> None:
     """One step of a table of [rows, 4] that tp splits in ceil-chunks; writes what came of it."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=tp * dp)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp * dp)
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp_shard", "tp"))
     start = torch.arange(rows * 4, dtype=torch.float32).view(rows, 4) / 10
 
@@ -62,7 +54,7 @@ def _train(rank: int, port: int, rows: int, tp: int, dp: int, folder: str) -> No
 
 def _outcome(rows: int, tp: int, dp: int) -> set[str]:
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_train, (_free_port(), rows, tp, dp, folder), nprocs=tp * dp, start_method="fork")
+        start_processes(_train, (rows, tp, dp, folder), nprocs=tp * dp, start_method="fork")
         return {path.read_text() for path in Path(folder).glob("rank*")}
 
 
