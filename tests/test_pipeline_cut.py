@@ -289,6 +289,13 @@ def test_a_module_in_two_blocks_is_refused():
     assert "SP437" in [d.code for d in report.errors]
 
 
+def test_a_table_whose_rows_a_look_up_shortens_is_read_in_the_first_stage():
+    model = Stack()
+    model.embed.max_norm = 1.0
+    found = staged(model)
+    assert found.ok and not found.findings and found.resolved.pp_first == ("embed",)
+
+
 class Apart(Stack):
     """Blocks that take turns on two values: the next one does not read the result of the one before it."""
 

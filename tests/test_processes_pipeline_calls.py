@@ -137,14 +137,24 @@ def test_a_loss_function_that_was_put_there(change: Any) -> None:
     held(runs, model, model(**given, use_cache=False).loss)
 
 
+def looped(recipe: Recipe) -> None:
+    pipeline = pipeline_of(recipe)
+    for given, _ in shardplan.micro_batches(pipeline, [batch(recipe, step, 0) for step in range(2)]):
+        pipeline.step(**given)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "text"),
-    [(with_summing, "does not divide by `num_items_in_batch`"), (with_unshifted, "tokens where a step counts")],
+    ("run", "change", "text"),
+    [
+        (stepped, with_summing, "does not divide by `num_items_in_batch`"),
+        (stepped, with_unshifted, "tokens where a step counts"),
+        (looped, with_unshifted, "tokens where a step counts"),
+    ],
 )
-def test_a_loss_function_that_counts_otherwise_is_refused(change: Any, text: str) -> None:
+def test_a_loss_function_that_counts_otherwise_is_refused(run: Any, change: Any, text: str) -> None:
     with pytest.raises(RanksFailed) as failed:
-        on_ranks(2, stepped, replace(LLAMA, change=change), seconds=60.0)
+        on_ranks(2, run, replace(LLAMA, change=change), seconds=60.0)
     assert text in failed.value.errors[1]
 
 

@@ -20,7 +20,7 @@ from processes import on_ranks
 from small_models import batch, small_model, whole_state
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
 import shardplan
 from shardplan.weights import all_ranks, training_state
@@ -43,10 +43,11 @@ def two_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimi
     ]
 
 
-def two_schedules(optimizers: list[torch.optim.Optimizer], factor: float) -> list[LRScheduler]:
+def three_schedules(optimizers: list[torch.optim.Optimizer], factor: float) -> list[LRScheduler]:
     first, second = optimizers
     warm = [LinearLR(first, factor, total_iters=2), LambdaLR(first, lambda step: 1 / (1 + step))]
-    return [SequentialLR(first, warm, milestones=[2]), MultiStepLR(second, [2], gamma=factor)]
+    plateau = ReduceLROnPlateau(second, factor=factor, patience=1)
+    return [SequentialLR(first, warm, milestones=[2]), MultiStepLR(second, [2], gamma=factor), plateau]
 
 
 def trained(
@@ -58,7 +59,7 @@ def trained(
         one.step()
         one.zero_grad()
     for one in schedules:
-        one.step()
+        one.step(1.0) if isinstance(one, ReduceLROnPlateau) else one.step()
 
 
 def moments(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def error_of(call: Any) -> str:
 def several_optimizers(folder: Path) -> list[str]:
     model = planned()
     optimizers = two_optimizers(model, 1e-2)
-    schedules = two_schedules(optimizers, 0.5)
+    schedules = three_schedules(optimizers, 0.5)
     trained(model, optimizers, 1, schedules)
     shardplan.save_training_state(model, optimizers, folder, schedulers=schedules, extra={"step": 1})
     expected = whole_state(model), moments(model, optimizers)
@@ -90,7 +91,7 @@ def several_optimizers(folder: Path) -> list[str]:
 
     other = planned(noise=0.5, dp_shard=2, tp=1)
     others = two_optimizers(other, 3.0)
-    again = two_schedules(others, 0.25)
+    again = three_schedules(others, 0.25)
     assert shardplan.load_training_state(other, others, folder, schedulers=again)["step"] == 1
     assert [g["lr"] for one in others for g in one.param_groups] == [7.5e-3, 3.75e-3, 1e-2]
     found = whole_state(other), moments(other, others)
@@ -127,7 +128,7 @@ def several_optimizers(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_several_optimizers_are_saved_and_loaded_on_another_mesh(tmp_path):
     for said in on_ranks(2, several_optimizers, tmp_path / "state"):
-        other = f"ValueError: {tmp_path / 'state'} has the schedules SequentialLR, MultiStepLR, and schedulers= are "
+        other = f"ValueError: {tmp_path / 'state'} has the schedules SequentialLR, MultiStepLR, ReduceLROnPlateau, and schedulers= are "
         those = "pass those that were saved, in their order"
         needed = "TypeError: optimizer must be a torch.optim.Optimizer or a list of them, not "
         assert said == [
@@ -138,7 +139,7 @@ def test_several_optimizers_are_saved_and_loaded_on_another_mesh(tmp_path):
             "TypeError: schedulers must be torch's LRScheduler or a list of them, not a SGD",
             "ValueError: a SequentialLR is the schedule of another optimizer: pass that one too",
             f"{other}none: {those}",
-            f"{other}MultiStepLR, SequentialLR: {those}",
+            f"{other}ReduceLROnPlateau, MultiStepLR, SequentialLR: {those}",
         ]
 
 

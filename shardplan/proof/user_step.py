@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -319,6 +320,7 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
 
     found, drew = [], False
     with ExitStack() as entered:
+        entered.enter_context(patch.dict(os.environ, _as_torchrun()))
         entered.enter_context(patch.object(torch.autocast, "__init__", without))
         for name in ("scale", "unscale_", "step", "update"):
             entered.enter_context(patch.object(GradScaler, name, as_written(getattr(GradScaler, name))))
@@ -345,6 +347,13 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
         for name in ("backward", "update", "after", "state"):
             setattr(ran, name, _whole(getattr(ran, name), stage, {**packed, **kept}, mesh.tp_size))
     return found, drew
+
+
+def _as_torchrun() -> dict[str, str]:
+    """What a process of `torchrun` finds in its environment, which accelerate reads."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {**own, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def _factor(before: Tensors, after: Tensors) -> tuple[float | None, float]:

@@ -101,7 +101,7 @@ class StageRun:
 
     def names_of(self, number: int, module: str) -> tuple[str, ...]:
         """The names under which a module's code may read a parameter: those inside it, else all; empty for other values."""
-        name = self.trace.parameters.get(number)
+        name = self.trace.parameters.get(number, self.trace.later.get(number))
         if name is None:
             return ()
         group = self._tied.get(name, (name,))

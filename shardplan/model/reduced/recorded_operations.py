@@ -107,6 +107,9 @@ class OperationRecorder(TorchFunctionMode):
         before = () if known is None else (known[1],)
         written = tuple(self._writes.get(_base(tensor), ()))
         new = self._new(tensor, (*before, *written))
+        name = self.trace.parameters.get(known[1], self.trace.later.get(known[1])) if known is not None else None
+        if name is not None:
+            self.trace.later[new] = name
         if reading is not None:
             module, call = self._scopes[-1]
             self._add(Event("read", "", (module, call, f"{self._position()}.{reading}"), before + written, (new,)))

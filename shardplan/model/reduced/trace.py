@@ -80,7 +80,7 @@ class Trace:
         rounding: of each value, the rounding of the operations that it comes from where these are in half precision (2^-8
             in bfloat16), relative to the value; else 0.
         parts: operation -> operand -> whether the operand contributes to the result, for those that were requested.
-        parameters: value -> full name, of those that are parameters.
+        parameters: value -> full name, of those that are parameters; `later`: of what they are once the forward has changed them.
         at: place -> event.
         kept: values that code read as numbers, or kept behind the run (in an attribute), beside its results.
         written: the parameters that the run changed, by full name.
@@ -92,6 +92,7 @@ class Trace:
     rounding: list[float] = field(default_factory=list)
     parts: dict[Place, dict[int, bool]] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
+    later: dict[int, str] = field(default_factory=dict)
     at: dict[Place, Event] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     written: frozenset[str] = frozenset()

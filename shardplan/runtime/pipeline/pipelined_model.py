@@ -69,7 +69,10 @@ class Pipeline(Parted):
     Attributes:
         parts: the stages of this rank, in the order in which a batch runs through them. Each is a model with the names of the
             whole one, without what other stages have.
+        counts_labels: whether the `tokens` that step is given are those of its labels, as it counts them itself.
     """
+
+    counts_labels = False
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class Pipeline(Parted):
             self._check_gradients(accumulate, tokens, calls)
         given = read_inputs(inputs, self.micro_batches)
         replicas = self.layout.mesh.data_parallel_ranks
-        counts_labels = tokens is None
+        counts_labels = tokens is None or self.counts_labels
         if tokens is None:
             tokens = self._tokens(given.tensors.get("labels"))
         for look in self._compare_inputs:  # once for all stages

@@ -145,9 +145,13 @@ def _of_pipeline(pipeline: Parted, batches: Sequence[Any], labels: Labels) -> It
         )
     shifted = isinstance(labels, str) and pipeline.shifts_labels()
     _, tokens, _ = _counts(batches, labels, pipeline.layout.mesh, shifted=shifted)
-    for number, batch in enumerate(batches, 1):
-        last = number == len(batches)
-        yield {**batch, "accumulate": not last, "tokens": tokens, "calls": len(batches)}, 1.0
+    pipeline.counts_labels = labels == "labels"
+    try:
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            yield {**batch, "accumulate": not last, "tokens": tokens, "calls": len(batches)}, 1.0
+    finally:
+        pipeline.counts_labels = False
 
 
 def _count(batch: Any, labels: Labels, *, shifted: bool) -> Tensor | int:

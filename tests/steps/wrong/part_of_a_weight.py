@@ -1,6 +1,6 @@
 """The head's weight is read as if it were whole."""
 
-# named: -
+# named: DTensor
 
 import torch
 
