@@ -125,7 +125,9 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_move(config, items):
     from tests.sampling import move
 
-    move(items, whole=config.args == config.getini("testpaths") and not config.option.quick)
+    whole = config.args == config.getini("testpaths") and not config.option.quick
+    idle = move(items)
+    config.idle_lines = idle if whole else []  # where not all tests are here, a line may name others
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m and -k leave

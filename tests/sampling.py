@@ -51,12 +51,13 @@ def sampled(
     ]
 
 
-def move(items: Sequence[pytest.Item], *, whole: bool) -> None:
+def move(items: Sequence[pytest.Item]) -> list[str]:
     """Mark the tests that `moved.txt` names. Of those that stay in part, its number is left as it was.
 
-    Args:
-        whole: all tests are here, so that a name of none is an error.
+    Returns:
+        The lines that move none of the tests.
     """
+    idle = []
     by_name = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         for name in {item.nodeid, item.nodeid.partition("[")[0]}:
@@ -71,12 +72,13 @@ def move(items: Sequence[pytest.Item], *, whole: bool) -> None:
         name, _, count = line.rpartition(" ") if line.rpartition(" ")[2].isdigit() else (line, "", "0")
         # Those that would run where the list finds them: nothing is moved twice.
         found = [item for item in by_name[name] if _set_of(item) == ("slow" if mark == "exhaustive" else "")]
-        if whole and len(found) <= int(count):
-            raise pytest.UsageError(f"{MOVED.name} moves {len(found)} tests by the line {line!r}")
+        if len(found) <= int(count):
+            idle.append(line)
         kept = {*random.Random(SEED).sample(range(len(found)), min(int(count), len(found)))}
         for index, item in enumerate(found):
             if index not in kept:
                 item.add_marker(mark)
+    return idle
 
 
 def _set_of(item: pytest.Item) -> str:

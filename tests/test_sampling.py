@@ -29,7 +29,7 @@ def test_what_is_named_is_moved_and_a_part_of_it_stays(moved):
     moved("# why\n\nslow: x\ntests/a.py::test[b c]\ntests/b.py::test\n\nexhaustive: y\ntests/c.py::test 3\n")
     every = [Item(f"tests/{file}.py::test[{one}]") for file in "ab" for one in ("b c", "d")]
     every += [Item(f"tests/c.py::test[{i}]", *(["slow"] if i % 2 else [])) for i in range(10)]
-    sampling.move(every, whole=True)
+    assert sampling.move(every) == []
     assert [item.nodeid for item in every[:4] if item.marks == ["slow"]] == [
         "tests/a.py::test[b c]",
         "tests/b.py::test[b c]",
@@ -38,15 +38,16 @@ def test_what_is_named_is_moved_and_a_part_of_it_stays(moved):
     drawn = [item for item in every if "exhaustive" in item.marks]
     assert len(drawn) == 2 and all(item.marks == ["slow", "exhaustive"] for item in drawn)
     again = [Item(item.nodeid, *(["slow"] if i % 2 else [])) for i, item in enumerate(every[4:])]
-    sampling.move(again, whole=False)
+    sampling.move(again)
     assert [item.marks for item in again] == [item.marks for item in every[4:]]
 
 
-@pytest.mark.parametrize("line", ["tests/a.py::test_gone", "tests/a.py::test 2"])
-def test_a_line_that_moves_nothing_is_an_error(moved, line):
-    moved(f"slow: x\n{line}\n")
+def test_a_line_that_moves_nothing_is_told(moved):
+    moved("slow: x\ntests/a.py::test_gone\ntests/a.py::test 2\ntests/a.py::test 1\n")
     items = [Item("tests/a.py::test[1]"), Item("tests/a.py::test[2]")]
-    with pytest.raises(pytest.UsageError, match=line.split("::")[1]):
-        sampling.move(items, whole=True)
-    sampling.move(items, whole=False)
-    assert not any(item.marks for item in items)
+    assert sampling.move(items) == ["tests/a.py::test_gone", "tests/a.py::test 2"]
+    assert sum(item.marks == ["slow"] for item in items) == 1
+
+
+def test_every_line_moves_something(pytestconfig):
+    assert pytestconfig.idle_lines == []
