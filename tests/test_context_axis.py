@@ -203,3 +203,12 @@ def test_verify_proves_rules_for_cp_alone():
     assert report.ok and report.proven and report.proof.sizes.cp == 2
     with pytest.raises(ValueError, match="nothing to simulate.*or a plan with a section `context_parallel`"):
         shardplan.verify("llama", "llama", {"cp": 2})
+
+
+@pytest.mark.slow
+def test_hidden_states_that_own_code_collects_are_whole_over_both_axes():
+    """FSDP2 hands blocks views of them: the first is a partial sum over tp, of all tokens."""
+    section = {"transformer.blocks.0": "split_seq_input", "transformer.blocks.*.attn": "exchange_heads"}
+    plan = {"version": "1", "name": "mpt-cp", "extends": "mpt", "context_parallel": section}
+    report = shardplan.validate(meta_model("mpt"), plan, {"cp": 2, "tp": 2}, sequence_parallel=True)
+    assert report.ok and report.proven, report

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardplan.core.layout import I, P, R, V
 
-from .regime import LeftBehind, reached_as_partial_sum
+from .regime import LeftBehind
 from .tensor_moves import move
 
 SEQUENCE = 1  # the dim of hidden states [batch, sequence, hidden]
@@ -132,20 +132,22 @@ class HiddenStates:
         """The output of the module around the blocks, where it is a plain tuple: code around it may cut them.
 
         Args:
-            shape: of what the blocks get, with the whole sequence: hidden states have this shape, or that of a slice.
+            shape: of what the blocks get, with the whole sequence: hidden states have this shape, or that of a slice. What is in front of
+                the blocks has the length of the sequence over cp.
             read: positions that code of the model was seen to read: it reads slices.
         """
-        part = list(shape)
-        part[self.seq_dim] //= self.mesh.size()
+        length = shape[self.seq_dim]
+        lengths = {length, length // self.mesh.size(), self.over_cp or length}
+        likes = [[*shape[: self.seq_dim], one, *shape[self.seq_dim + 1 :]] for one in lengths]
 
         def whole(state: Any) -> Any:
-            like = isinstance(state, Tensor) and list(state.shape) in (list(shape), part)
-            return self._whole(state, shape[self.seq_dim]) if like else state
+            like = isinstance(state, Tensor) and list(state.shape) in likes
+            return self._whole(state, length) if like else state
 
         return in_tuples(output, whole, read)
 
     def _named(self, state: Any) -> Any:
-        if state is None or reached_as_partial_sum(state):
+        if state is None or self.left.is_sum(state):
             return state if state is None else self._whole(state, 0)
         if any(one is state for one, _ in self.left.states) or state.ndim <= self.seq_dim:
             return self._known(state)
@@ -162,7 +164,7 @@ class HiddenStates:
         Args:
             length: of the whole sequence.
         """
-        if reached_as_partial_sum(state):  # the embeddings, where a hook saw them before the first block
+        if self.left.is_sum(state):  # the embeddings, where a hook saw them before the first block
             return move(state, self.mesh, P, I)
         if state.shape[self.seq_dim] in (length, self.over_cp):  # the last one, gathered by the final norm for the head
             return move(state, self.mesh, R, I) if self.left.is_partial(state) else state

@@ -90,11 +90,18 @@ class LeftBehind:
         states: hidden states, and the length of their whole sequence.
         lengths: of whole sequences, of modules around both ends that return no hidden states: modules around them do (BERT's).
         gathered: values that are whole in front of blocks, or were made so, in order, and whether their gradients are partial sums (R).
+        sums: what block inputs took as partial sums.
     """
 
     states: list[tuple[Tensor, int]] = field(default_factory=list)
     lengths: set[int] = field(default_factory=set)
     gathered: list[tuple[Tensor, bool]] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+
+    def is_sum(self, state: Tensor) -> bool:
+        """Whether a hidden state is a partial sum: one that a block input took, or of which it took a view."""
+        memory = state.untyped_storage()._cdata
+        return reached_as_partial_sum(state) or any(one.untyped_storage()._cdata == memory for one in self.sums)
 
     def is_partial(self, state: Tensor) -> bool:
         """Whether the gradient of a whole hidden state is a partial sum. One in the memory of a gathered value is that value: GPT-2 has a
@@ -204,6 +211,8 @@ class PartialEmbedding:
             return getattr(x, _PARTIAL)
         partial = bool(self.pending) and not self.complete
         setattr(x, _PARTIAL, partial)
+        if partial and not torch.compiler.is_compiling() and self.outermost is not None:
+            self.left.sums.append(x)
         self.pending = {source: count - 1 for source, count in self.pending.items() if count > 1}
         return partial
 

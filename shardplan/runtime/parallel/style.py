@@ -178,7 +178,8 @@ class ModuleStyle(ParallelStyle):
         def end(module: nn.Module, args: Any, output: Any) -> Any:
             before = output
             if link.shape is not None:
-                output = HiddenStates(link.left, link.seq_dim, mesh).of_part(output, link.shape, self.program.read)
+                states = HiddenStates(link.left, link.seq_dim, mesh, self.shared.regime.length)
+                output = states.of_part(output, link.shape, self.program.read)
             link.end([state for states in hidden_states_of(output).values() for state in states], output is not before)
             return output
 
