@@ -118,7 +118,7 @@ def test_the_report_says_what_was_called_and_what_was_not() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("bert-generation", 1), ("megatron-bert", 1), ("t5", 1), ("cpmant", 2)],
+    [("bert-generation", 1), ("megatron-bert", 1), ("t5", 1), ("cpmant", 2), ("mpt", 2)],
     ids=lambda one: str(one),
 )
 def test_hidden_states_of_other_forms_are_whole(name: str, ranks: int) -> None:
