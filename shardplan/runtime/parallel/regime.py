@@ -89,24 +89,17 @@ class LeftBehind:
     Args:
         states: hidden states, and the length of their whole sequence.
         lengths: of whole sequences, of modules around both ends that return no hidden states: modules around them do (BERT's).
-        sums: partial sums that a block input took.
         gathered: values that are whole in front of blocks, or were made so, in order, and whether their gradients are partial sums (R).
         sums: what block inputs took as partial sums.
     """
 
     states: list[tuple[Tensor, int]] = field(default_factory=list)
     lengths: set[int] = field(default_factory=set)
-    sums: list[Tensor] = field(default_factory=list)
     gathered: list[tuple[Tensor, bool]] = field(default_factory=list)
     sums: list[Tensor] = field(default_factory=list)
 
     def is_sum(self, state: Tensor) -> bool:
         """Whether a hidden state is a partial sum: one that a block input took, or of which it took a view."""
-        memory = state.untyped_storage()._cdata
-        return reached_as_partial_sum(state) or any(one.untyped_storage()._cdata == memory for one in self.sums)
-
-    def is_sum(self, state: Tensor) -> bool:
-        """Whether a hidden state reached a block input as a partial sum, which a block that is a unit of FSDP2 gets as a view."""
         memory = state.untyped_storage()._cdata
         return reached_as_partial_sum(state) or any(one.untyped_storage()._cdata == memory for one in self.sums)
 
