@@ -104,3 +104,27 @@ def test_a_module_that_only_an_attribute_has_is_copied_once(attribute):
         model.register_forward_hook(lambda module, args, output: output)
     copy_of = copied(model)
     assert copy_of.held[0] is copy_of.held[1] is not inner
+
+
+def test_functions_of_a_copy_keep_what_they_count_apart() -> None:
+    """In a list or a dict that they share, or in a variable; the original's functions, and who else has the list, see nothing of it."""
+    model, seen, state, calls = nn.Linear(4, 4), [], {"calls": 0, "inner": []}, 0
+
+    def before(module: nn.Module, args: tuple) -> None:
+        nonlocal calls
+        calls += 1
+        state["calls"] += 1
+
+    def after(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        state["inner"].append(calls)
+        seen.append(state["calls"])
+        return output * (10 * calls + state["calls"] + len(state["inner"]))
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after)
+    x, plain = torch.randn(2, 4), copy.deepcopy(model)
+    plain._forward_hooks.clear()
+    plain._forward_pre_hooks.clear()
+    for one in (copied(model), copied(model), model):
+        assert all(torch.equal(one(x), plain(x) * 12 * times) for times in (1, 2))
+    assert seen == [1, 2] and state == {"calls": 2, "inner": [1, 2]} and calls == 2

@@ -212,6 +212,7 @@ class Rebinding:
         self.counterparts, self.cells = counterparts, cells
         self.names = names_of(original)
         self._done: dict[int, Any] = {}
+        self._cells: dict[int, CellType] = {}
         self._kept: list[Any] = []  # an id is valid while its object is alive
 
     def in_place(self, attributes: dict[str, Any]) -> None:
@@ -299,6 +300,7 @@ class Rebinding:
             all(a is b for a, b in zip(old, rebound, strict=True))
             and keywords is function.__kwdefaults__
             and wrapped is vars(function).get("__wrapped__")
+            and (self.cells or not _assigns(function.__code__))
         ):
             return function
         contents = iter(rebound)
@@ -319,13 +321,30 @@ class Rebinding:
         return new
 
     def _cell(self, cell: CellType, content: Any) -> CellType:
-        return cell if self.cells and cell.cell_contents is content else CellType(content)
+        if self.cells and cell.cell_contents is content:
+            return cell
+        self._kept.append(cell)
+        return self._cells.setdefault(id(cell), CellType(content))
+
+    def _state(self, value: Any, depth: int) -> Any:
+        """What functions keep between their calls in a list, a dict or a set: the copy's functions keep their own, and leave the original's."""
+        if type(value) not in (list, dict, set) or id(value) in self.counterparts or id(value) in self._done:
+            return self.value(value, depth)
+        self._done[id(value)] = made = type(value)()
+        self._kept.append(value)
+        if isinstance(value, dict):
+            made.update({key: self._state(item, depth + 1) for key, item in value.items()})
+        elif isinstance(value, list):
+            made.extend(self._state(item, depth + 1) for item in value)
+        else:
+            made.update(self.value(item, depth + 1) for item in value)
+        return made
 
     def _captured(self, function: FunctionType, content: Any, depth: int) -> Any:
         known = id(content) in self.counterparts or id(content) in self.names
         if not known and isinstance(content, (nn.Module, nn.Parameter)) and _trains(content):
             raise NotBound(f"uses a {type(content).__name__} with parameters that are not the model's")
-        return self.value(content, depth)
+        return self.value(content, depth) if self.cells else self._state(content, depth)
 
 
 def _trains(value: nn.Module | nn.Parameter) -> bool:
@@ -348,6 +367,12 @@ def _filled(cell: CellType) -> bool:
 
 def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
     return (cell.cell_contents for cell in cells if _filled(cell))
+
+
+@cache
+def _assigns(code: CodeType) -> bool:
+    """Whether a function assigns to a variable that it captured."""
+    return any(one.opname == "STORE_DEREF" and one.argval in code.co_freevars for one in dis.get_instructions(code))
 
 
 @cache

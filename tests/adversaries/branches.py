@@ -60,6 +60,23 @@ class Side(Stack):
         return self.trunk(x) if self.by_data else x
 
 
+class Later(Mlp):
+    """From its third call in training on it looks at all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        h = super().hidden(x)
+        return h - h.mean(-1, keepdim=True) if self.calls >= 3 else h
+
+
+def later() -> nn.Module:
+    return Stack(MlpBlock(Later()), MlpBlock(Later()))
+
+
 class SecondReader(nn.Module):
     """Two matrices read one value, the second on a branch."""
 
@@ -225,6 +242,8 @@ CASES = (
     Adversary(
         "data/wrong", partial(Side, True), lifted, document(WRONG_SIDE), "wrong", "both ways are proven", seeds=RARE
     ),
+    Adversary("later/wrong", later, features, document(MLP), "wrong", "from the third step on", seeds=(0, 1, 2, 3)),
+    Adversary("later/whole", later, features, document({}), "right", "nothing is split", seeds=(0, 1, 2, 3)),
     Adversary("second_reader/right", ReadersStack, either, document(READERS), "right", "each reader moves by itself"),
     Adversary(
         "second_reader/rare",

@@ -137,6 +137,18 @@ def root_hooked(before: bool) -> nn.Module:
     return model
 
 
+def every_second() -> nn.Module:
+    """A hook that counts in what it captured, and leaves every second call of a layer out."""
+    model, state = llama(), {"calls": 0}
+
+    def skip(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        state["calls"] += module.training
+        return args[0] if state["calls"] % 2 == 0 else output
+
+    model.model.layers[1].register_forward_hook(skip)
+    return model
+
+
 class Dropping(OwnMlp):
     """In training every third token is left out."""
 
@@ -196,6 +208,7 @@ BUILDS = {
     "hooked_before": partial(root_hooked, True),
     "hooked_after": partial(root_hooked, False),
     "dropping": dropping,
+    "every_second": every_second,
 }
 TWO = ("pp_dp", "pp_tp")
 CASES = (
@@ -239,6 +252,18 @@ CASES = (
         "right",
         ONE_BY_ONE,
         schedule="interleaved",
+    ),
+    *(
+        on(
+            "dp_tp",
+            "llama",
+            every_second,
+            f"every_second{'_sequence' * both}",
+            "right",
+            "each run counts for itself",
+            sequence_parallel=both,
+        )
+        for both in (False, True)
     ),
     *(
         Adversary(
