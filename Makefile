@@ -60,8 +60,8 @@ gpu: $(VENV)/.installed  ## what eight minutes of a CUDA device can tell (MINUTE
 	$(BIN)/python -m tests.gpu --minutes $(or $(MINUTES),8) --out $(or $(RESULTS),build/gpu)
 
 # Two releases: of what we build on, or torch and transformers in an environment of their own.
-judge: $(VENV)/.installed  ## WHAT=drift OLD=a.whl NEW=b.whl: what changed of what concerns us; WHAT=versions PAIR=TORCH/TRANSFORMERS: whether it works
-	$(BIN)/python -m tests.$(WHAT) $(if $(PAIR),$(PAIR),$(OLD) $(NEW) --validate) $(DRAWN)
+judge: $(VENV)/.installed  ## WHAT=drift OLD=a.whl NEW=b.whl: what changed of what concerns us; WHAT=versions PAIR=TORCH/TRANSFORMERS: whether it works; WHAT=exports: plans in others' own code
+	$(BIN)/python -m tests.$(WHAT) $(or $(PAIR),$(if $(OLD),$(OLD) $(NEW) --validate)) $(DRAWN)
 
 judges: soundness adversaries mutants zoo variants exhaustive ep pp steps two-writers  ## all that follow; a day, so rather with SHARE
 

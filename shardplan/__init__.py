@@ -9,6 +9,7 @@ from .core.version import __version__
 
 if TYPE_CHECKING:  # each name under its own name again: so type checkers know that it is offered
     from .api import (
+        ExportedPlan as ExportedPlan,
         applied as applied,
         apply_plan as apply_plan,
         check_lock as check_lock,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # each name under its own name again: so type checkers know t
         coverage as coverage,
         diff_plans as diff_plans,
         estimate as estimate,
+        export_plan as export_plan,
         fit as fit,
         fix_plan as fix_plan,
         init_plan as init_plan,
@@ -72,6 +74,8 @@ _EXPORTS = {
     "apply_plan": "shardplan.api.apply",
     "verify": "shardplan.api.check",
     "estimate": "shardplan.api.cost",
+    "export_plan": "shardplan.api.exporting",
+    "ExportedPlan": "shardplan.api.exporting",
     "fit": "shardplan.api.fitting",
     "applied": "shardplan.api.apply",
     "build_mesh": "shardplan.runtime.apply",

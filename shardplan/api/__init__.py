@@ -8,6 +8,7 @@
 | cost | estimate |
 | fitting | fit |
 | comparing | diff_plans |
+| exporting | export_plan |
 | fixing | fix_plan |
 | locking | lock_plan, check_lock |
 | reporting | plan_report |
@@ -17,6 +18,7 @@ from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate
+from .exporting import ExportedPlan, export_plan
 from .fitting import fit
 from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
@@ -24,6 +26,7 @@ from .plans import init_plan, load_plan
 from .reporting import plan_report
 
 __all__ = [
+    "ExportedPlan",
     "FixedPlan",
     "applied",
     "apply_plan",
@@ -32,6 +35,7 @@ __all__ = [
     "coverage",
     "diff_plans",
     "estimate",
+    "export_plan",
     "fit",
     "fix_plan",
     "init_plan",

@@ -181,6 +181,20 @@ def _convert(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON; the plan goes to FILE alone")
 
 
+def _export(parser: Parser) -> None:
+    model_and_plan(parser)
+    text = "transformers: the tp_plan of a DistributedConfig, as JSON; torch: a dictionary for parallelize_module, as Python"
+    parser.add_argument("--to", required=True, choices=("transformers", "torch"), help=text)
+    text = "the size to compile for, and the number of processes that run it (2)"
+    parser.add_argument("--tp", type=several, default=2, metavar="N", help=text)
+    text = "do not run it in the target's own code; then nothing tells that it computes the same"
+    parser.add_argument("--no-run", dest="run_it", action="store_false", help=text)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write it to FILE instead of standard output")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON; the export goes to FILE alone")
+
+
 def _verify(parser: Parser) -> None:
     _checking(parser, "tensor-parallel ranks; may be left out with --pp")
     parser.add_argument(
@@ -357,6 +371,11 @@ COMMANDS: Table = {
         "Convert a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed.",
         "shardplan convert ds_config.json --model llama -o plan.yaml",
         _convert,
+    ),
+    "export": (
+        "Write a plan in the words of transformers or torch, proven in their own code.",
+        "shardplan export qwen3 auto --to transformers -o tp_plan.json",
+        _export,
     ),
     "validate": (
         "Check a plan against a model.",

@@ -1,0 +1,242 @@
+"""What of a program crosses to another project: for each target its words, and what its own code makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from shardplan.compiler.lower import Program
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Assignment, ResolvedPlan, stated_options
+
+CANNOT_CROSS = Code("SP549")
+
+# Options of rules that say nothing of what a rank computes there: the target's style does the same without them.
+SILENT = frozenset({"heads", "divides", "having", "fused"})
+# It adds up the gradient of what split matrices read, once for all of them; the targets' matrices do it each by itself.
+INPUT = "input_with_grad_allreduce"
+LEFT_OUT = (INPUT, "replicate", "none")
+EXPERTS = "moe_tp_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A project that plans are exported to.
+
+    Args:
+        name: as `--to` has it.
+        shown: in messages.
+        words: our style -> its word, or the source text of its style.
+        packed: whether its `packed_colwise` splits two equal parts.
+        wildcards: whether a name with `*` means all elements of a list alike, so that exceptions cannot be said.
+        apply: the model, entries and the size of tp -> the model as the target's own code shards it. On every rank.
+        write: entries and the size of tp -> the text of a file.
+    """
+
+    name: str
+    shown: str
+    words: Mapping[str, str]
+    packed: bool
+    wildcards: bool
+    apply: Callable[[nn.Module, Mapping[str, str], int], nn.Module]
+    write: Callable[[Mapping[str, str], int], str]
+
+
+@dataclass
+class Lowered:
+    """Args:
+    entries: names with `*` for list indices -> the target's words.
+    findings: SP549: the rules that cannot cross.
+    """
+
+    entries: dict[str, str] = field(default_factory=dict)
+    findings: list[Diagnostic] = field(default_factory=list)
+
+
+def lower_to(target: Target, program: Program, own: Mapping[str, str]) -> Lowered:
+    """The tensor-parallel rules of a program in the target's words, or the rules that it has none for.
+
+    Args:
+        own: the plan that the target has for the model, whose entries it keeps where an export says nothing else.
+    """
+    resolved, made = program.resolved, Lowered()
+    alike: dict[str, list[str]] = {}
+    for name in (*resolved.tree.modules, *resolved.tree.parameters):
+        alike.setdefault(resolved.tree.pattern(name), []).append(name)
+    regions = _regions(resolved)
+    assigned = {one.name: one for each in resolved.assignments.values() for one in [_moving(each, resolved, regions)]}
+    for pattern, names in alike.items():
+        ruled = [a for name in names if (a := assigned.get(name)) is not None]
+        words = {one.name: None if _in_region(one, regions) else _word(target, one, made) for one in ruled}
+        found = {word for word in words.values() if word is not None}
+        if not found:
+            continue
+        if len(found) == 1 and (len(words) == len(names) and None not in words.values()):
+            made.entries[pattern] = next(iter(found))
+        elif target.wildcards:
+            shown = ", ".join(
+                sorted(f"`{word}`" for word in {*found, *([] if len(words) == len(names) else ["no rule"])})
+            )
+            message = f"{target.shown} has one style for all of `{pattern}`, and here it is {shown}"
+            made.findings.append(_refused(message, ruled[0]))
+        else:
+            made.entries |= {name: word for name, word in words.items() if word is not None}
+    for region, experts in regions.items():
+        if experts is not None and EXPERTS in target.words:
+            made.entries[resolved.tree.pattern(experts)] = EXPERTS
+        elif experts is not None:
+            _none(target, assigned[region], made, "output")
+    if target.name == "transformers":
+        _complete(made, alike, resolved.tree.parameters, own)
+    if not made.entries and not made.findings:
+        message = f"there is no tensor-parallel rule that {target.shown} would apply"
+        made.findings.append(Diagnostic(CANNOT_CROSS, Severity.ERROR, message))
+    return made
+
+
+def _complete(
+    made: Lowered, alike: Mapping[str, list[str]], parameters: Mapping[str, Any], own: Mapping[str, str]
+) -> None:
+    """What transformers needs besides: modules that run with shards of bare parameters, and a word for what its own plan splits
+    and ours leaves whole."""
+    for pattern in [key for key in made.entries if alike[key][0] in parameters]:
+        made.entries.setdefault(pattern.rpartition(".")[0], "local_params")
+    made.entries |= {name: "replicate" for name in own if name not in made.entries and name in alike}
+
+
+def _regions(resolved: ResolvedPlan) -> dict[str, str | None]:
+    """Each module whose partial sums the plan adds up -> the module in it that has stacked weights of experts, where there is one: a target's
+    styles of the experts and of each matrix add up by themselves. What such a module has besides, a router, is whole there."""
+    modules = resolved.tree.modules
+    stacks = {n.rpartition(".")[0] for n in resolved.parameters} - {n for n, m in modules.items() if m.kind == "linear"}
+    summed = [n for n, a in resolved.modules.items() if (a.rule.style, a.rule.output) == (INPUT, "all_reduce")]
+    inside = {name: [one for one in stacks if one == name or one.startswith(f"{name}.")] for name in summed}
+    return {name: found[0] if found else None for name, found in inside.items() if len(found) < 2}
+
+
+def _in_region(one: Assignment, regions: Mapping[str, str | None]) -> bool:
+    """Whether a rule says what the targets' styles inside of such a module do."""
+    with_experts = tuple(f"{name}." for name, experts in regions.items() if experts is not None)
+    router = one.rule.style == "replicated_with_grad_allreduce" and one.name.startswith(with_experts)
+    return one.name in regions or router
+
+
+def _moving(one: Assignment, resolved: ResolvedPlan, regions: Mapping[str, str | None]) -> Assignment:
+    """The rule of a matrix's weight alone, whose output the module around it adds up, as one of the matrix."""
+    owner, _, name = one.name.rpartition(".")
+    linear = owner in resolved.tree.modules and resolved.tree.modules[owner].kind == "linear"
+    inside = owner.startswith(tuple(f"{region}." for region in regions))
+    return replace(one, name=owner, is_parameter=False) if name == "weight" and linear and inside else one
+
+
+def _word(target: Target, one: Assignment, made: Lowered) -> str | None:
+    """The target's word for a rule; None where it needs none, or has none, which is a finding."""
+    rule, options = one.rule, {name: value for name, value in stated_options(one.rule).items() if name not in SILENT}
+    if rule.style in LEFT_OUT:
+        return None if not options else _none(target, one, made, next(iter(options)))
+    if rule.style not in target.words:
+        return _none(target, one, made, None)
+    if target.packed and rule.style == "packed_colwise" and str(options.get("packed", "2")) == "2":
+        options.pop("packed", None)
+    return target.words[rule.style] if not options else _none(target, one, made, next(iter(options)))
+
+
+def _none(target: Target, one: Assignment, made: Lowered, option: str | None) -> str | None:
+    """No word, which is a finding."""
+    what = f"the style `{one.rule.style}`" if option is None else f"the option `{option}` of `{one.rule.style}`"
+    found = _refused(f"{target.shown} has no word for {what}", one)
+    if found not in made.findings:
+        made.findings.append(found)
+    return None
+
+
+def _refused(message: str, one: Assignment) -> Diagnostic:
+    help = f"`{one.rule.pattern}` stays with shardplan: apply_plan carries it out"
+    return Diagnostic(CANNOT_CROSS, Severity.ERROR, message, Label(one.rule.location), help=help)
+
+
+def _transformers(model: nn.Module, entries: Mapping[str, str], tp: int) -> nn.Module:
+    """The model's weights in a folder, which the first rank writes, loaded by `from_pretrained` as its users do."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks are processes on the CPU, which transformers asks torch about
+    config = DistributedConfig(tp_size=tp, tp_plan=dict(entries))
+    made: Any = model
+    with tempfile.TemporaryDirectory() as mine:
+        folder = [mine]
+        dist.broadcast_object_list(folder)
+        made.save_pretrained(folder[0])
+        dist.barrier()
+        loaded = type(made).from_pretrained(folder[0], config=made.config, dtype=made.dtype, distributed_config=config)
+        dist.barrier()
+    return loaded.train(model.training)
+
+
+def _torch(model: nn.Module, entries: Mapping[str, str], tp: int) -> nn.Module:
+    styles = {name: STYLES[text]() for name, text in entries.items()}
+    return parallelize_module(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))["tp"], styles)
+
+
+def _config(entries: Mapping[str, str], tp: int) -> str:
+    return json.dumps({"tp_size": tp, "tp_plan": dict(entries)}, indent=2) + "\n"
+
+
+def _module(entries: Mapping[str, str], tp: int) -> str:
+    lines = "".join(f"    {json.dumps(name)}: {text},\n" for name, text in entries.items())
+    return (
+        "from torch.distributed.tensor import Replicate, Shard\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n\n"
+        f"# For parallelize_module(model, mesh, PLAN) on a mesh of one axis.\nPLAN = {{\n{lines}}}\n"
+    )
+
+
+SAME = (
+    *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise"),
+    *(
+        "packed_colwise",
+        "replicated_with_grad_allreduce",
+        "mla_kv_a_proj",
+        EXPERTS,
+        "moe_identity_expert",
+        "local_params",
+    ),
+)
+WHOLE_INPUT = "RowwiseParallel(input_layouts=Replicate())"
+WHOLE_OUTPUT = "ColwiseParallel(output_layouts=Replicate())"
+WORDS = {
+    "colwise": "ColwiseParallel()",
+    "rowwise": "RowwiseParallel()",
+    "colwise_gather_output": WHOLE_OUTPUT,
+    "rowwise_split_input": WHOLE_INPUT,
+    "embedding_rowwise": WHOLE_INPUT,
+    "embedding_colwise": WHOLE_OUTPUT,
+    "colwise_vocab": "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)",
+}
+# The same texts as torch reads them.
+STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "ColwiseParallel()": ColwiseParallel,
+    "RowwiseParallel()": RowwiseParallel,
+    WHOLE_OUTPUT: lambda: ColwiseParallel(output_layouts=Replicate()),
+    WHOLE_INPUT: lambda: RowwiseParallel(input_layouts=Replicate()),
+    WORDS["colwise_vocab"]: lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+TARGETS: Mapping[str, Target] = {
+    one.name: one
+    for one in (
+        Target("transformers", "transformers", {word: word for word in SAME}, True, True, _transformers, _config),
+        Target("torch", "torch's parallelize_module", WORDS, False, False, _torch, _module),
+    )
+}

@@ -1,0 +1,1 @@
+"""Built-in plans in the words of transformers, a sample of them run in its own code."""
