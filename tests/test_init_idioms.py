@@ -133,3 +133,68 @@ def test_patterns_of_lists(modules: tuple[nn.Module, ...], pattern: str) -> None
     name = next(name for name in tree.modules if name.startswith("blocks.0.parts.0") and not tree.children[name])
     assert tree.pattern(name) == pattern
     assert tree.pattern(name.replace("blocks.0", "blocks.1")) == pattern
+
+
+class ParallelBlock(nn.Module):
+    """Attention and MLP beside each other in one module, one head of keys and values in one matrix, and a bias for each head from outside."""
+
+    def __init__(self, reads_width: bool = False) -> None:
+        super().__init__()
+        self.heads, self.size, self.reads_width = HEADS, WIDTH // HEADS, reads_width
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wq, self.wkv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * self.size, bias=False)
+        self.wo, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.wq(y).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
+        k, v = (one[:, None].expand_as(q) for one in self.wkv(y).split(self.size, -1))
+        found = F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2)
+        found = found.reshape(x.shape) if self.reads_width else found.flatten(2)
+        return x + self.wo(found) + self.down(F.gelu(self.up(y)))
+
+
+class Alibi(Blocks):
+    """Blocks with slopes in a buffer."""
+
+    def __init__(self, reads_width: bool = False) -> None:
+        super().__init__(partial(ParallelBlock, reads_width))
+        distance = torch.arange(8.0)[:, None] - torch.arange(8.0)
+        self.register_buffer("bias", -distance.abs() * 2.0 ** -torch.arange(1.0, HEADS + 1)[:, None, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj_in(x)
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return self.proj_out(x)
+
+
+def test_one_head_of_keys_and_values_in_a_parallel_block() -> None:
+    """The norm's result goes to attention and MLP, and a block cannot be split by its input: the residual reads that too."""
+    made = shardplan.init_plan(shardplan.Model(Alibi(), inputs=hidden))
+    rules = made.document["tensor_parallel"]
+    assert [rules[f"blocks.*.{name}"] for name in ("wq", "up", "wo", "down")] == ["colwise"] * 2 + ["rowwise"] * 2
+    assert not made.diagnostics and made.document["description"] == "Splits wq, wo, up and down of each layer."
+    assert rules["blocks.*"]["shares"] == ["heads", {"bias": {"dim": 0}}]
+    assert (rules["blocks.*.wkv"], rules["blocks.*.wkv.weight"]) == (
+        "input_with_grad_allreduce",
+        "replicated_with_grad_allreduce",
+    )
+    assert shardplan.verify(shardplan.Model(Alibi(), inputs=hidden), made.document, {"tp": 4}).ok
+
+
+def test_the_line_that_is_named_is_the_one_that_gets_furthest() -> None:
+    made = shardplan.init_plan(shardplan.Model(Alibi(reads_width=True), inputs=hidden))
+    (finding,) = made.diagnostics
+    assert "found.reshape(x.shape)" in " ".join(finding.notes)
+    assert "count what is split with -1" in finding.help
+
+
+def test_the_gradient_of_a_norm_that_several_read_is_summed_behind_it() -> None:
+    """Nothing that is split is given up for it."""
+    whole = {"style": "replicate", "shares": ["heads", {"bias": {"dim": 0}}]}
+    rules = {"blocks.*": whole, "blocks.*.wkv": "replicated_with_grad_allreduce"}
+    rules |= {"blocks.*.{wq,up}": "colwise", "blocks.*.{wo,down}": "rowwise"}
+    plan = {"version": "1", "name": "own", "tensor_parallel": rules}
+    report = shardplan.validate(shardplan.Model(Alibi(), inputs=hidden), plan, {"tp": 2})
+    assert [one.help for one in report.diagnostics] == ["add `blocks.*.norm: output_with_grad_allreduce`"]

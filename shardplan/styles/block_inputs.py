@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, I, P, R, V
 
-from .style_record import OTHER, Options, Style, Trial
+from .style_record import NORM, OTHER, Options, Style, Trial
 
 STYLES = (
     Style(
@@ -44,6 +44,7 @@ STYLES = (
         owns_parameters=False,
         output_source=I,
         output_destination=R,
+        trials=(Trial(on=NORM, whole=13),),
         source="arXiv 1909.08053, the operator f",
     ),
     Style(

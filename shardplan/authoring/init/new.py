@@ -17,7 +17,7 @@ from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
-from .draft import BLOCK_INPUT, Rules, is_alternative
+from .draft import BLOCK_INPUT, PARTIAL, Rules, is_alternative
 from .write import WIDTH, Heading, folded, plan_document, plan_text
 
 NOTHING = Code("SP530")
@@ -175,7 +175,7 @@ def _description(derived: Derived) -> str:
     rules = [
         p
         for p, options in derived.draft.tensor_parallel.items()
-        if options["style"] not in (BLOCK_INPUT, "replicate") and not is_alternative(p)
+        if options["style"] not in (BLOCK_INPUT, PARTIAL["style"], "replicate") and not is_alternative(p)
     ]
     parts = dict.fromkeys(_part(rule.split("*.", 1)[1]) for rule in rules if "*." in rule)
     outside = [rule for rule in rules if "*" not in rule]

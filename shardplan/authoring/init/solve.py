@@ -51,10 +51,12 @@ class Solved:
     Args:
         draft: its rules; None where there are none.
         forbidden: what is against splitting it through; with a draft: its results are gathered.
+        reached: how far the draft that is forbidden gets.
     """
 
     draft: Draft | None
     forbidden: Forbidden | None = None
+    reached: Score = NOWHERE
 
 
 class Solver:
@@ -99,7 +101,7 @@ class Solver:
         solved = self._best_of(group, self.ways.drafts(group))
         if solved.draft is None and (narrow := list(self.ways.narrow(group))):
             other = self._best_of(group, narrow)
-            return other if other.draft is not None else solved
+            return other if other.draft is not None or other.reached > solved.reached else solved
         return solved
 
     def _best_of(self, group: Group, drafts: Iterable[Draft]) -> Solved:
@@ -130,8 +132,9 @@ class Solver:
         score = self._score(draft)
         if score is not None and not score.fits:
             draft = self._divided(group, draft, score)
-        fixed = self.board.fixed(draft) if (self._score(draft) or NOWHERE).fits else None
-        return Solved(fixed, forbidden(self.board, draft) if fixed is None else None)
+        reached = self._score(draft) or NOWHERE
+        fixed = self.board.fixed(draft) if reached.fits else None
+        return Solved(fixed, forbidden(self.board, draft) if fixed is None else None, reached)
 
     def _share(self, group: Group) -> float:
         """How much of the model's own blocks a group is, those in which it stands together."""
@@ -151,8 +154,8 @@ class Solver:
         for _ in range(MOST_DIVIDED):
             found = (
                 self._best(self._further(group, draft), score)
-                or self._best(self._pairs(draft), score)
-                or self._best(self._pairs(draft, of_config=True), score)
+                or self._best(self._pairs(group, draft), score)
+                or self._best(self._pairs(group, draft, of_config=True), score)
             )
             if found is None:
                 return draft
@@ -173,7 +176,7 @@ class Solver:
         return best
 
     def _further(self, group: Group, draft: Draft) -> Iterator[Draft]:
-        wrong = self._wrong(draft)
+        wrong = self._wrong(group, draft)
         for pattern in (
             self.board.tree.pattern(name) for name in wrong if self.board.tree.modules[name].kind == "norm"
         ):
@@ -194,9 +197,9 @@ class Solver:
                 for options in (*packed, *({"style": style} for style in styles)):
                     yield self._holding(draft, owner).with_rules({pattern: options})
 
-    def _pairs(self, draft: Draft, *, of_config: bool = False) -> Iterator[Draft]:
+    def _pairs(self, group: Group, draft: Draft, *, of_config: bool = False) -> Iterator[Draft]:
         """With two attributes divided of the module that raises, or two numbers of its configuration that its code reads."""
-        wrong = self._wrong(draft, "crash")
+        wrong = self._wrong(group, draft, "crash")
         reads = {name for one in wrong for name in forward_reads(type(self.board.benches[0].model.get_submodule(one)))}
         own = [
             found
@@ -207,12 +210,13 @@ class Solver:
         for one, other in combinations(own, 2):
             yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
 
-    def _wrong(self, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
-        """The module within a block in whose code the first thing that is wrong happens, or the first of a kind."""
+    def _wrong(self, group: Group, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
+        """The module within a block in whose code the first thing that is wrong happens, or the first of a kind; a block itself where it
+        is the one that calls the group's matrices."""
         proof = self.board.proof(draft)
         hard = (f for f in (() if proof is None else proof.findings) if f.kind not in FIXABLE)
         found = next((f.module for f in hard if kind in (None, f.kind)), "")
-        return {} if not found or element(found) else {found: None}
+        return {} if not found or (element(found) and found not in self._modules(group)) else {found: None}
 
     def _holding(self, draft: Draft, module: str) -> Draft:
         """The draft where rules may hold a module's parameters in another way than its own does."""

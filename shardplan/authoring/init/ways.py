@@ -8,7 +8,7 @@ from itertools import chain, islice, product
 
 from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, sharing
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, partial_gradients, sharing
 from .feature_cuts import cut
 from .flow import Flow, Product
 from .parts import output_features, packed
@@ -66,13 +66,22 @@ class Ways:
         return Draft({**unfused, **split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
 
     def narrow(self, group: Group) -> Iterator[Draft]:
-        """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read."""
+        """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read. Where the block
+        has no module whose input is theirs alone, each of them reduces the gradient of its own."""
         widths = [output_features(self.tree, column) for column in group.columns]
         known = [width for width in widths if width is not None]
         if len(known) == len(widths) and len(set(widths)) > 1 and not group.latent and group.container is None:
             styles = [next(self._column(group, column)) for column in group.columns]
             narrow = [one if width == max(known) else PARTIAL for one, width in zip(styles, widths, strict=True)]
-            yield Draft(self._split(group, narrow, names=self._itself))
+            draft = Draft(self._split(group, narrow, names=self._itself))
+            yield draft
+            modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
+            own = [p for p, one in zip(group.columns, narrow, strict=True) if one is PARTIAL and p in modules]
+            if own:
+                rules: dict[str, Options] = dict.fromkeys(own, {"style": BLOCK_INPUT})
+                for pattern in own:
+                    rules.update(partial_gradients(pattern, modules[pattern]))
+                yield draft.with_rules(rules)
 
     def _named_beside(self, norm: str, pattern: str) -> tuple[str, ...]:
         """As `_named` for matrices that have a norm of another pattern beside them, or beside a module around them; else as `_itself`."""

@@ -62,10 +62,10 @@ class Repair:
     def help(self) -> str:
         """What to do, as an instruction; and what it costs, where it gives up a split."""
         both = self._instruction if self.also is None else f"{self._instruction}, and {self.also._instruction}"
-        return f"{both}{self._given_up}"
+        return f"{both}{self.given_up}"
 
     @property
-    def _given_up(self) -> str:
+    def given_up(self) -> str:
         """What is split now, and would no longer be."""
         if self.old is None:
             return ""
@@ -166,16 +166,17 @@ def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try: first the likeliest of each suspect, then the rest."""
+    """Changes to try: first the likeliest of each suspect, then the rest; of each, those last that give a split up."""
     lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
     seen: set[tuple[str, str]] = set()
     for width, start in ((3, 0), (12, 3)):
-        for changes in lists:
-            for repair in changes[start : start + width]:
-                key = (repair.pattern, written(repair.new) if repair.new else "")
-                if key not in seen:
-                    seen.add(key)
-                    yield repair
+        for repair in sorted(
+            (r for some in lists for r in some[start : start + width]), key=lambda r: bool(r.given_up)
+        ):
+            key = (repair.pattern, written(repair.new) if repair.new else "")
+            if key not in seen:
+                seen.add(key)
+                yield repair
 
 
 def reads_outside(style: Style) -> bool:
