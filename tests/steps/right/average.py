@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from shardplan import micro_batches
+from shardplan import applied, micro_batches
 
 
 def make(model):
@@ -17,6 +17,7 @@ def make(model):
 
 @torch.no_grad()
 def exchange(model, average):
+    applied(model).reshard()  # a forward without a backward leaves parameters of FSDP2 gathered
     for name, parameter in model.named_parameters():
         kept = parameter.detach().clone()
         parameter.copy_(average[name])
