@@ -83,6 +83,7 @@ zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most 
 	$(BIN)/python -m tests.zoo.other_types --table docs/other-types.md $(DRAWN)
 	$(BIN)/python -m tests.zoo --checkpoints --table docs/model-types.md $(DRAWN)
 	$(BIN)/python -m tests.zoo --experts --table docs/model-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo --context --table docs/model-types.md $(DRAWN)
 	$(BIN)/python -m tests.zoo.expert_types --table docs/expert-types.md $(DRAWN)
 	$(BIN)/python -m tests.zoo.diffusion --table docs/diffusion-types.md $(DRAWN)
 

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardplan import verify
 from shardplan.language import builtin_plans, parse_plan
 from tests.model_settings import find, without_dropout
-from tests.zoo import diffusion, image_text
+from tests.zoo import context, diffusion, image_text
 from tests.zoo import entry as judge
 from tests.zoo.__main__ import communication, lacks, page, reasons, right
 from tests.zoo.block_inputs import TooManyChoices
@@ -77,6 +77,13 @@ def test_every_plan_is_for_a_type_of_the_table() -> None:
 def test_nothing_in_the_table_is_wrong() -> None:
     wrong = {name: text for name, found in TABLE.items() for text in found.verdicts.values() if not right(text)}
     assert wrong == {}
+
+
+def test_types_over_cp_are_right_or_say_what_stands_in_the_way() -> None:
+    run = {name: found for name, found in TABLE.items() if found.context}
+    assert len(run) >= 27
+    assert {name for name, found in run.items() if not context.proven(found)} <= {"big_bird", "inkling2_text", "mpt"}
+    assert all(found.mixers for found in run.values() if context.proven(found))
 
 
 def test_what_is_not_split_has_a_reason() -> None:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.sampling import share_of  # noqa: E402
 
+from . import context  # noqa: E402
 from .checkpoints import with_checkpoints  # noqa: E402
 from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
 from .experts import with_experts  # noqa: E402
@@ -35,6 +36,9 @@ sequence_parallel section.
 - "pp": what crosses a cut between two blocks, where the plan's section pipeline_parallel is proven: nothing else does in the recorded run of
   the reduced model, and its blocks, a stage each, compute the unsharded model's outputs, gradients and buffers. "a tie": a parameter
   that stands in two stages (`python -m tests.zoo --pipelines`).
+- "cp": over the axis cp (`python -m tests.zoo --context`), the modules that need all tokens, by the rules that `shardplan init --context-parallel`
+  writes for the type: "heads": each rank computes a share of its heads or channels, "whole": all of it. Proven at cp 2, alone and with TP + SP at tp 2;
+  otherwise what is said against it.
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
   ranks; what is whole is named where it is at least a hundredth of them.
 - "collectives": of a step of the reduced model at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
@@ -51,6 +55,9 @@ sequence_parallel section.
 parallelism too, {wrong} wrong; {experts} right with expert parallelism, {pipelines} in pipeline stages. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
 for {init_sp}, wrong for {init_wrong}; with TP it communicates at the minimum for {init_least}, {init_fewest} of them with the
 fewest collectives.
+
+Over cp {context} of the {context_run} types for which it was run are right, {context_heads} of them with all that mixes tokens by heads
+(`--context --share 7 --seed 7`, and types beside them).
 
 {checkpoints} published checkpoints of {checkpoint_types} types: {checkpoints_tp} proven with tensor parallelism, {checkpoints_sp} of them with
 sequence parallelism too. The others are refused, for the reasons below the table.
@@ -131,7 +138,7 @@ def page(found: Sequence[Entry]) -> str:
     planned = [e for e in found if e.verdicts]
     columns = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
     titles = [f"{'TP' if column[0] == 't' else 'SP'} {column[2:]}" for column in columns]
-    head = ["model type", "plan", *titles, "EP", "pp", "split", "collectives", "init", "checkpoints"]
+    head = ["model type", "plan", *titles, "EP", "pp", "cp", "split", "collectives", "init", "checkpoints"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for e in planned:
         said = [e.verdicts[column].replace("|", "\\|") for column in columns]
@@ -141,6 +148,7 @@ def page(found: Sequence[Entry]) -> str:
             *said,
             (e.experts or "-").replace("|", "\\|"),
             (e.pipeline[:160] or "-").replace("|", "\\|"),
+            context.cell(e),
             share(e),
             communication(e),
             by_init(e),
@@ -164,6 +172,9 @@ def page(found: Sequence[Entry]) -> str:
             wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
             experts=sum(e.experts == "right" for e in found),
             pipelines=sum(proven(e.pipeline) for e in found),
+            context=sum(map(context.proven, found)),
+            context_run=sum(bool(e.context) for e in found),
+            context_heads=sum(context.proven(e) and set(e.mixers.values()) == {"heads"} for e in found),
             init=sum(bool(e.init) for e in found),
             init_tp=sum(has(e.init, "tp") for e in found),
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
@@ -240,6 +251,7 @@ def main(argv: list[str]) -> int:
         "--pipelines", action="store_true", help="the plans cut into pipeline stages; prove nothing else"
     )
     parser.add_argument("--experts", action="store_true", help="the plans with experts distributed; prove nothing else")
+    parser.add_argument("--context", action="store_true", help="the plans on the axis cp; prove nothing else")
     args = parser.parse_args(argv)
     known = read(args.table)
     names = args.types or share_of(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), args)
@@ -257,6 +269,8 @@ def main(argv: list[str]) -> int:
         make, said = with_pipeline, lambda e: e.pipeline
     if args.experts:
         make, said = with_experts, lambda e: e.experts
+    if args.context:
+        make, said = context.with_context, lambda e: (e.context, e.mixers)
     found = fill(rows, make, page, said, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
     return int(any(not right(text) for texts in verdicts for text in texts.values()))

@@ -68,6 +68,9 @@ class Entry:
         experts: "right" where the plan is proven with its experts distributed, or what is wrong; empty where it distributes none.
         pipeline: what crosses a cut into pipeline stages, where the plan's section is proven ("one tensor", "one tensor and a tie");
             "none" without a section; else what is wrong. Empty where there is no plan.
+        context: mesh -> what was found out about the rules for cp that follow from the plan: "right", "size SPnnn", or what is wrong;
+            "section": why there are none. Empty where it was not run.
+        mixers: the modules that these rules name for mixing tokens -> "heads" (each rank has a share of them) or "whole".
         reason: why there is no plan, or no verdict.
         no_overlay: why the plan that was derived has no sequence parallelism.
         images: the kinds of input beside text that the verdicts are of: "image", "video", "audio".
@@ -91,6 +94,8 @@ class Entry:
     checkpoints: dict[str, str] = field(default_factory=dict)
     experts: str = ""
     pipeline: str = ""
+    context: dict[str, str] = field(default_factory=dict)
+    mixers: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     no_overlay: str = ""
     images: list[str] = field(default_factory=list)
@@ -146,7 +151,10 @@ def made_again(before: Entry) -> Entry:
     """The entry of a type, with what is known beside its proofs. Not in the file that is run, which other processes cannot
     import.
     """
-    kept = {field: getattr(before, field) for field in ("init", "init_more", "checkpoints", "experts", "pipeline")}
+    kept = {
+        field: getattr(before, field)
+        for field in ("init", "init_more", "checkpoints", "experts", "pipeline", "context", "mixers")
+    }
     return replace(entry(before.name), **kept)
 
 
