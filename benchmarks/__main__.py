@@ -19,6 +19,7 @@ CPU = (
     "plans",
     "kept",
     "memory",
+    "fused",
     "stage_memory",
     "host",
     "states",

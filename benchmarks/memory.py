@@ -96,6 +96,7 @@ CASES = {
         {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"}},
     ),
     "llama, TP, FSDP2, split logits": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"logits": "sharded"}),
+    "llama, TP, FSDP2, fused logits": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"logits": "fused"}),
     "mixtral, SP and FSDP2": Case("mixtral", {"dp_shard": 2, "tp": 2}, MOE, {"sequence_parallel": True}),
 }
 

@@ -265,7 +265,8 @@ def _look(report: Report, asked: Check) -> Report:
     sizes, plan = asked.sizes, asked.plan
     on = asked.sequence_parallel
     how = deriving(asked.model, sizes, derive=asked.derive, sequence_parallel=on, progress=asked.progress)
-    given = look_up(asked.model, plan, split=sizes.splits_layers, derive=how)
+    split = sizes.splits_layers or asked.logits == "fused"
+    given = look_up(asked.model, plan, split=split, derive=how)
     report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report

@@ -231,7 +231,7 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--device", metavar="NAME", help=text)
     sequence_parallel(parser, help=ONE)
     text = "the layout of the output head's logits; overrides the plan"
-    parser.add_argument("--logits", choices=("plan", "replicated", "sharded"), default="plan", help=text)
+    parser.add_argument("--logits", choices=("plan", "replicated", "sharded", "fused"), default="plan", help=text)
     text = "what is recomputed in backward; overrides the plan"
     parser.add_argument(
         "--activation-checkpointing", choices=("plan", "none", "full", "selective"), default="plan", help=text

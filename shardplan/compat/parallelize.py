@@ -16,7 +16,7 @@ from .configs import DistributedConfig
 from .multimodal import unwrapped
 
 AnyPlan = Plan | Mapping[str, Any] | str | PathLike[str]
-Logits = Literal["plan", "replicated", "sharded", "as_stored"]  # as for `apply_plan`
+Logits = Literal["plan", "replicated", "sharded", "fused", "as_stored"]  # as for `apply_plan`
 OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # what a plan of ours has
 FILES = (".yaml", ".yml", ".json")
 # Names that configurations of others give to a plan, all of which are the model's own.

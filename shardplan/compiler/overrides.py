@@ -10,9 +10,9 @@ from shardplan.core.plan import Assignment, PlanFile, ResolvedPlan
 from shardplan.styles import STYLES
 
 Override = Mapping[str, Any] | Literal[False] | None
-Logits = Literal["plan", "replicated", "sharded", "as_stored"]
+Logits = Literal["plan", "replicated", "sharded", "fused", "as_stored"]
 
-HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab"}
+HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab", "fused": "colwise_fused"}
 
 
 def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | None:
@@ -88,13 +88,13 @@ def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
     if logits == "plan":
         return resolved
     if logits not in (*HEADS, "as_stored"):
-        raise ValueError(f'logits must be "plan", "replicated", "sharded" or "as_stored", not {logits!r}')
+        raise ValueError(f'logits must be "plan", "replicated", "sharded", "fused" or "as_stored", not {logits!r}')
     found = [a for a in resolved.assignments.values() if a.rule.style in HEADS.values()]
     heads = [a for a in found if not any(part.isdigit() for part in a.name.split("."))]
-    if not heads and logits == "sharded" and (resolved.sizes.tp or 1) > 1:
+    if not heads and (logits == "fused" or (logits == "sharded" and (resolved.sizes.tp or 1) > 1)):
         raise ValueError(
-            f'logits="sharded": no module of the model has the style {HEADS["replicated"]} or {HEADS["sharded"]} '
-            f"in plan {resolved.plan.name!r}"
+            f"logits={logits!r}: no module of the model has the style {', '.join(HEADS.values())} in plan {resolved.plan.name!r}: "
+            f"write `lm_head: {HEADS[logits]}` under tensor_parallel, with the name of the output head"
         )
     style = HEADS.get(logits, HEADS["sharded"])
     changed: dict[str, Assignment] = {a.name: replace(a, rule=replace(a.rule, style=style)) for a in heads}

@@ -203,7 +203,9 @@ def compile_variant(
     if seq_len is not None:
         check_count("seq_len", seq_len, MOST_TOKENS)
     sections = changes.sections
-    given = look_up(model, plan, sections, split=(sizes.tp or 1) > 1 or sizes.ep > 1 or sizes.pp > 1, derive=derive)
+    fused = changes.logits == "fused"  # of the head that a plan for layers names
+    split = (sizes.tp or 1) > 1 or sizes.ep > 1 or sizes.pp > 1 or fused
+    given = look_up(model, plan, sections, split=split, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
     if any_error(findings):

@@ -355,6 +355,7 @@ class ModuleProgram:
         sum_rule: at a module at which others join, the plan's text that declares it.
         reads_in: the module around this one in each call of which a tensor is moved I -> R once for all that read it.
         logits: the length of the whole vocabulary, where the output is a DTensor Shard(-1).
+        later: the output is not made, but a chunk of tokens at a time by the loss that reads it.
         tail: how many trailing output features pass a move I -> R; 0: none do.
         outside: where positions in the output are read outside of the block.
         divide: attributes of the instance, and by what each is divided; `config.x` is a number of this instance's config.
@@ -388,6 +389,7 @@ class ModuleProgram:
     sum_rule: str = ""
     reads_in: str | None = None
     logits: int | None = None
+    later: bool = False
     tail: int = 0
     outside: OutsideReads | None = None
     divide: tuple[tuple[str, int], ...] = ()

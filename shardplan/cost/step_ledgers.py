@@ -16,6 +16,7 @@ from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.parallel.expert_routes import LOAD
+from shardplan.runtime.parallel.vocabulary_sums import tokens_of_chunk
 from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.gathering import without_advice
 
@@ -86,4 +87,8 @@ def _logits(found: FoundModel, asked: Question, resolved: ResolvedPlan) -> list[
     whole = resolved.context_parallel and not returns_tokens(resolved.on_cp)
     chunk = asked.step.seq_len // (1 if whole else sizes.cp)
     tokens = [asked.step.micro_batch * length for length in (chunk, chunk - 1)]
-    return [(n * width, width) for n in tokens for width in (rows, -(-rows // sizes.of(Axis.TP)))]
+    logits = [(n * width, width) for n in tokens for width in (rows, -(-rows // sizes.of(Axis.TP)))]
+    for n, width in tuple((n // width, width) for n, width in logits):  # the chunks of a fused head
+        each = tokens_of_chunk(width)
+        logits += [(part * width, width) for part in (each, n % each) if part and n > each]
+    return logits

@@ -16,7 +16,7 @@ from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.parallel.tensor_moves import move
 from shardplan.runtime.training.context_parallel import context_parallel
 
-from .steps import Steps
+from .steps import Steps, made
 
 
 class OwnTokens:
@@ -33,7 +33,7 @@ class OwnTokens:
 
     def __call__(self, model: nn.Module, batch: dict[str, Any], step: int) -> Mapping[str, Tensor]:
         with context_parallel(model, **batch) as inputs:
-            results = results_of(model(**inputs))
+            results = made(results_of(model(**inputs)))
         expected = self.reference.outputs[step]
         return {
             name: self._whole(value, expected[name]) if name in expected else value for name, value in results.items()

@@ -17,7 +17,7 @@ from shardplan.model.reduced.outcome import results_of
 from shardplan.runtime.apply.label_counts import IGNORED, predicts_next_token, tokens_of
 from shardplan.torchlib.private import private
 
-from .steps import cast, direction_of, objective_of, own_copy
+from .steps import cast, direction_of, made, objective_of, own_copy
 
 Inputs = dict[str, Any]
 
@@ -129,7 +129,7 @@ def _read(output: Any) -> Any:
 
 def objective(output: Any, labels: Tensor | None) -> Tensor:
     """For models without a loss of next tokens: all outputs, each multiplied with fixed numbers. A scalar."""
-    results: Mapping[str, Tensor] = {n: x for n, x in results_of(output).items() if n != "loss"}
+    results: Mapping[str, Tensor] = {n: x for n, x in made(results_of(output)).items() if n != "loss"}
     return objective_of(results, {name: direction_of(name, result, 0) for name, result in results.items()})
 
 

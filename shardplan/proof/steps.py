@@ -17,6 +17,7 @@ from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.precision import cast as in_precision
 from shardplan.model.reduced.weights import writes_to
+from shardplan.runtime.parallel.fused_logits import FusedLogits
 from shardplan.torchlib.private import private
 
 from .exact import in_precision_of
@@ -137,7 +138,7 @@ def run_steps(
     outputs: list[Mapping[str, Tensor]] = []
     for i, batch in enumerate(batches):
         with in_precision_of(model):
-            results = call(model, own_copy(batch), i)
+            results = made(call(model, own_copy(batch), i))
             given = directions(results)
             if i or "loss" not in results:
                 objective_of(results, given).backward()
@@ -146,6 +147,11 @@ def run_steps(
         separate(model)
         outputs.append({name: result.detach() for name, result in results.items()})
     return outputs
+
+
+def made(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The results, logits that a loss makes among them."""
+    return {name: x.make() if isinstance(x, FusedLogits) else x for name, x in results.items()}
 
 
 def own_copy(batch: Batch) -> dict[str, Any]:

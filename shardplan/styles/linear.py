@@ -71,6 +71,17 @@ STYLES = (
         trials=(Trial(on=frozenset({"linear"}), whole=12),),
     ),
     Style(
+        name="colwise_fused",
+        summary="An output head whose logits are never made whole: the loss makes them a chunk of tokens at a time, split over the "
+        "vocabulary.",
+        kinds=frozenset({"linear"}),
+        weight=OUT,
+        input_sources=(R, I),
+        input_destination=R,
+        output_source=V(-1),
+        features=FeatureStyle(dtensor=True, later=True),
+    ),
+    Style(
         name="rowwise",
         summary="Split the input features; the input is split in its last dim, the partial sums are all-reduced; "
         "a bias is added once, after the reduction.",

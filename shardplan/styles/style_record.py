@@ -105,12 +105,14 @@ class FeatureStyle:
     Args:
         means: a mean that the forward takes over its features, of which each rank has some, is that over all of them.
         dtensor: the output, split in its features, is returned to the caller as a DTensor of the full shape.
+        later: it is not made, but a chunk of tokens at a time by the loss that reads it, on one rank of the axis too.
         tail: the config number that says how many trailing output features are read by every rank's heads (MLA's
             rotary key): only these pass a move I -> R.
     """
 
     means: bool = False
     dtensor: bool = False
+    later: bool = False
     tail: str | None = None
 
 

@@ -49,7 +49,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
         "torch",
         "Tensor",
         ("_make_wrapper_subclass",),
-        "a shape, a dtype and a device without memory (torchlib/hollow.py)",
+        "a shape, a dtype and a device without memory (torchlib/hollow.py, runtime/parallel/fused_logits.py)",
     ),
     Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
     Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0",)),

@@ -23,6 +23,9 @@ CRASH = Code("SP408")
 MEETING = Code("SP409")
 OUTSIDE = Code("SP410")
 
+# Styles of an output head: what it returns is whole, split, or not made.
+GATHERED, SPLIT, FUSED = "colwise_gather_output", "colwise_vocab", "colwise_fused"
+
 NAMES = {
     "I": "whole, with a complete gradient",
     "R": "whole, with a partial gradient",
@@ -152,9 +155,15 @@ def diagnostic(
         message=message(first, plan.tree),
         primary=primary,
         notes=tuple(_notes(first)),
-        help=repair.help if repair else None,
+        help=_help(first, repair) if repair else None,
         modules=tuple(dict.fromkeys(_place(f) for f in findings)),
     )
+
+
+def _help(first: Finding, repair: Repair) -> str:
+    if first.kind != "output" or repair.new is None or repair.new.style != GATHERED:
+        return repair.help
+    return f"{repair.help}; `{SPLIT}` keeps it split, `{FUSED}` lets the loss make it a chunk of tokens at a time"
 
 
 def _place(finding: Finding) -> str:

@@ -71,7 +71,7 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
     if module.leave is not None:
         yield f"  out: {leaving(module)}"
     if module.logits is not None:
-        yield f"  out: DTensor Shard(-1) of {module.logits}"
+        yield f"  out: {'made by the loss' if module.later else 'DTensor Shard(-1)'} of {module.logits}"
     if module.means is not None:
         yield f"  means over all {module.means.features} features: P -> R"
     if module.tail:

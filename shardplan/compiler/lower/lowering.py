@@ -127,6 +127,7 @@ def _lower_module(
         link=one.link,
         read=plan.read_results.get(one.name, frozenset()) if one.link == "scope" else frozenset(),
         logits=one.width if features.dtensor else None,
+        later=features.later,
         tail=one.tail,
         outside=_outside(plan, one),
         divide=one.divide,

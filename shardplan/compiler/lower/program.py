@@ -76,7 +76,12 @@ class Program:
     @property
     def sharded_logits(self) -> bool:
         """Whether the model returns logits that are split over the vocabulary."""
-        return any(module.logits is not None for module in self.modules.values())
+        return any(module.logits is not None and not module.later for module in self.modules.values())
+
+    @property
+    def fused_heads(self) -> tuple[str, ...]:
+        """The modules whose logits are made by the loss, on one rank of the tp axis too."""
+        return tuple(name for name, module in self.modules.items() if module.later)
 
     def describe(self) -> str:
         """The program as stable text, a line for each fact: ranks compare it, and a proof is known again by it."""

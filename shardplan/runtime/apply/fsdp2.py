@@ -60,9 +60,14 @@ def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParalle
     names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
-            kept = _reshard(section, _last(wrapped, name))
+            kept = _reshard(section, _last(wrapped, name)) and not _holds_fused_head(wrapped, name)
             unit = model.get_submodule(name)
             fully_shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
+
+
+def _holds_fused_head(wrapped: Wrapped, name: str) -> bool:
+    """Whether a loss reads parameters of the unit when its forward has ended; backward begins with them."""
+    return any(head == name or name in ancestors(head) for head in wrapped.fused_heads)
 
 
 def _last(wrapped: Wrapped, name: str) -> bool:

@@ -37,7 +37,7 @@ from .expert_units import check_experts
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
 from .fsdp2 import dtype_of
 from .guards import Kind, guard
-from .heads import use_sharded_loss
+from .heads import fuse_heads, use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
@@ -80,6 +80,10 @@ class Work:
     def moves(self) -> bool:
         """Whether values are moved between modules: over tp or over cp."""
         return self.split or self.program.resolved.context_parallel
+
+
+def _fused_heads(work: Work) -> bool:
+    return fuse_heads(work.inner, work.program, work.mesh.tp if work.split else None)
 
 
 def _tensor_parallel(work: Work) -> bool:
@@ -171,14 +175,19 @@ def _data_parallel(work: Work) -> bool:
         return False
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
     over = work.mesh.experts_data_parallel(backend) if work.program.experts else None
-    units, parts, ignored, experts = (
+    units, parts, ignored, experts, heads = (
         tuple(full_name(prefix, name) for name in names)
-        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored), work.program.experts)
+        for names in (
+            resolved.dp_units,
+            resolved.dp_parts,
+            sorted(resolved.dp_ignored),
+            work.program.experts,
+            work.program.fused_heads,
+        )
     )
     joint = work.mesh.joint(mesh) if backend.joint_group else None
-    names = Wrapped(
-        units, parts, ignored, experts, over, mesh=work.mesh.mesh, tp=work.mesh.names.get(Axis.TP), joint=joint
-    )
+    tp = work.mesh.names.get(Axis.TP)
+    names = Wrapped(units, parts, ignored, experts, over, work.mesh.mesh, tp, joint, heads)
     work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
     assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} is wrong"
     return True
@@ -220,10 +229,11 @@ def _replaces(work: Work) -> bool:
     return backend.shards and work.mesh.data_parallel(backend) is not None
 
 
-# The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
+# The order that works: heads inside of all else, styles first (they find modules by name), ties before FSDP2 (both names in one group), a
 # checkpoint around the compiled forward (docs/decisions/0002) and around what draws a rank's own random numbers
 # (docs/decisions/0044), FSDP2 last (its hooks outermost).
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
+    ("fused heads", _fused_heads),
     ("tensor parallel", _tensor_parallel),
     ("ties", _ties),
     ("packed checkpoints", _checkpoints),
@@ -280,8 +290,8 @@ def apply_program(
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
-        ValueError: parameters that are not contiguous; experts over ep whose gradients would not be averaged. The model is
-            untouched.
+        ValueError: parameters that are not contiguous; experts over ep whose gradients would not be averaged; fused logits with a
+            backend that cannot have them. The model is untouched.
         RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
             its forward raises.
     """
@@ -307,6 +317,11 @@ def apply_program(
         backend = None if section is None else BACKENDS[section.backend]
         if backend is not None and backend.shards and mesh.data_parallel(backend) is not None:
             refuse_scattered(model)
+        if backend is not None and program.fused_heads and not backend.reads_later:
+            raise ValueError(
+                f'fused logits: {backend.name} may free the head\'s parameters before the loss reads them: pass logits="sharded", or '
+                'data_parallel={"backend": "fsdp2"}'
+            )
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)

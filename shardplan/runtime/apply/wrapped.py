@@ -18,6 +18,7 @@ class Wrapped:
         experts: modules of experts that are distributed over ep, gathered on their own too.
         experts_mesh: what these are sharded over: [dp_replicate,] ep_shard.
         ignored: parameters that are left alone.
+        fused_heads: modules whose parameters a loss reads, behind their forward.
         mesh: the whole mesh.
         tp: the mesh's name of its tp axis, if it has one.
         joint: the process group of dp_replicate and dp_shard in one, where there are both.
@@ -31,3 +32,4 @@ class Wrapped:
     mesh: DeviceMesh | None = None
     tp: str | None = None
     joint: ProcessGroup | None = None
+    fused_heads: tuple[str, ...] = ()

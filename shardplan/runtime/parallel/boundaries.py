@@ -178,7 +178,7 @@ class Leave:
             output = hand_out_over_cp(output, program.on_cp.outside, module, regime.length, regime.over_cp)
         if over_cp is not None and when(over_cp.src, over_cp.dst) == "after" and self._tokens(program, args, kwargs):
             output = on_first(output, lambda x: self._over_cp(x, over_cp, program))
-        if program.logits is not None:
+        if program.logits is not None and not program.later:
             output = as_dtensor(output, program.logits, mesh)
         return output
 
@@ -240,7 +240,7 @@ def acts(program: ModuleProgram) -> bool:
         program.leave
         or program.tail
         or program.outside is not None
-        or program.logits is not None
+        or (program.logits is not None and not program.later)
         or (program.on_cp is not None and (program.on_cp.leave or program.on_cp.outside) is not None)
         or any(p.withheld for p in program.parameters)
     )

@@ -14,6 +14,8 @@ from .chunks import chunk_size as ceil_chunk
 from .collectives import all_reduce
 from .process_groups import Group
 
+IGNORE_INDEX = -100
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -84,19 +86,28 @@ def read_logits(logits: Tensor, group: Group | None = None, vocab_size: int | No
         return logits.to_local(), Split(size, mesh.get_local_rank() * ceil_chunk(size, mesh.size()), mesh)
     if isinstance(logits, DTensor):
         raise TypeError("logits are a DTensor and have a group: remove group=")
+    return logits, split_over(group, vocab_size, logits.shape[-1])
+
+
+def split_over(group: Group, vocab_size: int | None, columns: int) -> Split:
+    """How a vocabulary is split over a group, of which this rank has so many columns.
+
+    Raises:
+        ValueError: as `read_logits`.
+    """
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise ValueError(f"group must have one dimension, not {group.ndim}: pass mesh['tp']")
     if vocab_size is None:
         raise ValueError("group= needs vocab_size=: the slices of the ranks may differ in size")
     rank = group.get_local_rank() if isinstance(group, DeviceMesh) else dist.get_rank(group)
     chunk = ceil_chunk(vocab_size, group.size())
-    columns = min(chunk, max(0, vocab_size - rank * chunk))
-    if logits.shape[-1] != columns:
+    expected = min(chunk, max(0, vocab_size - rank * chunk))
+    if columns != expected:
         raise ValueError(
-            f"rank {rank} of {group.size()} must have {columns} columns of a vocabulary of {vocab_size} "
-            f"(ceil-chunks), not {logits.shape[-1]}"
+            f"rank {rank} of {group.size()} must have {expected} columns of a vocabulary of {vocab_size} "
+            f"(ceil-chunks), not {columns}"
         )
-    return logits, Split(vocab_size, rank * chunk, group)
+    return Split(vocab_size, rank * chunk, group)
 
 
 def read_temperature(temperature: float) -> float:

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .vocabulary_logits import is_split
-from .vocabulary_probabilities import IGNORE_INDEX, log_probabilities, refuse_shift_of_chunk
+from .fused_logits import FusedLogits
+from .process_groups import Group
+from .vocabulary_cross_entropy import Reduction, cross_entropy_of
+from .vocabulary_logits import IGNORE_INDEX, is_split, read_chunk, read_logits
+from .vocabulary_probabilities import log_probabilities, refuse_shift_of_chunk
+from .vocabulary_sums import Rows
 
 
 def vocabulary_parallel_nll(logits: DTensor, target: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -32,6 +36,53 @@ def vocabulary_parallel_nll(logits: DTensor, target: Tensor, ignore_index: int =
     return -log_probabilities(logits, target, ignore_index=ignore_index)
 
 
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
+    group: Group | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits that are split over the vocabulary, fused, or whole, with ids as targets; in float32
+    (float64 for logits in float64).
+
+    Two all-reduces of one and a few numbers per token, in forward alone. Memory beside the logits: a chunk of them in float32,
+    and in backward their gradient; beside the hidden states of fused ones: chunks of logits, and the gradients of the hidden states
+    and of the head's weight, which is added up in float32.
+
+    Args:
+        logits: [..., tokens, vocabulary], as for `log_probabilities`.
+        target: [..., tokens], ids of the whole vocabulary.
+        weight: [vocabulary], of each token of the vocabulary, as torch has it.
+        label_smoothing: of torch, from 0 to 1.
+        z_loss: what times the square of the logarithm of the sum of the exponentials is added to the loss of each token (PaLM, arXiv
+            2204.02311: 1e-4).
+        chunk_size: tokens of each sequence that are worked on at a time; None: so many that a chunk has 2**25 logits.
+        group, vocab_size: as for `log_probabilities`.
+
+    Returns:
+        A plain tensor, equal on all ranks: [..., tokens] for "none", with 0 where the target is ignored; else a scalar, the sum, for
+        "mean" divided by the tokens that count, each times its weight. NaN for a target that is no token of the vocabulary.
+
+    Raises:
+        TypeError: a DTensor that is split otherwise; probabilities as targets.
+        ValueError: shapes, sizes or numbers that do not fit.
+    """
+    chunk = read_chunk(chunk_size, 1) if chunk_size is not None else None
+    if isinstance(logits, FusedLogits):
+        rows = logits.rows()
+    else:
+        own, split = read_logits(logits, group, vocab_size)
+        rows = Rows(own, own.shape[-1], split)
+    return cross_entropy_of(rows, target, weight, ignore_index, reduction, label_smoothing, z_loss, chunk)
+
+
 def causal_lm_loss(
     logits: Tensor,
     labels: Tensor | None,
@@ -39,31 +90,46 @@ def causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = IGNORE_INDEX,
     shift_labels: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss` for logits that are split over the vocabulary, or whole.
+    """transformers' `ForCausalLMLoss` for logits that are split over the vocabulary, fused, or whole.
 
     Args:
-        logits: [batch, sequence, vocabulary], a DTensor Shard(-1), or whole.
+        logits: [batch, sequence, vocabulary], a DTensor Shard(-1), fused, or whole.
         labels: [batch, sequence]; shifted here, unless `shift_labels` is given, [batch, sequence] too.
         vocab_size: of the whole vocabulary; where it is given, plain logits must have so many columns (a DTensor knows).
-        num_items_in_batch: what to divide the sum by; None is the number of tokens that count.
+        num_items_in_batch: what to divide the sum by; None is the number of tokens that count, each times its weight.
+        weight, label_smoothing, z_loss, chunk_size: as for `cross_entropy`.
 
     Returns:
         The mean negative log-likelihood, a plain scalar.
 
     Raises:
-        ValueError: labels that are to be shifted inside of `context_parallel`; shapes that do not fit.
+        ValueError: labels that are to be shifted inside of `context_parallel`; shapes or numbers that do not fit.
     """
     if shift_labels is None:
         if labels is None:
             raise TypeError("causal_lm_loss needs labels or shift_labels")
         refuse_shift_of_chunk("causal_lm_loss(logits, None, shift_labels=inputs['shift_labels'])")
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    shift_labels = shift_labels.to(logits.device)
+    reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
     expected = None if isinstance(logits, DTensor) else vocab_size
-    nll = -log_probabilities(logits, shift_labels, ignore_index=ignore_index, vocab_size=expected)
-    count = num_items_in_batch if num_items_in_batch is not None else (shift_labels != ignore_index).sum()
-    return nll.sum() / count
+    loss = cross_entropy(
+        logits,
+        shift_labels.to(logits.device),
+        weight,
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss=z_loss,
+        chunk_size=chunk_size,
+        vocab_size=expected,
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def loss_of_model(

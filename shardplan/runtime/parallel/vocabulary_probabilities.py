@@ -20,11 +20,12 @@ from torch.autograd.function import once_differentiable
 from shardplan.torchlib.attention import is_attention_replaced
 from shardplan.torchlib.private import private
 
+from .fused_logits import FusedLogits
 from .process_groups import Group
 from .vocabulary_filter import least_logits
-from .vocabulary_logits import Split, read_chunk, read_logits, read_temperature
+from .vocabulary_logits import IGNORE_INDEX, Split, read_chunk, read_logits, read_temperature
+from .vocabulary_sums import sums_of
 
-IGNORE_INDEX = -100
 OWN_TOKENS = ContextVar(
     "OWN_TOKENS", default=False
 )  # whether a rank of cp has the logits of its own tokens, inside of `context_parallel`
@@ -226,7 +227,7 @@ def log_probabilities(
 
     Args:
         logits: [..., tokens, vocabulary], on every rank whole (a plain tensor, or a DTensor Replicate), or a DTensor
-            Shard(-1) on a one-dimensional mesh, or this rank's columns with `group`.
+            Shard(-1) on a one-dimensional mesh, or this rank's columns with `group`, or fused ones.
         target: [..., tokens], ids of the whole vocabulary; or [..., tokens, n], several candidates for each token.
         temperature: the logits are divided by it.
         ignore_index: a target that gives 0, and no gradient.
@@ -247,14 +248,19 @@ def log_probabilities(
         The target's shape, a plain tensor, equal on all ranks. NaN for a target that is no token of the vocabulary.
 
     Raises:
-        TypeError: a DTensor that is split otherwise.
+        TypeError: a DTensor that is split otherwise; `top_k` or `top_p` of fused logits.
         ValueError: shapes or sizes that do not fit; `shift` inside of `context_parallel`.
     """
     if shift:
         refuse_shift_of_chunk("log_probabilities(logits, inputs['shift_labels'])")
-    x, split = read_logits(logits, group, vocab_size)
-    temperature, chunk = read_temperature(temperature), read_chunk(chunk_size, x.shape[-2])
-    least = least_logits(x, split, top_k, top_p, temperature, chunk)
+    temperature, chunk = read_temperature(temperature), read_chunk(chunk_size, logits.shape[-2])
+    fused = isinstance(logits, FusedLogits)
+    if fused and (top_k is not None or top_p != 1 or group is not None):
+        raise TypeError("fused logits take neither top_k nor top_p nor group: pass logits.make()")
+    x, split = (
+        (logits, logits.vocabulary) if isinstance(logits, FusedLogits) else read_logits(logits, group, vocab_size)
+    )
+    least = None if fused else least_logits(x, split, top_k, top_p, temperature, chunk)
     if shift:
         if target.ndim == x.ndim:
             raise ValueError("shift=True is for input ids [..., tokens], not for several candidates per token")
@@ -269,7 +275,12 @@ def log_probabilities(
         ignored = ignored | ~(mask.bool().unsqueeze(-1) if several and mask.ndim < target.ndim else mask.bool())
     ids = target.masked_fill(ignored, 0).long()
     unknown = (ids < 0) | (ids >= split.size)
-    result = _LogProbabilities.apply(x, ids if several else ids.unsqueeze(-1), split, temperature, chunk, least)
+    ids = ids if several else ids.unsqueeze(-1)
+    if isinstance(x, FusedLogits):
+        sums = sums_of(x.rows(temperature), ids, chunk=chunk_size)
+        result = sums.chosen - sums.total.unsqueeze(-1)
+    else:
+        result = _LogProbabilities.apply(x, ids, split, temperature, chunk, least)
     result = result if several else result.squeeze(-1)
     result = result.masked_fill(unknown, torch.nan).masked_fill(ignored, 0.0)
     return result[..., :-1] if shift else result

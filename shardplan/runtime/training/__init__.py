@@ -1,7 +1,8 @@
 """What a training loop needs besides the model; the losses are usable without a plan."""
 
+from shardplan.runtime.parallel.fused_logits import fused_logits
 from shardplan.runtime.parallel.vocabulary_entropy import entropy
-from shardplan.runtime.parallel.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
+from shardplan.runtime.parallel.vocabulary_loss import causal_lm_loss, cross_entropy, vocabulary_parallel_nll
 from shardplan.runtime.parallel.vocabulary_probabilities import log_probabilities
 from shardplan.runtime.parallel.vocabulary_top_k import top_k
 from shardplan.torchlib.local_parts import to_local_if_dtensor
@@ -19,7 +20,9 @@ __all__ = [
     "clip_grad_norm_",
     "context_parallel",
     "count_expert_tokens",
+    "cross_entropy",
     "entropy",
+    "fused_logits",
     "get_grad_norm",
     "log_probabilities",
     "micro_batches",

@@ -17,8 +17,9 @@ from shardplan.model.sequence_chunks import SEQUENCE, check_length, own_chunk_of
 from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.apply.label_counts import undivided
 from shardplan.runtime.parallel.context_attention import context_attention
+from shardplan.runtime.parallel.vocabulary_logits import IGNORE_INDEX
 from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
-from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX, OWN_TOKENS
+from shardplan.runtime.parallel.vocabulary_probabilities import OWN_TOKENS
 from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.attention import attention_replaced
 from shardplan.torchlib.equality import TOLERANCE, relative_error

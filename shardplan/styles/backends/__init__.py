@@ -35,6 +35,7 @@ MEGATRON_FSDP = Backend(
     stages=False,
     partial_gradients=False,
     portable_states=False,
+    reads_later=False,
 )
 
 DDP = Backend(

@@ -34,6 +34,7 @@ class Backend:
             them as plain tensors.
         portable_states: whether training states (`save_training_state`) were seen to be read with other backends, and theirs
             with it.
+        reads_later: whether parameters that a loss reads behind their module's forward are there.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Backend:
     stages: bool = True
     partial_gradients: bool = True
     portable_states: bool = True
+    reads_later: bool = True
 
     @property
     def shards(self) -> bool:

@@ -1,0 +1,55 @@
+"""Cross-entropies of logits of which no more than a chunk is made at a time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .vocabulary_sums import Rows, sums_of
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+def cross_entropy_of(
+    rows: Rows,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    label_smoothing: float,
+    z_loss: float,
+    chunk: int | None,
+) -> Tensor:
+    """As `vocabulary_loss.cross_entropy`, whose arguments these are."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f'reduction must be "none", "mean" or "sum", not {reduction!r}')
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, not {label_smoothing}")
+    if target.is_floating_point():
+        raise TypeError("target must be ids of tokens, not probabilities")
+    if target.shape != rows.values.shape[:-1]:
+        raise ValueError(f"the target's shape is {tuple(target.shape)}, for {tuple(rows.values.shape[:-1])} tokens")
+    size = rows.split.size
+    if weight is not None and weight.shape != (size,):
+        raise ValueError(f"weight must have one number for each of {size} tokens, not {tuple(weight.shape)}")
+    ignored = target == ignore_index
+    ids = target.masked_fill(ignored, 0).long()
+    unknown = (ids < 0) | (ids >= size)
+    every = None
+    if label_smoothing:
+        every = torch.ones((), device=target.device) if weight is None else weight
+    sums = sums_of(rows, ids.unsqueeze(-1), every, chunk)
+    weights = None if weight is None else weight.to(sums.total.dtype)
+    of_target = torch.ones_like(sums.total) if weights is None else weights[ids.clamp(0, size - 1)]
+    losses = (1 - label_smoothing) * of_target * (sums.total - sums.chosen.squeeze(-1))
+    if label_smoothing:
+        mass = size if weights is None else weights.sum()
+        losses = losses + label_smoothing / size * (mass * sums.total - sums.weighed)
+    if z_loss:
+        losses = losses + z_loss * sums.total.square()
+    losses = losses.masked_fill(unknown, torch.nan).masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / of_target.masked_fill(ignored, 0.0).sum()
