@@ -393,6 +393,7 @@ class Normed(nn.Module):
         (nn.utils.parametrizations.weight_norm, "parametrize.remove_parametrizations(module, 'weight')"),
         (nn.utils.parametrizations.spectral_norm, "parametrize.remove_parametrizations(module, 'weight')"),
         (nn.utils.weight_norm, "remove_weight_norm(module)"),
+        (nn.utils.spectral_norm, "remove_spectral_norm(module)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -415,5 +416,5 @@ def test_a_weight_that_is_computed_is_kept_whole_or_made_a_parameter(
         if "parametrize" in call:
             nn.utils.parametrize.remove_parametrizations(block.down, "weight")
         else:
-            nn.utils.remove_weight_norm(block.down)
+            getattr(nn.utils, call.removesuffix("(module)"))(block.down)
     assert validated("rowwise").ok

@@ -71,8 +71,12 @@ def _kind(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagno
 
 def _computed_weight(facts: Facts, rule: Rule, names: tuple[str, ...]) -> str:
     """What to do with modules of a kind that fits, whose weight forward computes from other parameters."""
-    registered = full_name(names[0], "parametrizations") in facts.resolved.tree.modules
-    remove = "parametrize.remove_parametrizations(module, 'weight')" if registered else "remove_weight_norm(module)"
+    modules = facts.resolved.tree.modules
+    remove = "remove_weight_norm(module)"
+    if full_name(names[0], "parametrizations") in modules:
+        remove = "parametrize.remove_parametrizations(module, 'weight')"
+    elif any(one.short == "weight_orig" for one in modules[names[0]].parameters):
+        remove = "remove_spectral_norm(module)"
     return (
         f"keep it whole with `{rule.pattern}: replicate`, or make its weight a parameter before the plan is applied: "
         f"`torch.nn.utils.{remove}`"
