@@ -195,7 +195,13 @@ def test_backends_are_those_of_process_groups() -> None:
     for config in (FSDP2Config, MegatronFSDPConfig, DDPConfig):
         assert config().backend == "nccl" and config.from_dict({"backend": "gloo"}).backend == "gloo"
         assert config(backend="gloo").arguments(llama())["data_parallel"]["backend"] == config.strategy
-    assert MegatronFSDPConfig(False, None).zero_dp_strategy == 3
+    older, today = (
+        MegatronFSDPConfig(False, None, ["LlamaDecoderLayer"], 2),
+        MegatronFSDPConfig(["LlamaDecoderLayer"], 2),
+    )
+    assert older == today and today.zero_dp_strategy == 2 and MegatronFSDPConfig(False, None).zero_dp_strategy == 3
+    with pytest.raises(TypeError, match="tp_plan was given twice"):
+        MegatronFSDPConfig(False, None, tp_plan=None)
 
 
 def test_groups_of_norms_are_not_needed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -200,6 +201,26 @@ MEGATRON_FSDP_OWN = {
 DDP_OWN = {"activation_checkpointing", "activation_checkpointing_scope", "autocast_dtype", "backend"}
 
 
+def _with_older_places(kind: type[_C]) -> type[_C]:
+    """Let a config take the places of older releases too, in which `sequence_parallel` and `tp_plan` come first: then a bool is first."""
+    made: Any = kind
+    today = made.__init__
+    names = ["sequence_parallel", "tp_plan", *(one.name for one in fields(kind))]
+
+    @wraps(today)
+    def either(self: Any, *places: Any, **named: Any) -> None:
+        if not (places and isinstance(places[0], bool)):
+            today(self, *places, **named)
+            return
+        if twice := [name for name, _ in zip(names, places, strict=False) if name in named]:
+            raise TypeError(f"{twice[0]} was given twice")
+        today(self, **dict(zip(names, places, strict=False)), **named)
+
+    made.__init__ = either
+    return kind
+
+
+@_with_older_places
 @dataclass
 class MegatronFSDPConfig(Config):
     """Megatron-FSDP (the package megatron-fsdp).
