@@ -84,6 +84,14 @@ def test_a_model_without_a_vocabulary_reads_characters():
     assert text_inputs(CanineConfig(), None, 16, 0, None)["input_ids"].max() < CHARACTERS
 
 
+def test_a_list_of_a_layer_for_each_is_no_difference_in_kind():
+    """All of Mistral Large 4's 72 layers were kept, and its reduced model was too large at tp 4."""
+    reduced = make_reduced_model(find("mistral_large4"), tp=4)
+    assert reduced.layers == (0, 1, 3) and reduced.config.text_config.kv_source_layers == [0, 1, 2]
+    assert Kept(7, (0, 1, 5)).of_each([0, 1, 1, 3, 4, 3, 6]) == [0, 1, 1]
+    assert Kept(7, (0, 1, 5)).of_each([0, 1, 1, 0, 1, 1, 0]) == [0, 1, 1], "flags"
+
+
 HEADS = "LiltModel"  # its head dim is tried until six places of a box fill the hidden size
 DICTIONARY = "SwitchTransformersModel"  # its experts are in a dictionary, and fewer
 SLOW = ("BrosModel", "CanineModel", "GraniteSpeechModel", "LayoutLMv3Model", "MobileBertModel", "MoonshineModel")

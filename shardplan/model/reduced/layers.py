@@ -39,6 +39,10 @@ class Kept:
         """A list of layer indices, in the numbering of the kept layers."""
         return [self.layers.index(i) for i in indices if i in self.layers]
 
+    def of_each(self, values: Sequence[Any]) -> list[Any]:
+        """As `of`; a list that names a layer for each names the last kept one up to there."""
+        return [max(0, self.before(v + 1) - 1) for v in self.of(values)] if _names_layers(values) else self.of(values)
+
     def before(self, index: int) -> int:
         """How many kept layers come before the original's layer `index`."""
         return sum(i < index for i in self.layers)
@@ -174,5 +178,12 @@ def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
         if role(name) == "layer_indices":
             entries.append((name, index in value))
         elif len(value) == count and all(isinstance(item, (str, int, float)) for item in value):
-            entries.append((name, value[index]))
+            entries.append(
+                (name, value[index] == index if role(name) is None and _names_layers(value) else value[index])
+            )
     return entries
+
+
+def _names_layers(values: Sequence[Any]) -> bool:
+    """Whether a list with one element per layer has the indices of layers."""
+    return all(type(v) is int and 0 <= v < len(values) for v in values) and len(set(values)) > SERIAL

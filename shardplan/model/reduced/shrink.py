@@ -147,7 +147,7 @@ def _field(value: Any, scale: Scale, name: str) -> Any:
     if name.startswith("rope_") or name == "rope":
         return _rope(value, scale)
     if isinstance(value, (list, tuple)) and len(value) == scale.kept.count and _is_plain(value):
-        return scale.kept.of(value)
+        return scale.kept.of_each(value)
     return value
 
 
