@@ -128,7 +128,7 @@ def test_no_public_function_ignores_a_name() -> None:
 
 def test_the_loss_takes_no_name_that_it_does_not_know() -> None:
     logits, labels = torch.zeros(1, 4, 8), torch.zeros(1, 4, dtype=torch.long)
-    for name, value in {"label_smoothing": 0.1, "reduction": "sum", "num_items": 4}.items():
+    for name, value in {"label_smooth": 0.1, "reduction": "sum", "num_items": 4}.items():
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             shardplan.causal_lm_loss(logits, labels, **{name: value})
     with pytest.raises(TypeError, match="needs labels or shift_labels"):
