@@ -93,6 +93,7 @@ variants: $(VENV)/.installed  ## `auto` with published checkpoints and each swit
 
 exhaustive: $(VENV)/.installed build/timm  ## what test-all has a sample of
 	$(PYTEST) -m exhaustive $(DRAWN)
+	$(PYTEST) --hypothesis-profile default $(shell grep -l "^from hypothesis" tests/test_*.py)
 
 ep: $(VENV)/.installed  ## expert parallelism: every plan that distributes experts, and on real processes
 	$(PYTEST) -m "slow or exhaustive" $(DRAWN) $(wildcard tests/test_*expert*.py)
