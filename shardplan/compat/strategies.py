@@ -151,7 +151,7 @@ def parallelize_model(model: nn.Module, mesh_context: Any = None, *places: Any, 
     if places or named:
         raise TypeError(
             "parallelize_model takes (model, mesh_context) or (model, dp_mesh, tp_mesh, param_dtype, ...), and the second argument is "
-            f"{mesh_context!r}"
+            f"{mesh_context!r}" + "".join(f", with {name}=" for name in named)
         )
     return get_model_parallelizer(model).parallelize(
         model, mesh_context, **({} if logits is None else {"logits": logits})
