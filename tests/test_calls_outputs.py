@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from shardplan.runtime.apply import without_sequence_parallel
 from shardplan.runtime.parallel.outputs import HiddenStates
-from shardplan.runtime.parallel.regime import LeftBehind
+from shardplan.runtime.parallel.regime import LeftBehind, memory_of
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.runtime.training import causal_lm_loss, vocabulary_parallel_nll
 from tests.proofs import PLANS, assert_equal, case, fake_mesh, on_ranks, ranked, reduced_model, sharded, unsharded
@@ -118,7 +118,7 @@ def test_hidden_states_in_a_tuple_are_whole_too(name):
 def test_a_value_that_was_given_on_as_a_view_is_the_same_hidden_state() -> None:
     """As FSDP2 gives a unit its arguments. Its gradient is complete, though that of the value that was gathered last is not."""
     embedded, last = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
-    left = LeftBehind(gathered=[(embedded.view_as(embedded), False), (last, True)])
+    left = LeftBehind(gathered=[(memory_of(embedded.view_as(embedded)), False), (memory_of(last), True)])
     assert not left.is_partial(embedded) and left.is_partial(last.view(2, 4, 2, 4)) and left.is_partial(last + 1)
 
 

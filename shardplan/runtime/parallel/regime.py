@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
@@ -84,31 +85,36 @@ class Regime:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """What one forward of the outermost module leaves behind.
+    """What one forward of the outermost module leaves behind. It keeps no memory but that of hidden states, which are returned anyway.
 
     Args:
         states: hidden states, and the length of their whole sequence.
         lengths: of whole sequences, of modules around both ends that return no hidden states: modules around them do (BERT's).
-        gathered: values that are whole in front of blocks, or were made so, in order, and whether their gradients are partial sums (R).
-        sums: what block inputs took as partial sums.
+        gathered: the memory of values that are whole in front of blocks, or were made so, in order, and whether their gradients are
+            partial sums (R).
+        sums: that of what block inputs took as partial sums.
     """
 
     states: list[tuple[Tensor, int]] = field(default_factory=list)
     lengths: set[int] = field(default_factory=set)
-    gathered: list[tuple[Tensor, bool]] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
+    gathered: list[tuple[StorageWeakRef, bool]] = field(default_factory=list)
+    sums: list[StorageWeakRef] = field(default_factory=list)
 
     def is_sum(self, state: Tensor) -> bool:
         """Whether a hidden state is a partial sum: one that a block input took, or of which it took a view."""
-        memory = state.untyped_storage()._cdata
-        return reached_as_partial_sum(state) or any(one.untyped_storage()._cdata == memory for one in self.sums)
+        return reached_as_partial_sum(state) or (bool(self.sums) and memory_of(state) in self.sums)
 
     def is_partial(self, state: Tensor) -> bool:
         """Whether the gradient of a whole hidden state is a partial sum. One in the memory of a gathered value is that value: GPT-2 has a
         view of the last one, and a block that is a unit of FSDP2 gets one. Any other was computed of the last one."""
-        memory = state.untyped_storage()._cdata
-        same = (partial for one, partial in self.gathered if one.untyped_storage()._cdata == memory)
+        memory = memory_of(state)
+        same = (partial for one, partial in self.gathered if one == memory)
         return next(same, bool(self.gathered) and self.gathered[-1][1])
+
+
+def memory_of(x: Tensor) -> StorageWeakRef:
+    """Equal for tensors in one memory; while it lives, no other memory has its address."""
+    return StorageWeakRef(x.untyped_storage())
 
 
 class PartialEmbedding:
@@ -180,7 +186,7 @@ class PartialEmbedding:
         """Called with a value that was made whole, and whether its readers leave it a partial sum as its gradient."""
         # In this order: a graph would be made anew for each answer of the second.
         if not torch.compiler.is_compiling() and self.outermost is not None:
-            self.left.gathered.append((x, partial))
+            self.left.gathered.append((memory_of(x), partial))
         return x
 
     def keeps_partial(self, source: str) -> bool:
@@ -212,7 +218,7 @@ class PartialEmbedding:
         partial = bool(self.pending) and not self.complete
         setattr(x, _PARTIAL, partial)
         if partial and not torch.compiler.is_compiling() and self.outermost is not None:
-            self.left.sums.append(x)
+            self.left.sums.append(memory_of(x))
         self.pending = {source: count - 1 for source, count in self.pending.items() if count > 1}
         return partial
 
