@@ -111,7 +111,7 @@ OTHER_MODULES = (
     *(replace(MODULE, on_cp=moves) for moves in (OVER_CP, *OTHERS_OVER_CP)),
 )
 # What follows from the model or from another module's fields.
-FOLLOWS = {"size", "vocabulary", "joined", "collects", "sum_rule", "reads_in", "layer", "also_reads"}
+FOLLOWS = {"size", "vocabulary", "joined", "collects", "sum_rule", "reads_in", "layer", "also_reads", "read", "later"}
 
 
 def modules() -> Iterator[ModuleProgram]:

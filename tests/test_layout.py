@@ -437,23 +437,25 @@ def test_a_mean_over_a_split_parameter_read_by_another_module() -> None:
     assert [d.code for d in report.diagnostics][:1] == ["SP404"], report.diagnostics
 
 
+UNFILLED: list[torch.Tensor] = []  # a function that captured it would have a copy in each run
+
+
 def test_memory_that_is_filled_later() -> None:
     """What was in it before is not compared: it may differ, or be equal, by chance. The keys of latent attention are made
     so, and their slices are written one by one."""
-    unfilled: list[torch.Tensor] = []
 
     def halves(block: nn.Module, h: torch.Tensor) -> torch.Tensor:
         garbage = [torch.full_like(h, float(n)) for n in range(8)]  # for the allocator to hand out again
         del garbage
         result = h.new_empty(h.shape)
-        unfilled.append(result.clone())
+        UNFILLED.append(result.clone())
         result[..., ::2] = h[..., ::2]
         result[..., 1::2] = 2 * h[..., 1::2]
         return result
 
     report = own(halves)
     assert report.ok, report.diagnostics
-    assert unfilled and not any(value.any() for value in unfilled)
+    assert UNFILLED and not any(value.any() for value in UNFILLED)
 
 
 def test_uneven_vocabulary() -> None:

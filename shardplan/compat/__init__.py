@@ -34,7 +34,7 @@ from .torch_plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .trainers import adopt
 
 # The backend of nvFSDP is the package megatron-fsdp, which it became.
-HAVE_NVFSDP = HAVE_MEGATRON_FSDP = _find_spec("megatron_fsdp") is not None
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP = bool(_find_spec("megatron_fsdp"))
 
 __all__ = [
     "HAVE_MEGATRON_FSDP",

@@ -329,17 +329,18 @@ def _fix(
         if proof.stopped:
             continue
         left = grouped(proof.findings, plan.tree)
-        if key not in left and (best is None or _rank(left) < _rank(best[1])) and _better(groups, left):
+        if key not in left and (best is None or _rank(repair, left) < _rank(*best)) and _better(groups, left):
             best = repair, left
             last = min(last, tried + AFTER)
-        if best is not None and not best[1]:
+        if best is not None and not best[1] and not best[0].given_up:
             break
     return best if best is not None else (None, {})
 
 
-def _rank(left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int]:
-    """The less the better: how many findings are left; where a crash is among them, how early it is."""
-    return len(left), -max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
+def _rank(repair: Repair, left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int, bool]:
+    """The less the better: how many findings are left; where a crash is among them, how early it is; whether a split is given up."""
+    crash = max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
+    return len(left), -crash, bool(repair.given_up)
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:

@@ -166,17 +166,16 @@ def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try: first the likeliest of each suspect, then the rest; of each, those last that give a split up."""
+    """Changes to try: first the likeliest of each suspect, then the rest."""
     lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
     seen: set[tuple[str, str]] = set()
     for width, start in ((3, 0), (12, 3)):
-        for repair in sorted(
-            (r for some in lists for r in some[start : start + width]), key=lambda r: bool(r.given_up)
-        ):
-            key = (repair.pattern, written(repair.new) if repair.new else "")
-            if key not in seen:
-                seen.add(key)
-                yield repair
+        for changes in lists:
+            for repair in changes[start : start + width]:
+                key = (repair.pattern, written(repair.new) if repair.new else "")
+                if key not in seen:
+                    seen.add(key)
+                    yield repair
 
 
 def reads_outside(style: Style) -> bool:
