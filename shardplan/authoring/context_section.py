@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.compiler.bind import bind
 from shardplan.compiler.bind.assignments import in_order
 from shardplan.compiler.bind.heads_below import with_heads_below
-from shardplan.compiler.layout import ModelLayouts, check_layout
+from shardplan.compiler.layout import LayoutReport, ModelLayouts, check_layout
 from shardplan.compiler.layout.model import has_stacks
 from shardplan.compiler.lower.heads_over_cp import with_heads
 from shardplan.core.diagnostics import Diagnostic, Location
@@ -76,13 +76,15 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         assignments = in_order(with_heads_below(own, over_tp.assignments, tree), tree)
         return ResolvedPlan(plan, tree, MeshSizes(tp=RANKS), _ON, assignments, axis=Axis.CP)
 
+    def checked(on_cp: ResolvedPlan) -> LayoutReport:
+        return check_layout(on_cp, layouts.benches_for(on_cp), help=False)
+
     def wrong(rules: Mapping[str, Rule]) -> tuple[Diagnostic, ...]:
-        on_cp = bound(rules)
-        return check_layout(on_cp, layouts.benches_for(on_cp), help=False).diagnostics
+        return checked(bound(rules)).diagnostics
 
     def shared(rules: Mapping[str, Rule]) -> bool:
         on_cp = bound(rules)
-        report = check_layout(on_cp, layouts.benches_for(on_cp), help=False)
+        report = checked(on_cp)
         if report.diagnostics:
             return False
         whole = replace(resolved, on_cp=on_cp, cross_module_reads=report.cross_module_reads)

@@ -13,7 +13,7 @@ from shardplan.compiler.layout.run import Workbench
 from shardplan.core.module_program import ModuleProgram
 from shardplan.model.rebinding import copied
 from shardplan.runtime.parallel.forward import arguments_of
-from shardplan.runtime.parallel.head_exchange import SEQUENCE
+from shardplan.runtime.parallel.outputs import SEQUENCE
 from shardplan.torchlib.hollow import Hollow
 
 
@@ -30,7 +30,7 @@ def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) 
         module = model.get_submodule(name)
         if moves is not None and (moves.hollow is not None or moves.takes):
             argument = moves.hollow or arguments_of(module)[0]
-            change = partial(_changed, argument, run.kept if moves.takes else run.hollow)
+            change = partial(changed_argument, argument, run.kept if moves.takes else run.hollow)
             module.register_forward_pre_hook(change, with_kwargs=True)
     try:
         with torch.no_grad():
@@ -40,7 +40,10 @@ def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) 
     return True
 
 
-def _changed(name: str, change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def changed_argument(
+    name: str, change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, kwargs: dict
+) -> Any:
+    """A pre-hook, with its first two arguments given: the arguments of a call with a named one changed, wherever it is."""
     if name in kwargs:
         return args, {**kwargs, name: change(kwargs[name])}
     at = arguments_of(module).index(name)

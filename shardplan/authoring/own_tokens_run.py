@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from shardplan.model.reduced.model_inputs import IGNORED
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.sequence_chunks import SEQUENCE, own_labels_of
 from shardplan.runtime.parallel.forward import arguments_of
+from shardplan.runtime.parallel.outputs import on_first
 from shardplan.styles.boundary import boundary
 from shardplan.torchlib.equality import TOLERANCE, relative_error
+
+from .hollow_run import changed_argument
 
 RANKS = 2
 
@@ -62,28 +66,18 @@ def _cut(model: nn.Module, exits: Mapping[str, Rule], rank: int) -> nn.Module:
     model = copied(model)
     for name, rule in exits.items():
         module, crossing = model.get_submodule(name), boundary(rule).on(Axis.CP)
+        own = partial(_own_tokens, dim=rule.seq_dim, rank=rank)
         if crossing.output is not None:
-            module.register_forward_hook(_of_output(rule.seq_dim, rank))
+            module.register_forward_hook(partial(_of_output, own))
         else:
             argument = rule.argument or arguments_of(module)[0]
-            module.register_forward_pre_hook(_of_argument(argument, rule.seq_dim, rank), with_kwargs=True)
+            module.register_forward_pre_hook(partial(changed_argument, argument, own), with_kwargs=True)
     return model
 
 
-def _of_output(dim: int, rank: int) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (output[0].chunk(RANKS, dim)[rank], *output[1:])
-        return output.chunk(RANKS, dim)[rank]
-
-    return hook
+def _own_tokens(x: Tensor, dim: int, rank: int) -> Tensor:
+    return x.chunk(RANKS, dim)[rank]
 
 
-def _of_argument(name: str, dim: int, rank: int) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return args, {**kwargs, name: kwargs[name].chunk(RANKS, dim)[rank]}
-        at = arguments_of(module).index(name)
-        return (*args[:at], args[at].chunk(RANKS, dim)[rank], *args[at + 1 :]), kwargs
-
-    return hook
+def _of_output(change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, output: Any) -> Any:
+    return on_first(output, change)

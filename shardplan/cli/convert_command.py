@@ -6,13 +6,10 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 from importlib import import_module
-from pathlib import Path
-
-from shardplan.report import report_text, wants_color
 
 from .argument_parts import model_of
-from .exits import CLEAN, FINDINGS, UsageError
-from .output import finish, progress, put, say, show, write_file
+from .exits import UsageError
+from .output import deliver, keep_existing, progress
 
 UNNAMED = "<converted>"
 
@@ -22,8 +19,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give either SOURCE or --import")
     if args.model is None and (args.tp or args.settings or args.inputs or args.reduced or args.trust_remote_code):
         raise UsageError("--tp, --set, --inputs, --reduced and --trust-remote-code are for --model")
-    if args.output is not None and Path(args.output).exists() and not args.force:
-        raise UsageError(f"{args.output} exists; --force overwrites it")
+    keep_existing(args)
     progress("converting")
     try:
         with redirect_stdout(sys.stderr):  # what imported code prints
@@ -38,18 +34,7 @@ def run(args: argparse.Namespace) -> int:
             )
     finally:
         progress("")
-    if made.text is None:
-        return finish(made.report, args)
-    if args.output is not None:
-        write_file(args.output, made.text)
-        say(f"{args.output}: {_verdict(args, made.ok)}")
-        return finish(made.report, args)
-    if args.json:
-        return finish(made.report, args)
-    put(made.text, end="")
-    if made.report.diagnostics:
-        show(report_text(made.report, color=wants_color(sys.stderr)), stream=sys.stderr)
-    return CLEAN if made.ok else FINDINGS
+    return deliver(made.text, made.report, args, _verdict(args, made.ok))
 
 
 def _verdict(args: argparse.Namespace, ok: bool) -> str:

@@ -16,13 +16,12 @@ from shardplan.report.errors import sources_of
 
 from .argument_parts import model_of
 from .editor_settings import schema_line
-from .exits import CLEAN, UsageError
-from .output import collect_garbage, finish, progress, put, say, show, write_file
+from .exits import CLEAN
+from .output import collect_garbage, finish, keep_existing, progress, put, say, show, write_file
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.output is not None and Path(args.output).exists() and not args.force:
-        raise UsageError(f"{args.output} exists; --force overwrites it")
+    keep_existing(args)
     collect_garbage()
     tp = args.tp or 2
     try:

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import sys
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import TextIO
 
@@ -35,6 +36,35 @@ def finish(report: Report, args: argparse.Namespace) -> int:
         put(json_text(to_json(report, proof=args.command == "verify")))
     else:
         show(report_text(report, color=wants_color(sys.stdout), verbose=getattr(args, "verbose", False)))
+    return CLEAN if report.ok else FINDINGS
+
+
+def keep_existing(args: argparse.Namespace) -> None:
+    """Raise UsageError where `--output` names a file that there is, without `--force`."""
+    if args.output is not None and Path(args.output).exists() and not args.force:
+        raise UsageError(f"{args.output} exists; --force overwrites it")
+
+
+def deliver(document: str | None, report: Report, args: argparse.Namespace, written: str, *, beside: str = "") -> int:
+    """Write a document that was made to `--output`, or print it, with what the report says of it.
+
+    Args:
+        document: None where there is none: the report says why.
+        written, beside: what is said of it, of a file and on stderr beside stdout.
+    """
+    if document is None:
+        return finish(report, args)
+    if args.output is not None:
+        write_file(args.output, document)
+        say(f"{args.output}: {written}")
+        return finish(report, args)
+    if args.json:
+        return finish(report, args)
+    put(document, end="")
+    if beside:
+        say(beside)
+    if report.diagnostics:
+        show(report_text(report, color=wants_color(sys.stderr)), stream=sys.stderr)
     return CLEAN if report.ok else FINDINGS
 
 

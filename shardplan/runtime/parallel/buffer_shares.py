@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.module_program import ParameterProgram
 
+from .dim_exchange import pieces_of
 from .regime import Regime
 
 
@@ -45,5 +45,4 @@ def share(whole: Tensor, program: ParameterProgram, ranks: int, rank: int) -> Te
     """What a rank reads of a buffer, of any shape with the program's dim."""
     dim = program.computed.dim
     assert isinstance(dim, int), program
-    pieces = [whole.narrow(dim, *piece) for piece in program.ranges(whole.shape[dim], ranks, rank)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return pieces_of(whole, dim, program.ranges(whole.shape[dim], ranks, rank))

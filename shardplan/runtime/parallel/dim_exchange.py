@@ -40,7 +40,7 @@ class Cut:
 
     def take(self, x: Tensor, rank: int) -> Tensor:
         """What a rank has of the whole."""
-        return _joined([x.narrow(self.dim, *one) for one in self.shares[rank]], self.dim)
+        return pieces_of(x, self.dim, self.shares[rank])
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """What all ranks have, as the whole; what several have of one place is added up."""
@@ -69,6 +69,11 @@ def exchange_dims(x: Tensor, mesh: DeviceMesh, had: Cut, wanted: Cut) -> Tensor:
     sizes = [torch.Size(one).numel() for one in shapes]
     flat = all_to_all(torch.cat([one.reshape(-1) for one in sent]), sizes, [one.numel() for one in sent], mesh)
     return had.whole([part.view(one) for part, one in zip(flat.split(sizes), shapes, strict=True)])
+
+
+def pieces_of(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """What of a dim these places have, one behind the other."""
+    return _joined([x.narrow(dim, *one) for one in ranges], dim)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

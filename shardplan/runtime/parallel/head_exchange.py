@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from shardplan.core.moves import Ranges
 from shardplan.torchlib.attributes import owner_of
 from shardplan.torchlib.hollow import Hollow
 
+from .dim_exchange import pieces_of
+from .outputs import SEQUENCE
 from .reading import read
 from .regime import Regime
 from .tensor_moves import move
-
-SEQUENCE = 1  # the dim of [batch, sequence, features]
 
 
 def shares_of(program: ContextProgram, over_tp: DeviceMesh) -> tuple[Ranges, ...] | None:
@@ -96,12 +96,7 @@ class HeadShares:
         if one.over_tp is not None and not one.buffer:
             whole = read(whole, one.over_tp, self.regime)
         ranges = one.of_ranks(self.over_tp.get_local_rank())[self.regime.over_cp.get_local_rank()]
-        return _pieces(whole, one.dim, ranges)
-
-
-def _pieces(x: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    pieces = [x.narrow(dim, *one) for one in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return pieces_of(whole, one.dim, ranges)
 
 
 def _slot(module: nn.Module, one: HeadShare) -> tuple[dict[str, Any], str]:
