@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples in every run: a change must not fail by an old fault that another draw finds. `make exhaustive` draws others.
-settings.register_profile("fixed", derandomize=True)
+# The same examples in every run: a change must not fail by an old fault that another draw finds. `make exhaustive` draws others, and more
+# (`examples` of tests/sampling.py).
+settings.register_profile("fixed", derandomize=True, max_examples=34)
 settings.load_profile("fixed")
 
 # Garbage collections go through whatever lives: here torch, transformers and all test modules, again and again, for nothing.

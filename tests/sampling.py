@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import settings
 
 SEED = 11
 MOVED = Path(__file__).with_name("moved.txt")
@@ -28,6 +29,11 @@ def share_of(cases: Iterable[T], given: argparse.Namespace) -> list[T]:
     every = list(cases)
     kept = {*random.Random(given.seed).sample(range(len(every)), -(-len(every) // given.share))}
     return [case for index, case in enumerate(every) if index in kept]
+
+
+def examples(count: int) -> int:
+    """How many examples a drawn test has: all in `make exhaustive`, which draws others each time; a third where each run has the same."""
+    return -(-count // 3) if settings().derandomize else count
 
 
 def sampled(

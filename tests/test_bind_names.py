@@ -10,6 +10,7 @@ from shardplan.compiler.bind.suggestions import suggestions
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
 from shardplan.language.globs import parse_glob
 from tests.examples import tree
+from tests.sampling import examples
 from tests.trees import Builder, llama_8b
 
 SEGMENTS = st.sampled_from(["a", "b", "ab", "0", "1", "weight"])
@@ -28,7 +29,7 @@ def made_tree(paths: set[tuple[str, ...]], owners: set[tuple[str, ...]], prefix:
     return ModuleTree(("M",), None, modules, base_prefix=prefix)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sets(PATHS, max_size=12), st.sets(PATHS, max_size=6), PATTERNS, st.sampled_from(["", "a", "a.b"]))
 def test_the_walk_finds_what_the_glob_matches(paths, owners, pattern, prefix):
     made, glob = made_tree(paths, owners, prefix), parse_glob(pattern)

@@ -15,6 +15,7 @@ from shardplan.core.shares import Share
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 from tests.code_pages import codes_in
+from tests.sampling import examples
 from tests.trees import gpt2, llama_8b, mixtral_8x7b, phi3_mini
 
 MODELS: tuple[ModuleTree, ...] = (
@@ -87,7 +88,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> PlanFile:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     plans(),
     st.sampled_from(range(len(MODELS))),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardplan.cli.main import main
 from shardplan.language import builtin_plans
+from tests.sampling import examples
 
 BUILTIN = [path.read_text("utf-8") for path in builtin_plans().values()]
 TOKENS = [
@@ -71,7 +72,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-FEW = settings(max_examples=60, deadline=20_000, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=examples(60), deadline=20_000, suppress_health_check=list(HealthCheck))
 
 
 @FEW
@@ -160,14 +161,14 @@ def mutated(draw, data):
 
 
 @pytest.mark.torch
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=examples(60))
 @given(mutated(LOCK))
 def test_any_lock_is_read(folder, text):
     run("diff", "--against", write(folder / "lock.json", text), codes=(1, 2))
 
 
 @pytest.mark.torch
-@settings(FEW, max_examples=12)
+@settings(FEW, max_examples=examples(12))
 @given(
     mutated(
         {
@@ -185,7 +186,7 @@ def test_any_lock_is_checked(folder, text):
 
 
 @pytest.mark.torch
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=examples(60))
 @given(mutated(DEVICE))
 def test_any_device_is_read(folder, text):
     """A model that there is none of is looked for after the device is read."""

@@ -20,6 +20,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language import lint_plan
 from shardplan.model.config_numbers import config_fields
 from tests.examples import plan
+from tests.sampling import examples
 from tests.trees import llama_8b
 
 FIELDS: dict[str, int | float | str | None] = {
@@ -145,7 +146,7 @@ class Truth(ast.NodeTransformer):
         return ast.Call(ast.Name("bool", ast.Load()), [node], [])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(conditions)
 @example("(1 - (0 or 2))")
 def test_agrees_with_python(text: str) -> None:
@@ -162,7 +163,7 @@ def test_agrees_with_python(text: str) -> None:
     assert value is expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text("ab1.+-*/()<>=! notdr", max_size=25))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:

@@ -12,6 +12,7 @@ from shardplan.language.nodes import to_data
 from shardplan.language.plan_texts import value_text, word_text
 from shardplan.language.reader import read_document
 from tests.case_tree import ROOT, cases
+from tests.sampling import examples
 
 PLANS = sorted((ROOT / "plans").glob("*.yaml"))
 UGLY = """\
@@ -118,7 +119,7 @@ WORDS = st.sampled_from(
 LINES = st.lists(st.tuples(st.integers(0, 6), WORDS, WORDS).map(lambda t: " " * t[0] + t[1] + ": " + t[2]), max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(LINES)
 def test_whatever_the_text_is(lines):
     same("\n".join(lines))

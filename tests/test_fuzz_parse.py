@@ -1,6 +1,5 @@
 """Whatever text a plan holds: findings or a plan, never an exception, and no file opened outside the plan's folder."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ from shardplan.language.limits import MAX_FINDINGS
 from shardplan.language.parsing import Parsed
 from shardplan.report import text as render
 from tests.case_tree import ROOT, cases
+from tests.sampling import examples
 
-MORE = int(os.environ.get("SHARDPLAN_FUZZ", "1"))  # times as many examples
 SEEDS = [
     *(path.read_bytes() for path in sorted((ROOT / "plans").glob("*.yaml"))),
     *(text for case in cases() if (case.code or "SP1").startswith("SP1") for text in case.files.values()),
@@ -98,7 +97,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return text
 
 
-@settings(max_examples=100 * MORE, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=mutated(), ending=st.sampled_from(["yaml", "json"]))
 def test_mutated_plans(tmp_path: Path, opened: list[str], content: bytes, ending: str) -> None:
     path = tmp_path / f"self.{ending}"
@@ -125,7 +124,7 @@ structures = st.recursive(
 )
 
 
-@settings(max_examples=50 * MORE, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.dictionaries(names, structures, max_size=8))
 @example({"tensor_parallel": {"version": {"packed": "\U00018cd6"}}})  # a character that is not printable
 def test_any_structure_as_a_dict(content: dict) -> None:
@@ -133,13 +132,13 @@ def test_any_structure_as_a_dict(content: dict) -> None:
     check(parse_plan({"version": "1", **content}))
 
 
-@settings(max_examples=80 * MORE, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.text(max_size=80), st.sampled_from(["yaml", "json"]))
 def test_any_text(content: str, format: str) -> None:
     check(parse_text(content, format=format))
 
 
-@settings(max_examples=50 * MORE, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.sampled_from([piece.decode("utf-8", "replace") for piece in PIECES]), max_size=25).map("".join))
 def test_any_sequence_of_odd_pieces(content: str) -> None:
     check(parse_text(content))

@@ -20,6 +20,7 @@ from shardplan.model.stored_tensors import fold
 from shardplan.model.stored_tensors import stored_tensors as look
 from shardplan.weights.safetensors_folder import stored_tensors
 from tests.proofs import fake_mesh
+from tests.sampling import examples
 from tests.small_models import meta_model, small_model
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -102,7 +103,7 @@ HEADERS = st.lists(st.tuples(NAMES, ENTRIES | NUMBERS), max_size=4)  # names may
 
 
 @seed(0)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(HEADERS, st.none() | st.sampled_from([0, 1, 2**31, 2**63, 2**64 - 1]), st.integers(0, 40))
 def test_any_header_is_read_or_refused(tmp_path_factory, header, length, data):
     folder = tmp_path_factory.mktemp("header")

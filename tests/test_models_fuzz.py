@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_model
+from tests.sampling import examples
 
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "cases/models").glob("*.json")}
 NAMES = ("llama-3.1-8b", "gpt2", "gemma-3-4b", "phi-3-mini-4k", "mixtral-8x7b", "qwen3-30b-a3b")
@@ -47,7 +48,7 @@ def configurations(draw):
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

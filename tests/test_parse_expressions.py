@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.core.expressions import EvaluationError, ExpressionError, evaluate, names, parse_expression
+from tests.sampling import examples
 
 NUMBERS = {
     "hidden_size": 4096,
@@ -161,7 +162,7 @@ expressions = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(expressions)
 def test_agrees_with_python(text: str) -> None:
     try:
@@ -173,7 +174,7 @@ def test_agrees_with_python(text: str) -> None:
         assert evaluate(parse_expression(text), NUMBERS) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text("ab1.+-*/() _é\n", max_size=25))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:

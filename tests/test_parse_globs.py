@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.language.globs import MAX_ALTERNATIVES, MAX_LENGTH, Glob, GlobError, _read, parse_glob
+from tests.sampling import examples
 
 
 @pytest.mark.parametrize(
@@ -133,14 +134,14 @@ pieces = st.recursive(
 names = st.lists(st.text("abc", min_size=1, max_size=3), max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pattern=st.lists(pieces, min_size=1, max_size=3).map(".".join), name=names)
 def test_agrees_with_brute_force(pattern: str, name: list[str]) -> None:
     glob = parse_glob(pattern)
     assert glob.matches(".".join(name)) == any(oracle(text.split("."), name) for text in expand(pattern))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text("ab.*?[]{},!-\\ \u2028é", max_size=30))
 def test_any_text_is_a_glob_or_is_refused_with_a_place(text: str) -> None:
     try:

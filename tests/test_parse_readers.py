@@ -13,6 +13,7 @@ from shardplan.language.limits import MAX_DEPTH, MAX_NODES
 from shardplan.language.nodes import Document, Scalar, node_at, spans, split_lines, to_data
 from shardplan.language.python_reader import read_python
 from shardplan.language.reader import read_document
+from tests.sampling import examples
 
 INF = float("inf")
 FEWER = 2_000  # keys and values
@@ -275,7 +276,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(values, st.sampled_from([None, 1, "\t"]), st.booleans())
 @example({"k" * 2000: "\x7f\x85\u2028\U0001f600", "<<": ["yes", "1e5", 1e5, -0.5]}, "\t", True)  # none of it is YAML's
 @example({"k" * 2000: "\x7f\x85\u2028\U0001f600", "<<": ["yes", "1e5", 1e5, -0.5]}, None, False)
@@ -289,7 +290,7 @@ def test_json_is_what_python_reads(value: object, indent, ascii: bool) -> None:
             assert json.loads(written) == (path[-1] if part == "key" else node.value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(values, st.sampled_from([None, 1]))
 def test_yaml_reads_json_alike(value: object, indent) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=False)
@@ -300,7 +301,7 @@ def test_yaml_reads_json_alike(value: object, indent) -> None:
         assert not text.replace("\n", "").isprintable()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.text('{}[]:,"\\u0e1 -.tfnab\n\x01é', max_size=12))
 def test_json_is_valid_where_python_finds_it_valid(text: str) -> None:
     document = read_document(text, "f", "json")

@@ -17,6 +17,7 @@ from shardplan.language.reader import read_document
 from shardplan.styles import ALIASES, STYLES
 from tests.case_tree import CASES, ROOT, cases, read, unpack
 from tests.code_pages import codes_in
+from tests.sampling import examples
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
@@ -152,7 +153,7 @@ def edited(draw: st.DrawFn) -> object:
     return data
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(edited())
 def test_schema_and_library_agree_on_edits_of_a_plan(data: object) -> None:
     found = {d.code for d in parse_text(json.dumps(data), format="json").diagnostics}
