@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -72,3 +73,9 @@ def test_heads_that_tp_does_not_divide_are_named() -> None:
     assert said.help == (
         "choose a tp that divides num_heads, which is 3 in layers.0.blocks.0.attn: a rank computes with whole heads"
     )
+
+
+def test_the_folder_of_timm_is_no_path_of_processes_that_are_spawned() -> None:
+    """They would find torchvision there, which needs operators that the parent alone has."""
+    timm.timm()
+    assert str(timm.FOLDER) not in sys.path

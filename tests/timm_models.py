@@ -23,16 +23,17 @@ CLASSES, IMAGE = 10, 32
 def timm() -> Any:
     """The package."""
     assert FOLDER.is_dir(), "`make build/timm` installs it"
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
-    if "torchvision" not in sys.modules:
+    if "timm" not in sys.modules:
         operators = Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             operators.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
         _OPERATORS.append(operators)
-    import timm as package
-
-    return package
+        sys.path.append(str(FOLDER))
+        try:
+            import timm  # noqa: F401
+        finally:
+            sys.path.remove(str(FOLDER))  # a process that is spawned gets this path, and not the operators
+    return sys.modules["timm"]
 
 
 _OPERATORS: list[Library] = []  # what a Library declares is gone with it

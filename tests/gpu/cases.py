@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardplan.compiler.lower.program import Program
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.parallel.fused_logits import FusedLogits
 from shardplan.torchlib.packing import unpack
 
 VOCABULARY, TOKENS = 512, (2, 64)
@@ -41,6 +42,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Whether an expert is chosen is no matter of rounding.
     "qwen3_moe, all experts": {**EXPERTS, "num_experts_per_tok": 8},
 }
+# Whole sequences are the unsharded model's own call.
+OVER_CP = {
+    "version": "1",
+    "name": "long",
+    "extends": "llama",
+    "context_parallel": {
+        "model.layers.0": "split_seq_input",
+        "model.layers.*.self_attn": "exchange_heads",
+        "model.norm": "gather_seq_output",
+    },
+}
 MIXED = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}
 
 
@@ -50,26 +62,45 @@ class Case:
 
     Args:
         padded: the second sequence of the batch is shorter.
+        compiled: each layer.
     """
 
     model: str
     tp: int = 2
     ep: int = 1
     dp_shard: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     checkpointing: bool = False
     padded: bool = False
+    compiled: bool = False
+    logits: str = "replicated"
     dtype: torch.dtype = torch.float32
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp_shard
+        return self.tp * self.dp_shard * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Over which FSDP2 shards."""
+        return self.dp_shard * self.cp
+
+    @property
+    def plan(self) -> Any:
+        return OVER_CP if self.cp > 1 else "auto"
 
     @property
     def words(self) -> str:
-        sizes = [f"{axis} {getattr(self, axis)}" for axis in ("dp_shard", "tp", "ep") if getattr(self, axis) > 1]
-        said = ("sequence_parallel", "sequence"), ("checkpointing", "checkpointing"), ("padded", "padded")
+        sizes = [f"{axis} {getattr(self, axis)}" for axis in ("dp_shard", "cp", "tp", "ep") if getattr(self, axis) > 1]
+        said = (
+            ("sequence_parallel", "sequence"),
+            ("checkpointing", "checkpointing"),
+            ("padded", "padded"),
+            ("compiled", "compiled"),
+        )
         more = [word for name, word in said if getattr(self, name)]
+        more += [f"{self.logits} logits"] if self.logits != "replicated" else []
         return ", ".join([self.model, " x ".join(sizes), *more, str(self.dtype).removeprefix("torch.")])
 
 
@@ -97,6 +128,14 @@ def all_cases() -> list[Case]:
         Case("llama", dp_shard=2, sequence_parallel=True),
         Case("llama", dp_shard=2, sequence_parallel=True, checkpointing=True, dtype=low),
         Case("qwen3_moe", dp_shard=2, ep=4, sequence_parallel=True),
+        Case("llama", logits="sharded"),
+        Case("llama", logits="fused", padded=True),
+        Case("llama", logits="fused", dtype=low),
+        Case("llama", tp=1, cp=2),
+        Case("llama", cp=2, sequence_parallel=True, padded=True),
+        Case("llama", cp=2, dtype=low),
+        Case("llama", sequence_parallel=True, compiled=True),
+        Case("llama", compiled=True, dtype=low),
     ]
 
 
@@ -158,6 +197,8 @@ def step(model: nn.Module, given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
 
 
 def whole(value: Tensor) -> Tensor:
+    if isinstance(value, FusedLogits):
+        value = value.make()
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -172,11 +213,11 @@ def unsharded(case: Case, dtype: torch.dtype, device: str, data_rank: int = 0) -
 
 def options_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     data_parallel: Any = False
-    if case.dp_shard > 1:
+    if case.data_ranks > 1:
         data_parallel = MIXED if dtype == torch.bfloat16 else {}
     checkpointing = {"mode": "full"} if case.checkpointing else False
     options = {"sequence_parallel": case.sequence_parallel, "activation_checkpointing": checkpointing}
-    return {**options, "data_parallel": data_parallel}
+    return {**options, "data_parallel": data_parallel, "logits": case.logits, "compile": {} if case.compiled else False}
 
 
 def planned_step(case: Case, model: nn.Module, program: Program, mesh: DeviceMesh, device: str) -> Run:
@@ -256,4 +297,4 @@ def references(case: Case, dtype: torch.dtype, device: str, data_rank: int = 0) 
 
 def stored(case: Case, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a planned model's parameters before applying: FSDP2 casts them itself."""
-    return torch.float32 if dtype == torch.bfloat16 and case.dp_shard > 1 else dtype
+    return torch.float32 if dtype == torch.bfloat16 and case.data_ranks > 1 else dtype

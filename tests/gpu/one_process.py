@@ -64,7 +64,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(0)
     for case in all_cases():
-        if case.dp_shard == 1:
+        if case.dp_shard == case.cp == 1 and not case.compiled:
             attempt(case.words, partial(on_threads, case, device))
 
 

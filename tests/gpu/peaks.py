@@ -20,17 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardplan
-from benchmarks.memory import CASES, Case
+from benchmarks.memory import CASES, FORMS, UPDATED, Case
 from benchmarks.ways import FakeStore
 from shardplan.model import find_any
 
 from .rows import attempt
 
-FORMS: dict[str, dict[str, bool]] = {
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "for-loop": {"foreach": False},
-}
 # Of Llama-3.1-8B and Mixtral-8x7B, with fewer layers and experts.
 REAL = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 LARGE: dict[str, dict[str, Any]] = {
@@ -39,20 +34,26 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-def estimated(case: Case) -> dict[str, Any]:
+def cases(device: str) -> Iterator[tuple[str, Case]]:
+    """With each form of AdamW: those of a few tokens have theirs."""
+    for name, case in CASES.items():
+        length = {} if name in UPDATED else {"seq_len": 4096, "micro_batch": 1}
+        if device == "cuda":
+            case = replace(case, settings=LARGE[case.model], **length)
+        for form in [case.optimizer] if name in UPDATED else FORMS:
+            yield f"{name.removesuffix(f', {form}')}, {form}", replace(case, optimizer=form)
+
+
+def estimated(case: Case) -> int:
     """Bytes."""
-    options: dict[str, Any] = {"settings": case.settings, **case.options}
-    made = shardplan.estimate(
-        case.model,
-        "auto",
-        case.mesh,
-        shardplan.TrainingStep(case.seq_len, micro_batch=case.micro_batch, precision="bf16"),
-        **options,
+    step = shardplan.TrainingStep(
+        case.seq_len, micro_batch=case.micro_batch, precision="bf16", optimizer=case.optimizer
     )
-    return {"estimate": made.memory.total}
+    model = shardplan.Model(case.model, settings=case.settings)
+    return shardplan.estimate(model, "auto", case.mesh, step, **case.options).memory.total
 
 
-def peak_of(case: Case, form: dict[str, bool], device: str) -> int:
+def peak_of(case: Case, device: str) -> int:
     """Bytes at the peak of the third step; 0 on a CPU."""
     found = find_any(case.model, settings=case.settings, trust_remote_code=False, inputs=None)
     dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
@@ -66,7 +67,7 @@ def peak_of(case: Case, form: dict[str, bool], device: str) -> int:
         with torch.no_grad():  # experts are to have about as many tokens each, as `estimate` says
             for tensor in _local_tensors(model):
                 tensor.normal_(std=0.02) if tensor.ndim > 1 else tensor.fill_(1)
-        optimizer = torch.optim.AdamW(model.parameters(), **form)
+        optimizer = torch.optim.AdamW(model.parameters(), **FORMS[case.optimizer])
         ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len), device=device)
         for _ in range(3):
             if device == "cuda":
@@ -85,24 +86,18 @@ def _local_tensors(model: nn.Module) -> Iterator[Tensor]:
         yield tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def measured(case: Case, form: str, guess: int, device: str) -> dict[str, Any]:
-    """A row; `estimate` is of torch's choice on CUDA, which is the foreach form."""
-    peak = peak_of(case, FORMS[form], device)
+def measured(case: Case, device: str) -> dict[str, Any]:
+    guess, peak = estimated(case), peak_of(case, device)
     row: dict[str, Any] = {"estimate": guess}
     if peak:
-        row |= {"allocator": peak, "estimate / allocator": guess / peak}
-        row |= {"ok": 0.99 <= guess / peak <= 1.01} if form == "foreach" else {}
+        row |= {"allocator": peak, "estimate / allocator": guess / peak, "ok": 0.99 <= guess / peak <= 1.01}
     return row
 
 
 def main() -> None:
     device = sys.argv[1]
-    for name, case in CASES.items():
-        if device == "cuda":
-            case = replace(case, settings=LARGE[case.model], seq_len=4096, micro_batch=1)
-        guess = attempt(f"{name}, estimated", partial(estimated, case))
-        for form in FORMS if "estimate" in guess else ():
-            attempt(f"{name}, {form}", partial(measured, case, form, guess["estimate"], device))
+    for name, case in cases(device):
+        attempt(name, partial(measured, case, device))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ def row_of_rank(case: Case, device: str) -> dict[str, Any]:
     _begin(device)
     row: dict[str, Any] = {}
     for dtype in precisions(case):
-        mesh = shardplan.build_mesh(dp_shard=case.dp_shard, tp=case.tp, ep=case.ep, device_type=device)
+        mesh = shardplan.build_mesh(dp_shard=case.dp_shard, cp=case.cp, tp=case.tp, ep=case.ep, device_type=device)
         model = of_dtype(case.model, stored(case, dtype), device)
-        shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, prove=False, **options_of(case, dtype))
+        shardplan.apply_plan(model, mesh, case.plan, src_data_rank=None, prove=False, **options_of(case, dtype))
         run = planned_step(case, model, shardplan.applied(model).program, mesh, device)
         exact, plain = references(case, dtype, device, mesh.get_local_rank("dp_shard"))
         row = judged(case, run, exact, plain)

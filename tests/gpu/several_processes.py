@@ -31,15 +31,15 @@ def needed(case: Case) -> set[str]:
     names = {"all_reduce", "all_gather"}
     if case.sequence_parallel:
         names.add("reduce_scatter")
-    if case.dp_shard > 1:
+    if case.data_ranks > 1:
         names.add("reduce_scatter of a mean")
-    return names | ({"all_to_all"} if case.ep > 1 else set())
+    return names | ({"all_to_all"} if case.ep > 1 or case.cp > 1 else set())
 
 
 def on_processes(case: Case, device: str, works: set[str]) -> dict[str, Any]:
     if lacking := needed(case) - works:
         return {"skipped": f"gloo has no {', '.join(sorted(lacking))} on {device}"}
-    rows = on_ranks(case.ranks, row_of_rank, case, device, seconds=90.0)
+    rows = on_ranks(case.ranks, row_of_rank, case, device, seconds=180.0 if case.compiled else 90.0)
     rank = max(range(len(rows)), key=lambda i: rows[i]["of the limit"])
     return {**rows[rank], "rank": rank, "ranks": len(rows)}
 
