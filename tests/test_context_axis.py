@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,15 +15,18 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 import shardplan
 from shardplan.authoring.context_section import context_section
 from shardplan.compiler.bind import decided
+from shardplan.compiler.check.exchanged_heads import heads_shared_over_cp
 from shardplan.compiler.user_inputs import Model, find_model, read_plan
+from shardplan.compiler.variants import bind_variants
 from shardplan.core import moves, nesting
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import HeadShare
 from shardplan.core.moves import MoveOps, Ranges
 from shardplan.core.plan import overlays_of, variant_name, variant_words, without_sequence
-from shardplan.core.proof_meshes import proof_meshes
+from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.model.sequence_chunks import own_labels_of
 from shardplan.runtime.parallel import boundaries
+from shardplan.runtime.parallel.dim_exchange import Cut
 
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
 HEADS = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
@@ -93,10 +97,36 @@ def test_a_variant_without_the_split_of_either_axis_is_the_plain_one():
 
 
 def test_cp_has_ranks_of_its_own_in_the_proof_where_the_plan_has_rules_for_it():
-    assert proof_meshes(MeshSizes(tp=1, cp=8), context=True) == (MeshSizes(tp=1, cp=2),)
+    assert proof_meshes(MeshSizes(tp=1, cp=8), over_cp=2) == (MeshSizes(tp=1, cp=2),)
     assert proof_meshes(MeshSizes(tp=1, cp=8)) == (MeshSizes(tp=1),)
-    assert proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16), context=True) == (MeshSizes(tp=2, cp=2, dp_shard=2),)
+    assert proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16), over_cp=2) == (MeshSizes(tp=2, cp=2, dp_shard=2),)
     assert all(mesh.cp == 1 for mesh in proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "asked", "exact", "shared", "over_cp"),
+    [
+        (8, {"cp": 4}, False, {}, 2),
+        (8, {"cp": 2, "tp": 8}, False, {8: 1}, 2),  # of each rank of tp
+        (8, {"cp": 16}, False, {8: 2}, 4),
+        (8, {"cp": 16}, True, {8: 8}, 16),
+        (8, {"cp": 4, "tp": 4}, False, {8: 2}, 4),
+        (2, {"cp": 2, "tp": 4}, False, {}, 2),  # by the ranks of tp already
+    ],
+)
+def test_as_many_ranks_of_cp_as_tell_which_of_them_share_key_value_heads(
+    heads: int, asked: dict[str, int], exact: bool, shared: dict[int, int], over_cp: int
+):
+    found, _ = find_model(
+        Model(meta_model("llama", hidden_size=256, num_attention_heads=32, num_key_value_heads=heads))
+    )
+    plan = read_plan({**PLAN, "context_parallel": HEADS}, found).plan
+    assert found is not None and plan is not None
+    sizes = MeshSizes(**{"tp": 1, **asked})
+    on = overlays_of(False, sizes, context=True)
+    resolved = bind_variants(plan, found.tree, sizes, (on,)).resolved[on]
+    assert heads_shared_over_cp([resolved], sizes, exact=exact) == shared
+    assert ranks_over_cp(shared) == over_cp
 
 
 @pytest.mark.slow
@@ -135,6 +165,44 @@ def test_the_proof_refuses(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(table, pair, instead)
     report = shardplan.validate("llama", PLAN, {"cp": 2, **sizes}, sequence_parallel=on)
     assert [one.code for one in report.diagnostics] == ["SP420"], report
+
+
+def _in_turn(self: HeadShare, tp_rank: int, of_ranks: Any = HeadShare.of_ranks) -> tuple[Ranges, ...]:
+    heads = of_ranks(self, tp_rank)[:: self.over_both.computed.copies]
+    return tuple(heads[rank % len(heads)] for rank in range(self.cp))
+
+
+def _last(self: Cut, parts: Sequence[Tensor]) -> Tensor:
+    whole = parts[0].new_zeros([self.size if dim == self.dim else size for dim, size in enumerate(parts[0].shape)])
+    for ranges, part in zip(self.shares, parts, strict=True):
+        for (start, length), piece in zip(ranges, part.split([n for _, n in ranges], self.dim), strict=True):
+            whole.narrow(self.dim, start, length).copy_(piece)
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cls", "method", "instead"),
+    [(HeadShare, "of_ranks", _in_turn), (Cut, "whole", _last)],
+    ids=["heads are dealt out in turn", "gradients of copies are not added up"],
+)
+def test_the_proof_refuses_other_copies_of_key_value_heads(
+    cls: type, method: str, instead: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model = meta_model("llama", num_key_value_heads=2)
+    plan, sizes = {**PLAN, "context_parallel": HEADS}, {"cp": 4, "tp": 1}
+    report = shardplan.validate(model, plan, sizes)
+    assert report.ok and report.proof is not None and report.proof.meshes == (MeshSizes(tp=1, cp=4),)
+    monkeypatch.setattr(cls, method, instead)
+    report = shardplan.validate(model, plan, sizes)
+    assert [one.code for one in report.diagnostics] == ["SP420"], report
+
+
+@pytest.mark.slow
+def test_a_mesh_with_room_for_tp_alone_is_proven_without_the_rules_for_cp():
+    report = shardplan.validate("llama", {**PLAN, "context_parallel": HEADS}, {"cp": 2, "tp": 8})
+    assert report.ok and report.proof is not None
+    assert report.proof.meshes == (MeshSizes(tp=8), MeshSizes(tp=2, cp=2))
 
 
 def _before_the_shift(labels: Tensor, ranks: int, rank: int, num_items: Any = None) -> dict[str, Any]:

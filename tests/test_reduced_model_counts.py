@@ -44,6 +44,16 @@ def test_known_counts():
     assert small_counts([25, 5], 2) == {5: 3, 25: 9}
 
 
+def test_counts_over_cp():
+    """Several ranks of cp have each key-value head as in the original, and each rank has four of its queries."""
+    assert small_counts([32, 8], 1, cp=2) == {8: 2, 32: 4}
+    assert small_counts([32, 8], 1, cp=4, shared={8: 2}) == {8: 2, 32: 16}
+    assert small_counts([32, 8], 1, cp=2, shared={8: 1}) == {8: 1, 32: 8}
+    assert small_counts([64, 8], 2, cp=4, shared={8: 2}) == {8: 4, 64: 32}
+    assert small_counts([32, 16, 2], 1, cp=4, shared={2: 2}) == {2: 2, 16: 16, 32: 32}
+    assert small_counts([32, 8], 2, shared={8: 2}) == small_counts([32, 8], 2)
+
+
 @given(st.lists(st.sampled_from([32, 48, 64, 96, 128, 192, 256, 512]), min_size=1, max_size=4))
 def test_head_dims_keep_sums(values):
     small = small_head_dims(values)

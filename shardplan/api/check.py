@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardplan.compiler.check.exchanged_heads import heads_shared_over_cp
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, overlays_of, variant_name
-from shardplan.core.proof_meshes import proof_meshes
+from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
@@ -304,7 +305,9 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     blocks = run.stages(variants, sizes) if run is not None else 0
     asked.progress("checking layouts")
     sizes = replace(sizes, tp=report.checked_tp or 1)
-    first = sizes if run is not None and run.processes else proof_meshes(sizes, context=plan.has_context)[0]
+    processes = run is not None and run.processes
+    shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=processes or not found.shrinks)
+    first = sizes if processes else proof_meshes(sizes, over_cp=ranks_over_cp(shared) if plan.has_context else 0)[0]
     reduced = ModelLayouts(
         found,
         sizes.of(Axis.TP),
@@ -312,6 +315,7 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
         pp=blocks or sizes.pp,
         blocks=blocks,
         cp=first.cp if plan.has_context else 1,
+        shared=shared,
     )
     variants = prove_layouts(variants, plan, reduced, allow_unproven=allow)
     looked: tuple[Stage, ...] = (*report.stages, "layouts") if variants.layouts else report.stages
@@ -356,7 +360,9 @@ def _with_step(report: Report, variants: Variants, given: Given, asked: Check, s
     (found, plan), sizes, run = given.both, asked.sizes, step.run
     on = overlays_of(bool(asked.sequence_parallel), sizes, context=plan.has_context)
     stages, context = run.stages(variants, sizes), sizes.cp if plan.has_context else 1
-    layouts = ModelLayouts(found, sizes.of(Axis.TP), sizes.ep, pp=stages or 1, blocks=stages, cp=context)
+    shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=True)
+    axes = {"pp": stages or 1, "blocks": stages, "cp": context}
+    layouts = ModelLayouts(found, sizes.of(Axis.TP), sizes.ep, **axes, shared=shared)
     question = StepQuestion(
         step.script, layouts, asked.model, plan, sizes, on, asked.logits, run.schedule, run.micro_batches
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from .mesh import Axis, MeshSizes
@@ -14,7 +15,16 @@ MOST = 8  # ranks at once, where tp itself is no larger
 _BESIDE = (Axis.CP, Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
 
 
-def proof_meshes(sizes: MeshSizes, *, context: bool = False) -> tuple[MeshSizes, ...]:
+def ranks_over_cp(shared: Mapping[int, int]) -> int:
+    """How many ranks of cp tell what the rules for it do: two, or two for each key-value head that several have.
+
+    Args:
+        shared: numbers of such heads -> how many of them a rank of tp has.
+    """
+    return 2 * max(shared.values(), default=1)
+
+
+def proof_meshes(sizes: MeshSizes, *, over_cp: int = 0) -> tuple[MeshSizes, ...]:
     """The meshes that stand for a mesh.
 
     The first has tp as asked, since the relation of tp to numbers of heads decides what runs; where more axes are above 1 than fit
@@ -26,24 +36,25 @@ def proof_meshes(sizes: MeshSizes, *, context: bool = False) -> tuple[MeshSizes,
 
     Args:
         sizes: with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
-        context: whether the plan has rules for the axis cp.
+        over_cp: how many ranks of cp tell what the plan's rules for it do; 0: it has none.
 
     Returns:
         At least one; none has more than `MOST` ranks where that is possible with tp and two more axes.
     """
-    if not sizes.splits_layers and not (context and sizes.cp > 1):
+    if not sizes.splits_layers and not (over_cp and sizes.cp > 1):
         return (MeshSizes(tp=sizes.of(Axis.TP)),)
-    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1 and (context or axis is not Axis.CP)]
+    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1 and (over_cp or axis is not Axis.CP)]
     if sizes.cp > 1 and _order(sizes) == 3 and Axis.DP_SHARD not in asked:
         asked.insert(0, Axis.DP_SHARD)
     small = _small(sizes)
-    made = [_with(_whole(sizes), sizes, asked)]
+    with_ = partial(_with, sizes=sizes, asked=asked, over_cp=over_cp)
+    made = [with_(_whole(sizes))]
     if not any(_order(mesh) == _order(sizes) for mesh in made):
-        made.append(_with(small[0], sizes, asked))
+        made.append(with_(small[0]))
     split = [axis for axis in (Axis.TP, Axis.EP) if sizes.of(axis) > 1]
     for pair in combinations((*split, *asked), 2):
         if not any(_has(mesh, pair) for mesh in made):
-            enough = [mesh for base in small if _has(mesh := _with(base, sizes, asked, pair), pair)]
+            enough = [mesh for base in small if _has(mesh := with_(base, needed=pair), pair)]
             made.append(next((mesh for mesh in enough if mesh.world_size <= MOST), enough[-1]))
     return tuple(dict.fromkeys(made))
 
@@ -101,15 +112,18 @@ def _small(sizes: MeshSizes) -> list[MeshSizes]:
     return [{1: below, 2: equal, 3: above}[order], equal, alone] if tp > 1 else [above]
 
 
-def _with(mesh: MeshSizes, sizes: MeshSizes, asked: Iterable[Axis], needed: Iterable[Axis] = ()) -> MeshSizes:
+def _with(
+    mesh: MeshSizes, sizes: MeshSizes, asked: Iterable[Axis], over_cp: int, needed: Iterable[Axis] = ()
+) -> MeshSizes:
     """The mesh with the axes that are needed, and with as many of those asked for as fit; of dp_shard too, where ranks of the mesh asked
     for have the same experts."""
     for axis in needed:
         if axis in _BESIDE and mesh.of(axis) == 1:
-            mesh = replace(mesh, **{axis.value: 2})
+            mesh = replace(mesh, **{axis.value: over_cp if axis is Axis.CP else 2})
     left = sizes.dp_shard * sizes.cp * sizes.of(Axis.TP) // sizes.ep if _order(mesh) == 3 else 1
     for axis in asked:
-        more = 2 if mesh.of(axis) == 1 or (axis is Axis.DP_SHARD and left > 1) else 1
+        few = over_cp if axis is Axis.CP else 2
+        more = few if mesh.of(axis) == 1 or (axis is Axis.DP_SHARD and left > 1) else 1
         if mesh.world_size * more <= MOST:
             mesh = replace(mesh, **{axis.value: mesh.of(axis) * more})
     return mesh

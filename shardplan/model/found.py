@@ -61,6 +61,11 @@ class FoundModel:
     own_code: bool = False
     meta: nn.Module | None = None
 
+    @property
+    def shrinks(self) -> bool:
+        """Whether its reduced model has smaller numbers, which shardplan chooses."""
+        return self.config is not None and self.reduced is None
+
     def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
         """A new model: without memory on the meta device, on other devices with the class's own random
         initialisation.

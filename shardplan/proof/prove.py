@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +23,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, variant_words, without_sequence
-from shardplan.core.proof_meshes import proof_meshes
+from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.sections import DataParallel
 from shardplan.core.tree import full_name
@@ -131,18 +132,20 @@ def prove(
     rounds = False  # float32 settles nothing
     for mesh in every:
         progress("building a reduced model")
-        of_mesh = reduced if processes else _reduced_for(reduced, mesh)
+        of_mesh = reduced if processes else reduced_for(reduced, mesh)
         on_it = [on for on in variants if mesh in meshes[on]]
-        compiled = compile_for(of_mesh, plan, mesh, on_it, asked=processes)
+        compiled = compile_for(of_mesh, plan, mesh, {on_mesh(on, mesh) for on in on_it}, asked=processes)
         trials: list[Trial] = []
         for on in on_it:
-            program = program_of(compiled, on, logits=logits, sections=EAGER)
-            programs.setdefault(on, program)
-            case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
+            program = program_of(compiled, on_mesh(on, mesh), logits=logits, sections=EAGER)
+            if on == on_mesh(on, mesh):
+                programs.setdefault(on, program)
+            case: Recipe = ReducedCase(source, program, sizes, of_mesh.axes)
             if scheduled is not None:
                 kept = for_stages(program, wrapped=True)
                 case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
-            known = compiled.layouts[on].diagnostics if on in compiled.layouts else ()
+            layouts = compiled.layouts.get(on_mesh(on, mesh))
+            known = layouts.diagnostics if layouts is not None else ()
             trials.append(Trial(case, program, of_mesh.reduced_model, None if processes else mesh.world_size, known))
         if not processes:
             rounds = rounds or _rounds(of_mesh.reduced_model, checkpointed_by(trials[0].program))
@@ -212,7 +215,12 @@ def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overl
     if ("expert_parallel" not in on and sizes.ep > 1) or (plan.has_context and sizes.cp > 1 and not context):
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
-    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), context=context)
+    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), over_cp=ranks_over_cp(reduced.shared) * context)
+
+
+def on_mesh(on: Overlays, mesh: MeshSizes) -> Overlays:
+    """What runs of a variant on a mesh: without an axis cp no rules for it."""
+    return on if mesh.cp > 1 else on - {"context_parallel"}
 
 
 def simulated_sizes(sizes: MeshSizes, section: DataParallel | None) -> MeshSizes:
@@ -222,11 +230,11 @@ def simulated_sizes(sizes: MeshSizes, section: DataParallel | None) -> MeshSizes
     return sizes
 
 
-def _reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
+def reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
     """The reduced model at the sizes of a mesh."""
     if mesh.ep in (1, reduced.ep) and mesh.cp in (1, reduced.cp) and mesh.tp == reduced.tp:
         return reduced
-    return ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times, cp=mesh.cp)
+    return reduced.of(tp=mesh.of(Axis.TP), ep=mesh.ep, pp=1, blocks=0, cp=mesh.cp)
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
@@ -278,19 +286,21 @@ def _rounds(reduced_model: ReducedModel, under: Checkpointed) -> bool:
 
 @dataclass(frozen=True)
 class ReducedCase:
-    """One proof, in a form that can be sent to other processes."""
+    """One proof, in a form that can be sent to other processes.
+
+    Args:
+        axes: of the reduced model, those of `ModelLayouts`.
+    """
 
     source: Model
     program: Program
     sizes: MeshSizes
-    heads_times: int = 1
+    axes: Mapping[str, Any]
 
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
         """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
         assert self.sizes.tp is not None  # a proof is of one size
-        cp = self.sizes.cp if self.program.resolved.context_parallel else 1
-        made = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep, self.heads_times, cp=cp)
-        reduced_model = made.reduced_model
+        reduced_model = ModelLayouts(self.source.find(), **self.axes).reduced_model
         for kind in reduced_model.kinds:
             batches = calls_of(reduced_model, kind, checkpointed_by(self.program)).batches
             yield Case(reduced_model.build, batches, self.program, self.sizes, dtype)

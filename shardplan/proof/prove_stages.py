@@ -105,7 +105,7 @@ def _cut_for(
     stages = mesh.pp * schedule.stages_per_rank
     if (mesh.tp, mesh.ep) != (reduced.tp, reduced.ep) or reduced.blocks < stages:
         blocks = max(reduced.blocks, stages)
-        reduced = ModelLayouts(reduced.found, mesh.of(Axis.TP), mesh.ep, reduced.heads_times, stages, blocks)
+        reduced = reduced.of(tp=mesh.of(Axis.TP), ep=mesh.ep, pp=stages, blocks=blocks, cp=1)
         staged = staged_plan(asked.plan, reduced)
     assert staged.resolved is not None, staged.findings
     if len(staged.resolved.pp_blocks) < stages:

@@ -75,7 +75,7 @@ class StepTask:
     program: Program
     single: Program
     sizes: MeshSizes
-    axes: Mapping[str, int]
+    axes: Mapping[str, Any]
     staged: tuple[Scheduled, Scheduled] | None = None
 
     @cached_property
@@ -188,8 +188,7 @@ def task_of(asked: StepQuestion) -> StepTask:
         assert cut.resolved is not None
         whole = pipeline_cut(cut.resolved, (len(cut.resolved.pp_blocks),))
         staged = own, replace(own, cut=whole, schedule=schedule_of("gpipe"))
-    axes = {name: getattr(reduced, name) for name in ("tp", "ep", "heads_times", "pp", "blocks", "cp")}
-    return StepTask(asked.script, asked.source, *programs, sizes, axes, staged)
+    return StepTask(asked.script, asked.source, *programs, sizes, reduced.axes, staged)
 
 
 def prove_step(asked: StepQuestion, progress: Callable[[str], None] = lambda text: None) -> tuple[Diagnostic, ...]:

@@ -21,7 +21,7 @@ from shardplan.torchlib.modes import reduced_runs
 from .other_sides import other_sides
 from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
-from .prove import EAGER, compile_for, meshes_of, prove
+from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
 from .remembered_proofs import digest_of, known, remember
 
 # How a proof is known, in words.
@@ -129,7 +129,8 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
-        compiled = compile_for(asked.reduced, asked.plan, meshes[0], {on})
+        told = next(one for one in meshes if on_mesh(on, one) == on)
+        compiled = compile_for(reduced_for(asked.reduced, told), asked.plan, told, {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
         digest = digest_of(asked.reduced, program, asked.allow_unproven, meshes)
         found = known(digest)

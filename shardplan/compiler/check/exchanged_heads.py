@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.plan import Assignment
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ancestors
 from shardplan.styles import STYLES
 
@@ -44,6 +45,22 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             help=f"write `{pattern}: replicate_seq`{others}",
             modules=tuple(dict.fromkeys(name for one in requirements for name in one.modules)),
         )
+
+
+def heads_shared_over_cp(resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, exact: bool) -> dict[int, int]:
+    """Numbers of key-value heads with each of which several ranks of cp compute, and how many of them a rank of tp has in a reduced
+    model: one where there is one, else as few as keep them apart.
+
+    Args:
+        resolved: variants of a plan, bound to the model.
+        sizes: of the mesh, with a size of tp.
+        exact: as many as in the model: of one that is not made smaller, or on all ranks of the mesh.
+    """
+    tp = sizes.tp or 1
+    shared = (one for plan in resolved for one in Facts(plan).shared_with_cp if one.shares)
+    counts = {one.count: one.count // tp for one in shared if one.count % tp == 0 and one.count < tp * sizes.cp}
+    fewest = {each: 2**i for i, each in enumerate(sorted({1, *counts.values()}))}
+    return counts if exact else {count: fewest[each] for count, each in counts.items()}
 
 
 def _mixer(facts: Facts, one: Requirement) -> Assignment:

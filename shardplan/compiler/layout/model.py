@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
@@ -60,6 +62,8 @@ class ModelLayouts:
         tp, ep: the sizes of the axes.
         heads_times: how many times as many heads as usual its reduced model has; `fit` may choose more.
         cp: the size of the axis cp; above 1 where the plans that are checked have rules for it.
+        shared: of the model, numbers of key-value heads with which several ranks of cp compute -> how many of them a rank of tp has in the
+            reduced model (`heads_shared_over_cp`).
         pp, blocks: with several stages the reduced model has blocks for a first, a middle and a last one, or so many.
     """
 
@@ -72,11 +76,21 @@ class ModelLayouts:
         pp: int = 1,
         blocks: int = 0,
         cp: int = 1,
+        shared: Mapping[int, int] = MappingProxyType({}),
     ):
         self.found, self.tp, self.ep, self.heads_times, self.pp, self.cp = found, tp, ep, heads_times, pp, cp
-        self.blocks = blocks or min(pp, STAGES)
+        self.blocks, self.shared = blocks or min(pp, STAGES), dict(shared)
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
+
+    def of(self, **changes: Any) -> ModelLayouts:
+        """The same model with other sizes."""
+        return ModelLayouts(self.found, **{**self.axes, **changes})
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """The arguments besides the model."""
+        return {name: getattr(self, name) for name in ("tp", "ep", "heads_times", "pp", "blocks", "cp", "shared")}
 
     @property
     def sizes(self) -> MeshSizes:
@@ -100,6 +114,7 @@ class ModelLayouts:
             experts_implementation=experts,
             heads_times=self.heads_times,
             layers=self.blocks,
+            shared=self.shared,
         )
 
     def with_model(self, model: ReducedModel) -> ModelLayouts:
@@ -117,7 +132,7 @@ class ModelLayouts:
         """
         variants = tuple(overlays)
         for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
-            larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp, self.blocks, self.cp)
+            larger = self.of(heads_times=times)
             if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
                 self._forget(times)
                 return True
@@ -149,7 +164,7 @@ class ModelLayouts:
             if self.tp > 1 or self.found.config is None or [d.code for d in error.diagnostics] != [NOT_RUNNING]:
                 raise
             times = 2 * self.heads_times
-            larger = ModelLayouts(self.found, 1, self.ep, times, self.pp, self.blocks, self.cp)
+            larger = self.of(heads_times=times)
             if times > MOST_HEADS_TIMES or not larger.runs:
                 raise
             self._forget(larger.heads_times)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from math import lcm
+from types import MappingProxyType
 
 WIDTHS_OF_HIDDEN = (0.25, 2.0)  # other widths stay between these multiples of the hidden size
 # Up to four times for a vision tower: four patches joined are that much wider.
@@ -38,7 +39,15 @@ def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Col
     raise AssertionError("unreachable")
 
 
-def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2, times: int = 1) -> dict[int, int]:
+def small_counts(
+    values: Iterable[int],
+    tp: int,
+    *,
+    at_least: int = 2,
+    times: int = 1,
+    cp: int = 1,
+    shared: Mapping[int, int] = MappingProxyType({}),
+) -> dict[int, int]:
     """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are
     kept.
 
@@ -50,17 +59,28 @@ def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2, times: in
         tp: the number of ranks.
         at_least: of a count that tp does not divide.
         times: how many times as many as usual of a count that tp divides.
+        cp: the number of ranks over which those of a rank of tp are shared out; it divides what has several on one.
+        shared: counts of heads with which several ranks of cp compute -> how many a rank of tp has.
     """
+    if cp == 1:
+        shared = {}
     small: dict[int, int] = {}
     floor = 1
     values = sorted({v for v in values if v > 0})
     # With heads that several ranks compute with, these have several queries for each: code that repeats a head shows how often.
     most = times * (4 * tp if any(value < tp and tp % value == 0 for value in values) else 2 * tp)
+    most = max(most, times * tp * cp * (4 if shared.keys() & values else 1))
     for value in values:
         if value < tp and tp % value == 0:  # heads with which several ranks compute: as many for each
             small[value], floor = value, value + 1
             continue
+        if value in shared:
+            small[value] = tp * shared[value]
+            floor = small[value] + 1
+            continue
         divisors = [small[other] for other in small if value % other == 0]
+        if value > tp and value % tp == 0:
+            divisors.append(tp * cp)
         begin = min(value, most) if value % tp == 0 else min(value, at_least)
         small[value] = like(value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1)
         floor = small[value] + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,6 +116,7 @@ def make_reduced_model(
     heads_times: int = 1,
     layers: int = 1,
     cp: int = 1,
+    shared: Mapping[int, int] = MappingProxyType({}),
 ) -> ReducedModel:
     """A reduced model.
 
@@ -137,7 +139,8 @@ def make_reduced_model(
         heads_times: how many times as many heads as usual: of models whose plan splits groups of heads.
         inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
         layers: at least so many, as far as the original has them.
-        cp: the number of ranks that a sequence will be split over besides tp.
+        cp: the number of ranks that a sequence will be split over besides tp, and heads of a rank of tp.
+        shared: numbers of key-value heads with which several ranks of cp compute -> how many a rank of tp has.
 
     Raises:
         PlanError: SP520, SP521, SP522, SP524, SP526.
@@ -190,6 +193,8 @@ def make_reduced_model(
             heads_times=heads_times,
             head_dim=head_dim,
             least=layers,
+            cp=cp,
+            shared=shared,
         )
 
         def make(weights: int) -> Callable[[], nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ def reduced_config_of(
     heads_times: int = 1,
     head_dim: int = HEAD_DIMS[0],
     least: int = 1,
+    cp: int = 1,
+    shared: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
     that adds the adapters and the live model's changes to its model."""
@@ -114,6 +117,8 @@ def reduced_config_of(
                 tied=tied,
                 heads_times=heads_times,
                 head_dim=head_dim,
+                cp=cp,
+                shared=shared,
             )
             if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -40,6 +41,7 @@ class Scale:
         state_heads: heads of state space layers, and their groups: original -> small.
         group_ranks: how many ranks share a group of these heads.
         head_dim: what head dims are at least.
+        cp: the number of ranks that heads of a rank of tp are shared out to.
     """
 
     tp: int
@@ -57,6 +59,7 @@ class Scale:
     state_heads: Mapping[int, int] = field(default_factory=dict)
     group_ranks: int = 1
     head_dim: int = HEAD_DIMS[0]
+    cp: int = 1
 
 
 def scale_of(
@@ -68,12 +71,15 @@ def scale_of(
     limits: tuple[float, float] = WIDTHS_OF_HIDDEN,
     heads_times: int = 1,
     head_dim: int = HEAD_DIMS[0],
+    cp: int = 1,
+    shared: Mapping[int, int] = MappingProxyType({}),
 ) -> Scale:
     """Chooses the small values for the model that `config` describes; token ids are those of the `whole`.
 
     Args:
         heads_times: how many times as many heads as usual.
         head_dim: what head dims are at least.
+        cp, shared: as for `small_counts`.
     """
     by_role: dict[Role, set[int]] = {}
     for name, value in _numbers(config):
@@ -84,7 +90,7 @@ def scale_of(
         by_role.setdefault("width", set()).update(
             v for n, v in vars(whole).items() if role(n) == "width" and is_size(v)
         )
-    heads, state_heads = small_state_heads(by_role, tp, heads_times)
+    heads, state_heads = small_state_heads(by_role, tp, heads_times, cp, shared)
     main_heads = config_value(config, "num_attention_heads", config_value(config, "num_heads"))
     hidden = hidden_size(config)
     main_dim = config_value(config, "head_dim")
@@ -121,6 +127,7 @@ def scale_of(
         state_heads=state_heads,
         group_ranks=ranks_of_a_group(by_role.get("mamba_groups", ()), tp),
         head_dim=head_dim,
+        cp=cp,
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -41,6 +42,8 @@ def reduced_config(
     tied: bool | None = None,
     heads_times: int = 1,
     head_dim: int = HEAD_DIMS[0],
+    cp: int = 1,
+    shared: Mapping[int, int] = MappingProxyType({}),
 ) -> PreTrainedConfig:
     """A configuration of the same class with small numbers.
 
@@ -53,12 +56,14 @@ def reduced_config(
         tied: whether embedding and head share their weight; None: as the original.
         heads_times: how many times as many heads as usual.
         head_dim: what head dims are at least.
+        cp, shared: as for `small_counts`.
 
     Raises:
         Exception: whatever the configuration's class raises on a combination that it refuses.
     """
     text = text_config(config)
-    scale = replace(scale_of(text, config, tp, seq_len, kept, heads_times=heads_times, head_dim=head_dim), ep=ep)
+    options: dict[str, Any] = {"heads_times": heads_times, "head_dim": head_dim, "cp": cp, "shared": shared}
+    scale = replace(scale_of(text, config, tp, seq_len, kept, **options), ep=ep)
     data = _shrunk(config, scale, text)
     if tied is not None:
         data["tie_word_embeddings"] = tied
@@ -108,7 +113,7 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
             data[name] = _field(data[name], scale, name)
     for name in _computed(config):
         del data[name]
-    state_space_widths(data, config, scale.widths, scale.hidden, scale.tp)
+    state_space_widths(data, config, scale.widths, scale.hidden, scale.tp, scale.cp)
     images(data, config, alone=config is text)
     return data
 

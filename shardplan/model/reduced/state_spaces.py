@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from math import gcd
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -17,7 +19,11 @@ INNER = "mamba_d_ssm"  # the inner width, where a configuration gives it
 
 
 def small_state_heads(
-    by_role: Mapping[Role, Iterable[int]], tp: int, times: int
+    by_role: Mapping[Role, Iterable[int]],
+    tp: int,
+    times: int,
+    cp: int = 1,
+    shared: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Small counts of attention heads, and of state space heads and their groups: original -> small.
 
@@ -27,11 +33,13 @@ def small_state_heads(
         by_role: the numbers of the configuration with each role.
         tp: the number of ranks.
         times: how many times as many heads as usual.
+        cp, shared: as for `small_counts`.
     """
+    attention = partial(small_counts, tp=tp, times=times, cp=cp, shared=shared)
     heads, own, groups = (set(by_role.get(what, ())) for what in ("heads", "mamba_heads", "mamba_groups"))
     if own:
-        return small_counts(heads, tp, times=times), small_counts(own | groups, tp, times=times)
-    together = small_counts(heads | groups, tp, times=times)
+        return attention(heads), small_counts(own | groups, tp, times=times, cp=cp)
+    together = attention(heads | groups)
     return together, together if groups else {}
 
 
@@ -41,7 +49,7 @@ def ranks_of_a_group(groups: Iterable[int], tp: int) -> int:
 
 
 def state_space_widths(
-    data: dict[str, Any], config: PreTrainedConfig, widths: Mapping[int, int], hidden: int | None, tp: int
+    data: dict[str, Any], config: PreTrainedConfig, widths: Mapping[int, int], hidden: int | None, tp: int, cp: int = 1
 ) -> None:
     """Choose head count and head dim, in place: their product, the inner width, stands to the hidden size as it did.
 
@@ -50,7 +58,7 @@ def state_space_widths(
         config: the original.
         widths: original -> small.
         hidden: the original hidden size.
-        tp: the number of ranks.
+        tp, cp: the number of ranks; cp divides the heads of a rank of tp.
     """
     names = {what: name for name in data if (what := role(name)) in ("mamba_heads", "mamba_head_dim", "mamba_groups")}
     if hidden is None or hidden not in widths or not {"mamba_heads", "mamba_head_dim"} <= names.keys():
@@ -68,6 +76,7 @@ def state_space_widths(
         inner = _other_width(wanted, others, small_hidden, larger=product > hidden)
     groups = data.get(names.get("mamba_groups", "")) or 1
     suitable = [n for n in range(groups, inner + 1, groups) if inner % n == 0 and same_relation(n, large, tp)]
+    suitable = [n for n in suitable if n % (tp * cp) == 0] or suitable
     data[heads] = min(suitable, key=lambda n: abs(n - wanted), default=gcd(inner, wanted))
     data[dim] = inner // data[heads]
     if data.get(INNER):
