@@ -27,6 +27,7 @@ from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.model.sequence_chunks import own_labels_of
 from shardplan.runtime.parallel import boundaries
 from shardplan.runtime.parallel.dim_exchange import Cut
+from shardplan.styles.boundary import returns_tokens
 
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
 HEADS = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
@@ -127,6 +128,46 @@ def test_as_many_ranks_of_cp_as_tell_which_of_them_share_key_value_heads(
     resolved = bind_variants(plan, found.tree, sizes, (on,)).resolved[on]
     assert heads_shared_over_cp([resolved], sizes, exact=exact) == shared
     assert ranks_over_cp(shared) == over_cp
+
+
+T5: dict[str, Any] = {
+    "version": "1",
+    "name": "t5-cp",
+    "extends": "t5",
+    "context_parallel": {
+        "transformer.encoder.block.0": "split_seq_input",
+        "transformer.encoder.final_layer_norm": "gather_seq_output",
+        "transformer.decoder.block.0": "split_seq_input",
+        "transformer.*.block.*.layer.0.SelfAttention": "replicate_seq",
+        "transformer.decoder.block.*.layer.1.EncDecAttention": "replicate_seq",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("exits", "open_at_the_exit"),
+    [
+        ({}, True),  # of the decoder; the encoder's sequence is whole again
+        ({"transformer.decoder.final_layer_norm": "gather_seq_output"}, False),
+        ({"transformer.encoder.final_layer_norm": "token_wise"}, True),
+        ({"transformer.encoder": "gather_seq_output", "transformer.decoder": "gather_seq_output"}, False),
+    ],
+)
+def test_a_rule_that_gathers_makes_the_sequence_whole_that_was_split_nearest_to_it(
+    exits: dict[str, str], open_at_the_exit: bool
+):
+    found, _ = find_model(Model("t5"))
+    plan = read_plan({**T5, "context_parallel": {**T5["context_parallel"], **exits}}, found).plan
+    assert found is not None and plan is not None
+    sizes = MeshSizes(tp=1, cp=2)
+    on = overlays_of(False, sizes, context=True)
+    assert returns_tokens(bind_variants(plan, found.tree, sizes, (on,)).resolved[on].on_cp) == open_at_the_exit
+
+
+@pytest.mark.slow
+def test_a_decoder_that_is_open_at_the_exit_beside_an_encoder_is_proven():
+    report = shardplan.validate("t5", T5, {"cp": 2, "tp": 1})
+    assert report.ok and report.proven, report
 
 
 @pytest.mark.slow

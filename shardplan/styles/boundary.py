@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Output, ResolvedPlan, Rule
+from shardplan.core.tree import ancestors
 
 from . import STYLES
 from .style_record import Style
@@ -196,13 +197,28 @@ def _output(style: Style, rule: Rule) -> OutputBoundary | None:
 
 
 def returns_tokens(on_cp: ResolvedPlan | None) -> bool:
-    """Whether each rank of cp returns the results of its own tokens: no rule for cp makes the sequence whole behind the blocks.
+    """Whether each rank of cp returns the results of its own tokens: of some sequence that a rule for cp splits, none makes it whole. What
+    is gathered is what was split nearest to it: of an encoder, not of the decoder beside it.
 
     Args:
         on_cp: `ResolvedPlan.on_cp`.
     """
-    return on_cp is not None and not any(
-        _makes_whole(one.rule) for one in on_cp.modules.values() if one.section == "context_parallel"
+    if on_cp is None:
+        return False
+    rules = {name: one.rule for name, one in on_cp.modules.items() if one.section == "context_parallel"}
+    split = {name: (name, *ancestors(name)) for name, rule in rules.items() if _splits(rule)}
+    left = set(split)
+    for name in (name for name, rule in rules.items() if _makes_whole(rule)):
+        around = (name, *ancestors(name))
+        common = {one: len(set(around).intersection(above)) for one, above in split.items() if one not in around}
+        left -= {one for one, depth in common.items() if depth == max(common.values())}
+    return bool(left)
+
+
+def _splits(rule: Rule) -> bool:
+    """Whether a rule for cp splits what is whole in front of its module."""
+    return not STYLES[rule.style].exchanges_heads and any(
+        move.destination == V(SEQ) and V(SEQ) not in move.sources for move in boundary(rule).inputs
     )
 
 
