@@ -18,7 +18,18 @@ from tests.gpu.running import ROOT, Results, run_parts
 from tests.gpu.table import PARTS, Part
 
 FOLDER = ROOT / "tests" / "gpu"
-NO_PARTS = {"__init__", "__main__", "cases", "rank_calls", "rows", "running", "summary", "table", "timing"}
+NO_PARTS = {
+    "__init__",
+    "__main__",
+    "cases",
+    "host_group",
+    "rank_calls",
+    "rows",
+    "running",
+    "summary",
+    "table",
+    "timing",
+}
 ROW = f"print('\\n{MARK}' + '%s', flush=True)"
 # A child in a session of its own that no request ends, and that holds the output open.
 CHILD = """

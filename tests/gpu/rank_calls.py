@@ -13,11 +13,13 @@ import shardplan
 from shardplan.torchlib.private import private
 
 from .cases import Case, exactly, judged, of_dtype, options_of, planned_step, precisions, references, stored
+from .host_group import through_the_host
 
 
 def row_of_rank(case: Case, device: str) -> dict[str, Any]:
     """One rank's row; what is wrong on some rank runs again on all of them, in float64."""
     _begin(device)
+    through_the_host()
     row: dict[str, Any] = {}
     for dtype in precisions(case):
         mesh = shardplan.build_mesh(dp_shard=case.dp_shard, cp=case.cp, tp=case.tp, ep=case.ep, device_type=device)

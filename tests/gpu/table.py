@@ -31,7 +31,7 @@ def _own(name: str, about: str, seconds: float, needs_cuda: bool = False) -> Par
 
 PARTS = (
     _own("versions", "what is installed; the private names of torch", 90),
-    _own("several_processes", "ranks as processes that share the device, over gloo, against the unsharded model", 150),
+    _own("several_processes", "ranks as processes that share the device, against the unsharded model", 150),
     _own("one_process", "ranks as threads of one process, against the unsharded model", 120),
     _own("device_tests", "tests/test_gpu.py", 150, needs_cuda=True),
     _own("attention", "the kernels of attention with grouped heads, without and with a mask", 60),
