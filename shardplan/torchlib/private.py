@@ -98,6 +98,12 @@ NAMES: dict[str, Private] = {
         "the mesh that FSDP2 puts parameters on, of its own axes and tp (`_concatenate`)",
     ),
     "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
+    "muon_newton_schulz": Private(
+        (("torch.optim._muon", "_zeropower_via_newtonschulz"),), "the orthogonal matrix that torch.optim.Muon makes"
+    ),
+    "muon_adjusted_rate": Private(
+        (("torch.optim._muon", "_adjust_lr"),), "the rate of a matrix of some shape, as torch.optim.Muon has it"
+    ),
     "weight_norm": Private((("torch", "_weight_norm"),), "checking the sizes that it does not check"),
     "foreach_mul_": Private((("torch", "_foreach_mul_"),), "scaling many gradients at once"),
     "CustomGraphPass": Private(

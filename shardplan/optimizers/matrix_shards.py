@@ -1,0 +1,160 @@
+"""Which ranks have which parts of a matrix, or of a stack of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from shardplan.runtime.apply.slices import Packing, cuts
+from shardplan.torchlib.local_parts import to_local_if_dtensor
+from shardplan.torchlib.packing import pack, packed_order, unpack
+
+Range = tuple[int, int]  # start, end
+Box = tuple[Range, Range, Range]  # of matrices, rows and columns
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A parameter as a stack of matrices [matrices, rows, columns], of one where it has two dims.
+
+    Args:
+        name: the parameter's.
+        shape: of the whole stack.
+        group: the ranks that share it; None: this rank has it whole.
+        boxes: what each of them has, by its rank in the group.
+        place: this rank's in the group.
+        packing: the order of its rows, as the plan stores them, along a dim of the stack.
+        tp: the size of the axis over which they are packed.
+        parts: the sizes of matrices of their own along `part_dim`; empty: it is one.
+    """
+
+    name: str
+    parameter: Tensor
+    shape: tuple[int, int, int]
+    group: ProcessGroup | None
+    boxes: tuple[Box, ...]
+    place: int
+    packing: Packing | None
+    tp: int
+    parts: tuple[int, ...] = ()
+    part_dim: int = 1
+
+    @property
+    def box(self) -> Box:
+        return self.boxes[self.place]
+
+    @cached_property
+    def work(self) -> int:
+        """Of the products of one of its matrices."""
+        sizes = self.parts or (self.shape[self.part_dim],)
+        other = self.shape[3 - self.part_dim]
+        return sum(min(size, other) ** 2 * (2 * max(size, other) + min(size, other)) for size in sizes)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor that is stored as the parameter is, [matrices, rows, columns], in the same memory."""
+        own = to_local_if_dtensor(tensor)
+        return own if own.ndim == 3 else own.unsqueeze(0)
+
+    def in_parts(self, whole: Tensor) -> list[Tensor]:
+        """Matrices [n, rows, columns] in the stored order, as those of the unsharded model."""
+        if self.packing is not None:
+            whole = unpack(whole, self.packing.dim, self.packing.parts, self.tp)
+        return [part.contiguous() for part in whole.split(self.parts, self.part_dim)] if self.parts else [whole]
+
+    def in_one(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `in_parts`."""
+        whole = torch.cat(list(parts), self.part_dim) if self.parts else parts[0]
+        return whole if self.packing is None else pack(whole, self.packing.dim, self.packing.parts, self.tp)
+
+    @cached_property
+    def stripes(self) -> tuple[tuple[Range, tuple[int, int]], ...]:
+        """What of this rank's box, along `part_dim`, belongs to matrices of which shape: they may have rates of their own."""
+        start, end = self.box[self.part_dim]
+        rows, columns = self.shape[1:]
+        if not self.parts:
+            return (((0, end - start), (rows, columns)),)
+        order = torch.arange(self.shape[self.part_dim])
+        if self.packing is not None and self.packing.dim == self.part_dim:
+            order = packed_order(self.packing.parts, self.tp)
+        part = torch.bucketize(order[start:end], torch.tensor(self.parts).cumsum(0), right=True)
+        found, lengths = torch.unique_consecutive(part, return_counts=True)
+        ends = [0, *lengths.cumsum(0).tolist()]
+        shapes = [(size, columns) if self.part_dim == 1 else (rows, size) for size in self.parts]
+        return tuple((each, shapes[i]) for each, i in zip(pairwise(ends), found.tolist(), strict=True))
+
+
+class Groups:
+    """The process groups of what is split over several mesh axes, each made once. All ranks of a group ask for it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        if ranks not in self._made:
+            self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._made[ranks]
+
+
+def stack_of(
+    name: str, parameter: Tensor, packing: Packing | None, tp: int, parts: Sequence[int], groups: Groups
+) -> Stack:
+    """How a parameter of 2 or 3 dims is shared.
+
+    Raises:
+        ValueError: its shards are none of torch's, or its parts are not as long as it is.
+    """
+    shape = (parameter.shape[0] if parameter.ndim == 3 else 1, parameter.shape[-2], parameter.shape[-1])
+    whole: Box = ((0, shape[0]), (0, shape[1]), (0, shape[2]))
+    if packing is not None:
+        packing = Packing(packing.dim + 3 - parameter.ndim, packing.parts)
+    dim = _part_dim(name, shape, tuple(parts), packing)
+    if not isinstance(parameter, DTensor):
+        return Stack(name, parameter, shape, None, (whole,), 0, packing, tp, tuple(parts), dim)
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, name
+    split = [(axis, dim + 3 - parameter.ndim) for axis, dim in cuts(parameter)]
+    axes = sorted({axis for axis, _ in split if mesh.size(axis) > 1})
+    held: dict[int, Box] = {}
+    for places in product(*(range(mesh.size(axis)) for axis in axes)):
+        at = list(coordinate)
+        for axis, place in zip(axes, places, strict=True):
+            at[axis] = place
+        box = list(whole)
+        for axis, cut in split:
+            start, end = box[cut]
+            chunk = -(-(end - start) // mesh.size(axis))
+            box[cut] = (min(start + at[axis] * chunk, end), min(start + (at[axis] + 1) * chunk, end))
+        held[int(mesh.mesh[tuple(at)])] = (box[0], box[1], box[2])
+    group = None
+    if len(axes) == 1:
+        group = mesh.get_group(axes[0])
+    elif axes:
+        group = groups.of(tuple(sorted(held)))
+    ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+    boxes = tuple(held[rank] for rank in ranks)
+    stack = Stack(name, parameter, shape, group, boxes, ranks.index(dist.get_rank()), packing, tp, tuple(parts), dim)
+    if (found := tuple(stack.local(parameter).shape)) != tuple(end - start for start, end in stack.box):
+        raise ValueError(
+            f"{name}: this rank has {found} of {shape}, which is not how torch shards {parameter.placements}: whole matrices are gathered "
+            "from the shards of fsdp2 and of tensor parallelism"
+        )
+    return stack
+
+
+def _part_dim(name: str, shape: tuple[int, int, int], parts: tuple[int, ...], packing: Packing | None) -> int:
+    if not parts:
+        return 1
+    dims = [dim for dim in (1, 2) if shape[dim] == sum(parts)]
+    if not dims:
+        raise ValueError(
+            f"{name} has {shape[1]} rows and {shape[2]} columns, and its parts {list(parts)} are {sum(parts)}"
+        )
+    return packing.dim if packing is not None and packing.dim in dims else dims[0]

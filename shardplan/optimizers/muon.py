@@ -1,0 +1,265 @@
+"""Muon for planned models."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardplan.language.globs import parse_glob
+from shardplan.model.adapters import unwrapped
+from shardplan.model.build_tree import kind_of
+from shardplan.runtime.apply.applied import applied, was_touched
+from shardplan.runtime.apply.model_parts import Parted, parts_of
+from shardplan.runtime.apply.slices import Packing
+from shardplan.runtime.apply.state import packed_parameters
+from shardplan.torchlib.private import private
+
+from .matrix_shards import Groups, Stack, stack_of
+from .owned_matrices import Owned, buckets, exchanged, owned
+
+_newton_schulz = private("muon_newton_schulz")
+_adjusted_rate = private("muon_adjusted_rate")
+
+Rest = Callable[[list[dict[str, Any]]], Optimizer]
+BUCKET = 2**29  # elements of the matrices that are on their way at a time, unless one of each rank has more
+# What torch's Muon takes besides parameters.
+_DEFAULTS = {
+    name: one.default
+    for name, one in inspect.signature(torch.optim.Muon.__init__).parameters.items()
+    if name not in ("self", "params")
+}
+
+
+class Muon(Optimizer):
+    """torch.optim.Muon on a planned model, with another optimizer for the parameters that are no matrices, as one optimizer.
+
+    Each matrix has an owner among the ranks that share it, balanced by work. Its gradient with momentum is gathered there, the owner
+    steps it, and sends the update back: two all-to-alls for each bucket of matrices. The momentum is stored as its parameter is.
+    Given the same gradients the update is torch.optim.Muon's of the unsharded model.
+
+    Create it on all ranks, after `apply_plan`. `param_groups[0]` has the matrices, and the options below under the names of torch's
+    Muon; the groups after it are those of the other optimizer. `save_training_state` takes it as one optimizer.
+
+    Args:
+        model: what `apply_plan` returned, a model or a Pipeline; or a model without a plan.
+        rest: makes the optimizer of all other parameters from a list with one group of them: `torch.optim.AdamW`, or
+            `lambda groups: torch.optim.AdamW(groups, lr=3e-4)`.
+        matrices: patterns of the names of parameters of 2 dims, or of 3 dims for stacks of matrices (experts). By default the weights of
+            linear layers but for the output head, and stacks of parameters that are no layer of torch's, such as experts.
+        parts: pattern of names -> the sizes of matrices of their own that lie next to each other in one parameter, in the order of the
+            unsharded model, such as queries, keys and values. By default a parameter is one matrix.
+        whole_matrix: in place of Newton-Schulz, a function of the gradient with momentum [rows, columns] that returns its update, of the
+            same shape and dtype. It is called at the owner alone.
+        bucket_size: elements of the matrices that are on their way at a time.
+        options: `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and `adjust_lr_fn` of torch.optim.Muon, with
+            its defaults.
+
+    Raises:
+        ValueError: a pattern fits nothing, or no matrix, parts are not as long as their parameter, or an option has a value that torch's Muon
+            refuses.
+        TypeError: an option that it does not have.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Parted,
+        *,
+        rest: Rest = torch.optim.AdamW,
+        matrices: Sequence[str] | None = None,
+        parts: Mapping[str, Sequence[int]] | None = None,
+        whole_matrix: Callable[[Tensor], Tensor] | None = None,
+        bucket_size: int = BUCKET,
+        **options: Any,
+    ):
+        if unknown := sorted(options.keys() - _DEFAULTS.keys()):
+            raise TypeError(
+                f"Muon has no option {', '.join(unknown)}: it has those of torch.optim.Muon, {', '.join(_DEFAULTS)}"
+            )
+        torch.optim.Muon([torch.zeros(1, 1)], **options)  # its own checks
+        named = dict(_trained(model))
+        chosen = _chosen(model, named, matrices)
+        groups = Groups()
+        sizes = _sizes(parts or {}, chosen, model)
+        packed, tp = _packed(model)
+        self._stacks = [
+            stack_of(name, p, packed.get(name), tp, sizes.get(name, ()), groups) for name, p in chosen.items()
+        ]
+        self._pieces, self._whole_matrix, self._bucket_size = owned(self._stacks), whole_matrix, bucket_size
+        self._rest: Optimizer | None = None
+        others = [p for name, p in named.items() if name not in chosen]
+        rest_optimizer = rest([{"params": others}])
+        super().__init__([{"params": list(chosen.values()), **_DEFAULTS, **options}, *rest_optimizer.param_groups], {})
+        self._rest = rest_optimizer
+        self._rest.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.__dict__.get("_rest") is not None:
+            raise ValueError("Muon has the parameters of its model: create it again where there are new ones")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        assert self._rest is not None
+        self._rest.__setstate__({"state": self.state, "param_groups": self.param_groups[1:]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters. To be called on all ranks."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_matrices()
+        assert self._rest is not None
+        self._rest.step()
+        return loss
+
+    def _step_matrices(self) -> None:
+        present = [one for one in self._pieces if one.stack.parameter.grad is not None]
+        left = Counter(one.stack for one in present)
+        values: dict[Stack, Tensor] = {}
+        alone = [[one] for one in present if one.alone]
+        for bucket in (*alone, *buckets(present, self._bucket_size)):
+            for one in bucket:
+                if one.stack not in values:
+                    values[one.stack] = self._begun(one.stack)
+            for one, update in zip(bucket, self._updates(bucket, values), strict=True):
+                if update is not None:
+                    self._apply(one, update)
+                left[one.stack] -= 1
+                if not left[one.stack]:
+                    del values[one.stack]
+
+    def _updates(self, bucket: Sequence[Owned], values: Mapping[Stack, Tensor]) -> list[Tensor | None]:
+        if not bucket[0].alone:
+            return exchanged(bucket, [values[one.stack] for one in bucket], self._stepped)
+        own = bucket[0].own(values[bucket[0].stack])
+        return [None if own is None else self._stepped(bucket[0].stack, own)]
+
+    def _begun(self, stack: Stack) -> Tensor:
+        """Decay a parameter and its momentum; returns what is to be orthogonalised of this rank's part."""
+        group, parameter = self.param_groups[0], stack.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        local, momentum = stack.local(gradient), stack.local(state["momentum_buffer"])
+        momentum.lerp_(local, 1 - group["momentum"])
+        update = local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
+        stack.local(parameter.detach()).mul_(1 - float(group["lr"]) * group["weight_decay"])
+        if self._whole_matrix is None:
+            update = update.bfloat16()  # the first thing that Newton-Schulz does
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else update.device
+        return update.to(device)  # FSDP2 may keep it on the CPU
+
+    def _stepped(self, stack: Stack, whole: Tensor) -> Tensor:
+        return stack.in_one([self._orthogonal(part) for part in stack.in_parts(whole)])
+
+    def _orthogonal(self, matrices: Tensor) -> Tensor:
+        """[n, rows, columns] to updates of the same shape. On a CPU a batch would be no faster, and add in another order."""
+        group = self.param_groups[0]
+
+        def newton_schulz(matrix: Tensor) -> Tensor:
+            return _newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        if self._whole_matrix is None and matrices.shape[0] > 1 and matrices.device.type != "cpu":
+            return torch.vmap(newton_schulz)(matrices)
+        step = self._whole_matrix or newton_schulz
+        return torch.stack([step(matrix) for matrix in matrices]).to(matrices.dtype)
+
+    def _apply(self, one: Owned, update: Tensor) -> None:
+        group, stack = self.param_groups[0], one.stack
+        target = one.own(stack.local(stack.parameter.detach()))
+        assert target is not None
+        update = update.to(target.device)
+        for (start, end), shape in stack.stripes:
+            rate = _adjusted_rate(float(group["lr"]), group["adjust_lr_fn"], torch.Size(shape))
+            rows = (slice(None),) * stack.part_dim + (slice(start, end),)
+            target[rows].add_(update[rows], alpha=-rate)
+
+
+def _trained(model: nn.Module | Parted) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, each once, under their names in the model."""
+    seen: set[nn.Parameter] = set()
+    for part in parts_of(model):
+        inner = part
+        if was_touched(part):
+            record = applied(part)
+            record.reshard()
+            inner = unwrapped(record.model)
+        for name, parameter in inner.named_parameters():
+            if parameter.requires_grad and parameter not in seen:
+                seen.add(parameter)
+                yield name, parameter
+
+
+def _packed(model: nn.Module | Parted) -> tuple[dict[str, Packing], int]:
+    found: dict[str, Packing] = {}
+    tp = 1
+    for part in parts_of(model):
+        if was_touched(part) and (record := applied(part)).tp > 1:
+            found |= packed_parameters(record.program)
+            tp = record.tp
+    return found, tp
+
+
+def _chosen(
+    model: nn.Module | Parted, named: Mapping[str, nn.Parameter], patterns: Sequence[str] | None
+) -> dict[str, nn.Parameter]:
+    if patterns is None:
+        default = {id(p) for part in parts_of(model) for p in _matrices_of(part)}
+        return {name: p for name, p in named.items() if id(p) in default}
+    chosen = {
+        name: named[name]
+        for pattern in patterns
+        for name in _fitting("matrices", pattern, named, model, "parameter that is trained")
+    }
+    for name, parameter in chosen.items():
+        if parameter.ndim not in (2, 3):
+            raise ValueError(f"matrices: {name} has {parameter.ndim} dims: a matrix has 2, a stack of matrices has 3")
+    return {name: p for name, p in named.items() if name in chosen}
+
+
+def _fitting(
+    argument: str, pattern: str, named: Mapping[str, nn.Parameter], model: nn.Module | Parted, what: str
+) -> list[str]:
+    glob = parse_glob(pattern)
+    found = [name for name in named if glob.matches(name)]
+    if not found and not isinstance(model, Parted):  # a stage does not have all of a model
+        raise ValueError(f"{argument}: {pattern} fits no {what}{f'; one is {next(iter(named))}' if named else ''}")
+    return found
+
+
+def _sizes(
+    parts: Mapping[str, Sequence[int]], chosen: Mapping[str, nn.Parameter], model: nn.Module | Parted
+) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(sizes)
+        for pattern, sizes in parts.items()
+        for name in _fitting("parts", pattern, chosen, model, "matrix")
+    }
+
+
+def _matrices_of(model: nn.Module) -> Iterator[Tensor]:
+    """The weights of linear layers but for the output head, and stacks of matrices that the model's own code multiplies with."""
+    modules = list(model.modules())
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    left_out = {id(p) for module in modules if kind_of(module) == "embedding" for p in module.parameters(recurse=False)}
+    left_out |= {id(p) for p in head.parameters()} if head is not None else set()
+    for module in modules:
+        linear = kind_of(module) in ("linear", "conv1d")
+        own_code = not type(module).__module__.startswith("torch.nn.modules.")
+        for parameter in module.parameters(recurse=False):
+            stacked = own_code and parameter.ndim == 3 and min(parameter.shape) > 1
+            if id(parameter) not in left_out and (stacked or (linear and parameter.ndim == 2)):
+                yield parameter

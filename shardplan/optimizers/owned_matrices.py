@@ -1,0 +1,185 @@
+"""Who steps which matrices, and how they get there and back: two collectives for each bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .assignment import assign
+from .matrix_shards import Box, Range, Stack
+
+Step = Callable[[Stack, Tensor], Tensor]  # matrices [n, rows, columns] in the stored order, and what they become
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Matrices of one stack that one rank of its group steps together.
+
+    Args:
+        which: the first of them, and the one after the last.
+        owner: its rank in the group.
+        alone: whether the owner has all of them whole, and nobody else has a part.
+    """
+
+    stack: Stack
+    which: Range
+    owner: int
+    alone: bool
+
+    @property
+    def work(self) -> int:
+        return (self.which[1] - self.which[0]) * self.stack.work
+
+    @property
+    def numel(self) -> int:
+        return (self.which[1] - self.which[0]) * self.stack.shape[1] * self.stack.shape[2]
+
+    def part_of(self, place: int) -> Box | None:
+        """What a rank of the group has of them, counted in the whole stack."""
+        (first, last), rows, columns = self.stack.boxes[place]
+        box = ((max(first, self.which[0]), min(last, self.which[1])), rows, columns)
+        return box if all(start < end for start, end in box) else None
+
+    def cut(self, tensor: Tensor, origin: tuple[int, int, int], place: int) -> Tensor | None:
+        """What a rank has of them, out of a tensor that begins at a place of the stack."""
+        if (box := self.part_of(place)) is None:
+            return None
+        return tensor[tuple(slice(start - at, end - at) for (start, end), at in zip(box, origin, strict=True))]
+
+    def own(self, local: Tensor) -> Tensor | None:
+        """This rank's part, out of its part of the stack."""
+        (a, _), (b, _), (c, _) = self.stack.box
+        return self.cut(local, (a, b, c), self.stack.place)
+
+
+def owned(stacks: Iterable[Stack]) -> list[Owned]:
+    """All matrices, each with its owner. All ranks of a group come to the same."""
+    found: list[Owned] = []
+    by_group: dict[ProcessGroup | None, list[Stack]] = {}
+    for stack in stacks:
+        by_group.setdefault(stack.group, []).append(stack)
+    for members in by_group.values():
+        pieces = [piece for stack in members for piece in _pieces(stack)]
+        alone, shared = [one for one in pieces if one.alone], [one for one in pieces if not one.alone]
+        busy = [0] * len(members[0].boxes)
+        for one in alone:
+            busy[one.owner] += one.work
+        owners = assign([one.work for one in shared], busy)
+        found += alone
+        found += [Owned(one.stack, one.which, owner, False) for one, owner in zip(shared, owners, strict=True)]
+    return found
+
+
+def _pieces(stack: Stack) -> Iterator[Owned]:
+    """A stack, divided where other ranks begin to have parts, and what several have once more, into as many as they are."""
+    full = [(place, box) for place, box in enumerate(stack.boxes) if all(start < end for start, end in box)]
+    borders = sorted({at for _, box in full for at in box[0]})
+    for first, last in pairwise(borders):
+        holders = [place for place, box in full if box[0][0] <= first and last <= box[0][1]]
+        if len(holders) == 1:
+            yield Owned(stack, (first, last), holders[0], True)
+            continue
+        size = -(-(last - first) // len(holders))
+        for start in range(first, last, size):
+            yield Owned(stack, (start, min(start + size, last)), 0, False)
+
+
+def buckets(pieces: Iterable[Owned], most: int) -> Iterator[list[Owned]]:
+    """Those of several ranks in the order in which they are exchanged, each bucket with work for all ranks.
+
+    Args:
+        most: elements of a bucket, which has at least one piece of each rank.
+    """
+    queues: dict[tuple[ProcessGroup, torch.dtype], dict[int, list[Owned]]] = {}
+    for one in pieces:
+        if not one.alone:
+            assert one.stack.group is not None
+            key = (one.stack.group, one.stack.parameter.dtype)
+            queues.setdefault(key, {}).setdefault(one.owner, []).append(one)
+    for by_owner in queues.values():
+        ordered = [sorted(queue, key=lambda one: -one.work) for _, queue in sorted(by_owner.items())]
+        bucket: list[Owned] = []
+        for turn in range(max(map(len, ordered))):
+            several = [queue[turn] for queue in ordered if turn < len(queue)]
+            if bucket and sum(one.numel for one in (*bucket, *several)) > most:
+                yield bucket
+                bucket = []
+            bucket += several
+        yield bucket
+
+
+def exchanged(bucket: Sequence[Owned], values: Sequence[Tensor], step: Step) -> list[Tensor | None]:
+    """Step the matrices of a bucket at their owners. A collective of the group: two all-to-alls.
+
+    Args:
+        values: for each, this rank's part of its stack, of one dtype, on the device of the mesh.
+        step: the results have the dtype of the values.
+
+    Returns:
+        For each, the result of what this rank has of it, [matrices, rows, columns]; None where it has nothing.
+    """
+    stack = bucket[0].stack
+    group, me, ranks = stack.group, stack.place, len(stack.boxes)
+    sent = [one.own(local) for one, local in zip(bucket, values, strict=True)]
+    gathered = _all_to_all(
+        [
+            [x for one, x in zip(bucket, sent, strict=True) if one.owner == place and x is not None]
+            for place in range(ranks)
+        ],
+        [sum(_volume(one.part_of(place)) for one in bucket if one.owner == me) for place in range(ranks)],
+        values[0],
+        group,
+    )
+    results: list[list[Tensor]] = [[] for _ in range(ranks)]
+    taken = [0] * ranks
+    for one in bucket:
+        if one.owner != me:
+            continue
+        whole = values[0].new_empty(one.which[1] - one.which[0], *one.stack.shape[1:])
+        origin = (one.which[0], 0, 0)
+        for place in range(ranks):
+            if (target := one.cut(whole, origin, place)) is not None:
+                target.copy_(gathered[place][taken[place] : taken[place] + target.numel()].view(target.shape))
+                taken[place] += target.numel()
+        result = step(one.stack, whole)
+        for place in range(ranks):
+            if (part := one.cut(result, origin, place)) is not None:
+                results[place].append(part)
+    back = _all_to_all(
+        results,
+        [sum(_volume(one.part_of(me)) for one in bucket if one.owner == place) for place in range(ranks)],
+        values[0],
+        group,
+    )
+    taken = [0] * ranks
+    received: list[Tensor | None] = []
+    for one, own in zip(bucket, sent, strict=True):
+        if own is None:
+            received.append(None)
+            continue
+        start = taken[one.owner]
+        received.append(back[one.owner][start : start + own.numel()].view(own.shape))
+        taken[one.owner] += own.numel()
+    return received
+
+
+def _volume(box: Box | None) -> int:
+    return 0 if box is None else math.prod(end - start for start, end in box)
+
+
+def _all_to_all(
+    sent: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, group: ProcessGroup | None
+) -> Sequence[Tensor]:
+    """What each rank of the group sent to this one, in one row."""
+    rows = [x.reshape(-1) for parts in sent for x in parts]
+    given = torch.cat(rows) if rows else like.new_empty(0)
+    found = like.new_empty(sum(expected))
+    dist.all_to_all_single(found, given, list(expected), [sum(x.numel() for x in parts) for parts in sent], group=group)
+    return found.split(list(expected))

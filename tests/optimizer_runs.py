@@ -1,0 +1,186 @@
+"""Optimizers of whole matrices on planned models, and torch's own on the unsharded one beside them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from small_models import batch, small_model
+from torch import Tensor, nn
+
+import shardplan
+from shardplan import full_parameters
+from shardplan.compiler.lower.program import Program
+from shardplan.optimizers import Muon
+from shardplan.proof.threads import on_threads
+from shardplan.runtime.apply.model_parts import parts_of
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.apply.slices import like
+from shardplan.runtime.apply.state import packed_parameters
+
+RATES = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 1e-3, "eps": 1e-3}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model on a mesh.
+
+    Args:
+        sizes: of the mesh, by the names of `build_mesh`.
+        options: of `apply_plan`.
+        optimizer: of `Muon`.
+        settings: of the model's configuration.
+    """
+
+    model: str
+    sizes: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for axis, size in self.sizes.items():
+            ranks *= 1 if axis == "ep" else size
+        return ranks
+
+    @property
+    def shares(self) -> int:
+        """Of the batch."""
+        return self.sizes.get("dp_shard", 1) * self.sizes.get("dp_replicate", 1)
+
+    def build(self) -> nn.Module:
+        return small_model(self.model, **self.settings)
+
+    def compiled(self) -> Program:
+        """For `planned` on threads, which cannot compile at the same time."""
+        return shardplan.compile_plan(self.build(), dict(self.sizes), "auto", **self.options)
+
+    def planned(self, program: Program | None = None, model: nn.Module | None = None) -> Any:
+        mesh = shardplan.build_mesh(device_type="cpu", **self.sizes)
+        if program is None:
+            options = dict(self.options)
+            if "pp" in self.sizes:
+                options["pipeline"] = shardplan.PipelineOptions("1f1b", 2)
+            return shardplan.apply_plan(self.build(), mesh, "auto", **options, prove=False)
+        assert model is not None
+        apply_program(model, read_mesh(mesh), program, src_data_rank=None)
+        return model
+
+
+def muon(model: Any, **options: Any) -> Muon:
+    return Muon(model, rest=lambda groups: torch.optim.AdamW(groups, **ADAMW), **{**RATES, **options})
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """What torch.optim.Muon does, in float32: in its bfloat16, gradients that differ by rounding have updates that differ by percents."""
+    options = inspect.signature(torch.optim.Muon.__init__).parameters
+    a, b, c = options["ns_coefficients"].default
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=options["eps"].default)
+    for _ in range(options["ns_steps"].default):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def drawn(name: str, value: Tensor, step: int) -> Tensor:
+    """A gradient that is the same on all ranks."""
+    seed = sum(map(ord, name)) * 7919 + len(name) * 31 + step
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value.dtype)
+
+
+def set_gradients(model: Any, step: int) -> None:
+    """The same gradients as another run of the same names, as each parameter is stored."""
+    whole = {name: drawn(name, value, step) for name, value in full_parameters(model)}
+    for part in parts_of(model):
+        record = shardplan.applied(part)
+        packed = packed_parameters(record.program) if record.tp > 1 else {}
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                given = whole[name]
+                parameter.grad = (
+                    like(given, parameter, packed.get(name)) if hasattr(parameter, "placements") else given.clone()
+                )
+
+
+def unsharded_steps(run: Run, chosen: set[str], steps: int, split: Mapping[str, Any] = {}) -> dict[str, Tensor]:
+    """torch.optim.Muon and AdamW of the unsharded model; each matrix of a stack is a parameter of its own there, and so are `split` parts."""
+    model = run.build()
+    named = dict(model.named_parameters())
+    own: dict[str, list[tuple[Tensor, nn.Parameter]]] = {}
+    for name in chosen:
+        pieces = list(named[name].data) if named[name].ndim == 3 else [named[name].data]
+        if name in split:
+            pieces = [part for piece in pieces for part in piece.split(*split[name])]
+        own[name] = [(piece, nn.Parameter(piece.clone())) for piece in pieces]
+    matrices = torch.optim.Muon([p for rows in own.values() for _, p in rows], **RATES)
+    rest = torch.optim.AdamW([p for name, p in named.items() if name not in chosen], **ADAMW)
+    for step in range(steps):
+        for name, parameter in named.items():
+            gradient = drawn(name, parameter, step)
+            if name not in chosen:
+                parameter.grad = gradient
+                continue
+            pieces = list(gradient) if gradient.ndim == 3 else [gradient]
+            if name in split:
+                pieces = [part for piece in pieces for part in piece.split(*split[name])]
+            for (_, p), g in zip(own[name], pieces, strict=True):
+                p.grad = g.clone()
+        matrices.step()
+        rest.step()
+    with torch.no_grad():
+        for rows in own.values():
+            for piece, p in rows:
+                piece.copy_(p)
+    return {name: p.detach() for name, p in named.items()}
+
+
+def given_gradients(model: Any, run: Run, steps: int = 2) -> tuple[set[str], dict[str, Tensor]]:
+    """Steps of a planned model with drawn gradients: the names of the matrices, and all values, as far as this rank has them."""
+    optimizer = muon(model, **run.optimizer)
+    for step in range(steps):
+        set_gradients(model, step)
+        optimizer.step()
+    return {one.name for one in optimizer._stacks}, {name: value.clone() for name, value in full_parameters(model)}
+
+
+def same_given_gradients(run: Run, split: Mapping[str, Any] = {}) -> None:
+    """On threads: equal to the last bit."""
+    program, models = run.compiled(), [run.build() for _ in range(run.ranks)]
+    found = on_threads(run.ranks, lambda rank: given_gradients(run.planned(program, models[rank]), run))
+    same(run, found, split)
+
+
+def same(run: Run, found: list[tuple[set[str], dict[str, Tensor]]], split: Mapping[str, Any] = {}) -> None:
+    chosen = set().union(*(names for names, _ in found))
+    assert len(chosen) >= 4, chosen
+    expected = unsharded_steps(run, chosen, 2, split)
+    before = dict(run.build().named_parameters())
+    for rank, (_, values) in enumerate(found):
+        assert values.keys() >= expected.keys()
+        for name, value in expected.items():
+            assert not torch.equal(value, before[name]), name
+            assert torch.equal(values[name], value), (run, rank, name, (values[name] - value).abs().max())
+
+
+def trained(model: Any, optimizer: Any, run: Run, share: int, shares: int, pipeline: bool = False) -> dict[str, Tensor]:
+    """Three real steps. A model without a plan has all shares of the batch."""
+    for step in range(3):
+        own = [share] if shares else range(run.shares)
+        ids = torch.cat([batch(step, one) for one in own])
+        if pipeline:
+            model.step(input_ids=ids, labels=ids)
+        else:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        name: value.detach().clone() for name, value in (full_parameters(model) if shares else model.named_parameters())
+    }

@@ -1,0 +1,230 @@
+"""Optimizers of whole matrices: who steps which, what is exchanged, and what comes out."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+from optimizer_runs import RATES, Run, muon, newton_schulz, same_given_gradients
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shardplan
+from shardplan.optimizers import Muon
+from shardplan.optimizers.assignment import assign
+from shardplan.proof.threads import on_threads
+from tests.collective_counter import CollectiveCounter
+from tests.proofs import fake_mesh
+from tests.small_models import small_model
+
+MODELS = ["llama", "phi3", "gpt2", "bloom", "qwen3_moe", "mixtral", "gemma3_text", "mamba2"]
+MESHES = {
+    "dp2": ({"dp_shard": 2}, {}),
+    "tp2": ({"tp": 2}, {}),
+    "tp2-sp": ({"tp": 2}, {"sequence_parallel": True}),
+    "dp2-tp2": ({"dp_shard": 2, "tp": 2}, {"sequence_parallel": True}),
+}
+FAST = {("phi3", "dp2-tp2"), ("qwen3_moe", "tp2")}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """torch's element-wise kernels round the ends of each thread's share otherwise than the rest of it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def heaviest(work, owners, busy):
+    loads = list(busy)
+    for one, owner in zip(work, owners, strict=True):
+        loads[owner] += one
+    return max(loads)
+
+
+def test_no_rank_has_more_work_than_a_tenth_above_the_best_assignment():
+    random = Random(0)
+    for _ in range(150):
+        ranks = random.choice([2, 3])
+        work = [random.choice([3, 4, 5, 7, 9, 10, 14, 20]) for _ in range(random.randint(1, 8))]
+        busy = [random.choice([0, 0, 6]) for _ in range(ranks)]
+        best = min(heaviest(work, owners, busy) for owners in product(range(ranks), repeat=len(work)))
+        assert heaviest(work, assign(work, busy), busy) <= 1.1 * best, (work, busy)
+
+
+def test_the_longest_alone_is_not_enough():
+    assert heaviest([3, 3, 2, 2, 2], assign([3, 3, 2, 2, 2], [0, 0]), [0, 0]) == 6
+
+
+@pytest.mark.parametrize(
+    "model, mesh",
+    [
+        pytest.param(model, mesh, marks=[] if (model, mesh) in FAST else pytest.mark.exhaustive)
+        for model in MODELS
+        for mesh in MESHES
+    ],
+)
+def test_the_same_gradients_have_the_same_update_to_the_bit(model, mesh):
+    same_given_gradients(Run(model, *MESHES[mesh]))
+
+
+def test_parts_are_matrices_of_their_own():
+    """Those of Phi-3's packed rows, whose ranks have a share of each: the rate follows from the shape of a part, too."""
+    parts = {"**.qkv_proj.weight": (64, 32, 32), "**.gate_up_proj.weight": (96, 96)}
+    split = {
+        f"model.layers.{i}.{name}.weight": (list(sizes), 0)
+        for i in range(2)
+        for name, sizes in (("self_attn.qkv_proj", (64, 32, 32)), ("mlp.gate_up_proj", (96, 96)))
+    }
+    same_given_gradients(Run("phi3", {"tp": 2}, optimizer={"parts": parts}), split)
+
+
+def stepped(optimizer) -> CollectiveCounter:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    with CollectiveCounter() as counter:
+        optimizer.step()
+    return counter
+
+
+@pytest.mark.parametrize("shape, names", [((4,), ("tp",)), ((2, 2), ("dp_shard", "tp"))], ids=["tp", "dp x tp"])
+def test_a_bucket_takes_two_collectives(shape, names, compiled_once):
+    with fake_mesh(*shape, names=names) as mesh:
+        model = shardplan.apply_plan(small_model("llama"), mesh, "auto", src_data_rank=None, prove=False)
+        optimizer = muon(model)
+        counter = stepped(optimizer)
+        assert dict(counter.counts) == {"all_to_all": 2}
+        sent, returned = (call.elements for call in counter.calls)
+        assert stepped(muon(model, bucket_size=1)).counts["all_to_all"] == 8  # 14 matrices in turns of 4 ranks
+        assert max(sent, returned) <= 1.1 * max(
+            sum(p.to_local().numel() for p in optimizer.param_groups[0]["params"]),
+            sum(one.numel for one in optimizer._pieces if one.owner == 0),
+        )
+
+
+def test_the_work_of_ranks_is_balanced(compiled_once):
+    with fake_mesh(2, 2, names=("dp_shard", "tp")) as mesh:
+        model = shardplan.apply_plan(small_model("llama"), mesh, "auto", src_data_rank=None, prove=False)
+        pieces = muon(model)._pieces
+    work, owners = [one.work for one in pieces], [one.owner for one in pieces]
+    assert heaviest(work, owners, [0] * 4) <= 1.1 * max(sum(work) / 4, *work)
+
+
+def uneven(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Rows that three ranks do not divide, one row alone, columns, a stack, and a plain parameter."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            for name, shape in (
+                ("rows", (7, 5)),
+                ("one", (1, 6)),
+                ("columns", (5, 7)),
+                ("stack", (4, 5, 3)),
+                ("plain", (3, 4)),
+            ):
+                setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
+
+    options = {"matrices": ["*"], "whole_matrix": newton_schulz}
+    plain, model = Own(), Own()
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    model.columns = nn.Parameter(distribute_tensor(model.columns.data, mesh, [Shard(1)], src_data_rank=None))
+    for name in ("rows", "one", "stack"):
+        value = distribute_tensor(getattr(model, name).data, mesh, [Shard(0)], src_data_rank=None)
+        setattr(model, name, nn.Parameter(value))
+    optimizers = [muon(one, **options) for one in (plain, model)]
+    for step in range(2):
+        for name, parameter in plain.named_parameters():
+            parameter.grad = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+            )
+            own = getattr(model, name)
+            split = hasattr(own, "placements")
+            own.grad = (
+                distribute_tensor(parameter.grad, mesh, own.placements, src_data_rank=None)
+                if split
+                else parameter.grad.clone()
+            )
+        if step:
+            plain.rows.grad = model.rows.grad = None  # what has no gradient stays as it is, its momentum too
+        for optimizer in optimizers:
+            optimizer.step()
+    return {
+        name: (p.detach(), q.full_tensor().detach() if hasattr(q, "placements") else q.detach())
+        for (name, p), q in zip(
+            plain.named_parameters(), (getattr(model, n) for n, _ in plain.named_parameters()), strict=True
+        )
+    }
+
+
+def test_uneven_shards():
+    for found in on_threads(3, uneven):
+        for name, (expected, value) in found.items():
+            assert torch.allclose(value, expected, rtol=1e-11, atol=1e-13), name
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.layer = nn.Linear(4, 6)
+        self.convolution = nn.Conv1d(6, 6, 3)
+        self.position = nn.Parameter(torch.zeros(1, 3, 4))
+        self.experts = nn.Parameter(torch.ones(2, 4, 6))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def test_which_parameters_are_matrices():
+    optimizer = Muon(Tower(), lr=0.1)
+    assert [one.name for one in optimizer._stacks] == ["experts", "layer.weight"]
+    assert len(optimizer.param_groups) == 2 and len(optimizer.param_groups[1]["params"]) == 5
+    assert optimizer.param_groups[0]["momentum"] == 0.95 and optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+    tied = small_model("llama", tied=True)
+    assert len(Muon(tied).param_groups[0]["params"]) == len(Muon(small_model("llama")).param_groups[0]["params"]) == 14
+    assert [one.name for one in Muon(Tower(), matrices=["table.*"])._stacks] == ["table.weight"]
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"betas": (0.9, 0.9)}, TypeError, "Muon has no option betas: it has those of torch.optim.Muon, lr, "),
+        ({"lr": -1.0}, ValueError, "Learning rate should be >= 0"),
+        (
+            {"matrices": ["layers.*"]},
+            ValueError,
+            r"matrices: layers.\* fits no parameter that is trained; one is position",
+        ),
+        ({"matrices": ["layer.*"]}, ValueError, "layer.bias has 1 dims: a matrix has 2"),
+        ({"parts": {"layer.weight": (2, 2, 1)}}, ValueError, r"6 rows and 4 columns, and its parts \[2, 2, 1\] are 5"),
+        ({"parts": {"layers.*": (2, 2, 1)}}, ValueError, r"parts: layers.\* fits no matrix"),
+    ],
+)
+def test_wrong_calls(options, error, words):
+    with pytest.raises(error, match=words):
+        Muon(Tower(), **options)
+
+
+def test_new_parameters_need_a_new_optimizer():
+    with pytest.raises(ValueError, match="create it again"):
+        Muon(Tower()).add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_schedules_and_states_are_those_of_one_optimizer():
+    model = Tower()
+    optimizer = muon(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [RATES["lr"] / 2, 1e-3 / 2]
+    other = muon(Tower())
+    other.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in other._rest.param_groups] == [1e-3 / 2]
+    assert other._rest.state is other.state and len(other.state) == len(optimizer.state) == 7
