@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardplan.torchlib.private import private
@@ -18,11 +21,6 @@ from shardplan.torchlib.private import private
 _FakeTensor = private("FakeTensor")
 _storage_use_count = private("storage_use_count")
 _use_count = private("TensorBase")._use_count
-
-# References to a gradient that nobody else holds, while a backward in Python looks at it.
-_TENSOR = 1
-_STORAGE = 2  # of the tensor, and of the storage object that is asked
-_BASE = 2  # of its view, and of the Python object that is asked
 
 
 def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -35,15 +33,59 @@ def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _alone(gradient: Tensor, times: Counter[int]) -> bool:
-    storage = gradient.untyped_storage()._cdata
-    if times[storage] > 1:
+    if times[gradient.untyped_storage()._cdata] > 1:
         return False
     if isinstance(gradient, _FakeTensor):
         return True
+    return _references(gradient) <= _measured(view=gradient._base is not None)
+
+
+class _References(NamedTuple):
+    """How many hold a gradient, its storage, and the tensor of which it is a view."""
+
+    tensor: int
+    storage: int
+    base: int
+
+    def __le__(self, most: Any) -> bool:
+        return all(have <= own for have, own in zip(self, most, strict=True))
+
+
+def _references(gradient: Tensor) -> _References:
     base = gradient._base
-    of_storage = _STORAGE if base is None else _STORAGE + 1
-    return (
-        _use_count(gradient) == _TENSOR
-        and _storage_use_count(storage) <= of_storage
-        and (base is None or _use_count(base) <= _BASE)
+    return _References(
+        _use_count(gradient),
+        _storage_use_count(gradient.untyped_storage()._cdata),
+        0 if base is None else _use_count(base),
     )
+
+
+class _Looked(torch.autograd.Function):
+    """Keeps the references to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list[_References]) -> Tensor:
+        ctx.found = found
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        for gradient in gradients:
+            ctx.found.append(_references(gradient))
+        return None, None
+
+
+@cache
+def _measured(*, view: bool) -> _References:
+    """The references to a product that nobody else holds, while a backward in Python looks at it: torch 2.11 counts one more
+    than torch 2.13. Not before a first backward: autograd's threads for a GPU end what a process may do after a fork.
+
+    Args:
+        view: of its transpose.
+    """
+    found: list[_References] = []
+    with torch.inference_mode(False), torch.enable_grad(), private("disable_modes")():
+        ones = torch.ones(2, 2, device="cpu")
+        seen = _Looked.apply(ones.clone().requires_grad_(), found)
+        ((seen.t() if view else seen) @ ones).backward(ones)
+    return found[0]
