@@ -35,6 +35,7 @@ CPU = (
     "deriving",
     "loading",
     "pipelines",
+    "optimizers",
 )
 GPU = ("gpu",)
 

@@ -10,7 +10,7 @@ import torch
 from optimizer_runs import RATES, Run, muon, newton_schulz, same_given_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardplan
 from shardplan.optimizers import Muon
@@ -208,6 +208,15 @@ def test_which_parameters_are_matrices():
 def test_wrong_calls(options, error, words):
     with pytest.raises(error, match=words):
         Muon(Tower(), **options)
+
+
+def test_shards_that_are_cut_otherwise_are_refused():
+    with fake_mesh(2) as mesh:
+        model = nn.Linear(4, 8, bias=False)
+        own = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False, shape=(8, 4), stride=(4, 1))
+        model.weight = nn.Parameter(own)
+        with pytest.raises(ValueError, match=r"weight: this rank has \(1, 3, 4\) of \(1, 8, 4\)"):
+            Muon(model)
 
 
 def test_new_parameters_need_a_new_optimizer():
