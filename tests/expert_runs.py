@@ -124,7 +124,7 @@ def planned(case: Case) -> tuple[nn.Module, DeviceMesh]:
 def data_rank_of(mesh: DeviceMesh) -> tuple[int, int]:
     """Which batch is this rank's, and how many there are."""
     own, number = 0, 1
-    for name in ("dp_replicate", "dp_shard", "cp"):
+    for name in ("dp_replicate", "dp_shard"):
         if name in mesh.mesh_dim_names:
             own, number = own * mesh[name].size() + mesh.get_local_rank(name), number * mesh[name].size()
     return own, number

@@ -14,7 +14,7 @@ from shardplan.report.pages import pages
 from tests.code_pages import codes_in, examples, owned, trees
 
 FOLDER = Path(__file__).parent.parent / "docs" / "diagnostics"
-WITHOUT_EXAMPLE = {"SP411", "SP525", "SP555", "SP556", "SP557"}  # what no plan and no command line says
+WITHOUT_EXAMPLE = {"SP525", "SP555", "SP556", "SP557"}  # what no plan and no command line says
 
 
 def test_every_code_has_one_owner_and_every_owner_a_page():

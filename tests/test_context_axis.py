@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from small_models import CONFIGS, meta_model
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 import shardplan
+from shardplan import language
 from shardplan.authoring.context_section import context_section
 from shardplan.compiler.bind import decided
 from shardplan.compiler.check.exchanged_heads import heads_shared_over_cp
@@ -24,7 +27,7 @@ from shardplan.core.module_program import HeadShare
 from shardplan.core.moves import MoveOps, Ranges
 from shardplan.core.plan import overlays_of, variant_name, variant_words, without_sequence
 from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
-from shardplan.model.sequence_chunks import own_labels_of
+from shardplan.model.labels_over_cp import own_labels_of
 from shardplan.runtime.parallel import boundaries
 from shardplan.runtime.parallel.dim_exchange import Cut
 from shardplan.styles.boundary import returns_tokens
@@ -97,11 +100,42 @@ def test_a_variant_without_the_split_of_either_axis_is_the_plain_one():
     assert overlays_of(True, MeshSizes(tp=2, cp=2)) == {"sequence_parallel"}
 
 
-def test_cp_has_ranks_of_its_own_in_the_proof_where_the_plan_has_rules_for_it():
-    assert proof_meshes(MeshSizes(tp=1, cp=8), over_cp=2) == (MeshSizes(tp=1, cp=2),)
-    assert proof_meshes(MeshSizes(tp=1, cp=8)) == (MeshSizes(tp=1),)
-    assert proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16), over_cp=2) == (MeshSizes(tp=2, cp=2, dp_shard=2),)
-    assert all(mesh.cp == 1 for mesh in proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16)))
+def test_cp_has_ranks_of_its_own_in_the_proof():
+    assert proof_meshes(MeshSizes(tp=1, cp=8)) == (MeshSizes(tp=1, cp=2),)
+    assert proof_meshes(MeshSizes(tp=2, cp=4, dp_shard=16)) == (MeshSizes(tp=2, cp=2, dp_shard=2),)
+
+
+def test_rules_are_derived_for_built_in_plans_and_by_no_one_else():
+    report = shardplan.validate("llama", "auto", {"cp": 2, "tp": 1})
+    assert report.proven and report.derived is not None and report.derived.extends == "llama"
+    first, second = report.derived.lines
+    assert (
+        "model.layers.0: split_seq_input, model.layers.*.self_attn: exchange_heads" in first
+        and "extends llama" in second
+    )
+    kept = shardplan.validate("llama", yaml.safe_load(report.derived.text), {"cp": 2, "tp": 1}, proof=False)
+    assert kept.ok and kept.derived is None
+    for plan, derive in (({"version": "1", "name": "mine", "extends": "llama"}, True), ("llama", False)):
+        refused = shardplan.validate("llama", plan, {"cp": 2, "tp": 1}, derive=derive, layouts=False)
+        assert [one.code for one in refused.diagnostics] == ["SP372"] and refused.derived is None
+    (finding, *_) = shardplan.validate("mixtral", "auto", {"cp": 2, "tp": 1, "pp": 2}, layouts=False).diagnostics
+    assert finding.code == "SP389"
+
+
+def test_heads_that_ranks_do_not_divide_and_compiled_modules_are_whole():
+    many = shardplan.validate("llama", "llama", {"cp": 64, "tp": 1}, layouts=False)
+    assert many.ok and "self_attn: replicate_seq" in many.derived.text
+    program = shardplan.compile_plan("llama", {"cp": 2, "tp": 1}, "auto", compile={})
+    styles = {one.on_cp.style for name, one in program.modules.items() if name.endswith("self_attn") and one.on_cp}
+    assert styles == {"replicate_seq"}
+
+
+@pytest.mark.slow
+def test_rules_are_derived_with_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(language, "builtin_plans", dict)
+    report = shardplan.validate(meta_model("llama"), "auto", {"cp": 2, "tp": 1})
+    assert report.proven and report.derived.extends is None and "self_attn: exchange_heads" in report.derived.text
 
 
 @pytest.mark.parametrize(
@@ -310,8 +344,6 @@ def test_the_proof_refuses_the_length_of_a_chunk_in_place_of_the_whole(known: bo
 def test_verify_proves_rules_for_cp_alone():
     report = shardplan.verify("llama", PLAN, {"cp": 2})
     assert report.ok and report.proven and report.proof.sizes.cp == 2
-    with pytest.raises(ValueError, match="nothing to simulate.*or a plan with a section `context_parallel`"):
-        shardplan.verify("llama", "llama", {"cp": 2})
 
 
 @pytest.mark.slow

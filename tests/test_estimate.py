@@ -158,37 +158,29 @@ def test_communication_is_the_minimum():
 
 
 @pytest.mark.parametrize("shards", [2, 1], ids=["beside dp_shard", "alone"])
-def test_ranks_that_share_a_sequence(shards):
-    """Keys and values are gathered over cp in each layer, forward and backward of them reduced; FSDP2 works over dp_shard and cp
-    together. The rank is that of the last chunk, whose tokens attend to all."""
-    layers, n = 2, 2
-    one, whole = estimated(mesh={"dp_shard": shards, "cp": n}), estimated(mesh={"dp_shard": shards * n})
-    found, usual = ({(t.axis, t.collective): t for t in made.traffic} for made in (one, whole))
-    of_the_keys = SEQ * KV * LLAMA["head_dim"] * 2
-    for collective in ("all_gather", "reduce_scatter"):
-        assert found["cp", collective].calls == 2 * layers
-        assert found["cp", collective].bytes == 2 * layers * of_the_keys * (n - 1) // n
-        assert found["dp_shard", collective] == usual["dp_shard", collective]
-    pairs = 7 * layers * HEADS * 2 * LLAMA["head_dim"] * SEQ  # operations of attention, for one query
-    (of_chunk,), (of_whole,) = one.flops.values(), whole.flops.values()
-    assert n * (of_chunk - pairs * SEQ // n) == of_whole - pairs * SEQ // 2
-    assert one.held == whole.held and one.tokens * n == whole.tokens
-    assert one.memory.most["logits"] * n == whole.memory.most["logits"]
-
-
-def test_ranks_with_a_share_of_the_heads_have_what_a_shorter_sequence_takes():
+def test_ranks_with_a_share_of_the_heads_have_what_a_shorter_sequence_takes(shards):
     """Queries, outputs, keys and values are exchanged over cp, forward and backward; each rank has what as many tokens as its own take
-    without cp, but for what is whole: the embedding's output, masks and tables."""
-    rules = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
-    plan = {"version": "1", "name": "tokens", "extends": "llama", "context_parallel": rules}
+    without cp, but for what is whole: the embedding's output, masks and tables. FSDP2 works over dp_shard and cp together."""
     layers, n, length = 2, 2, 16 * SEQ
-    one = estimated(mesh={"cp": n}, plan=plan, seq_len=length)
-    short = estimated(mesh={"dp_shard": n}, seq_len=length // n)
-    found = {(t.axis, t.collective): t for t in one.traffic}
+    one = estimated(mesh={"dp_shard": shards, "cp": n}, seq_len=length)
+    short = estimated(mesh={"dp_shard": shards * n}, seq_len=length // n)
+    found, usual = ({(t.axis, t.collective): t for t in made.traffic} for made in (one, short))
     features = (2 * HEADS + 2 * KV) * LLAMA["head_dim"]
     assert found["cp", "all_to_all"].bytes == 2 * layers * (length // n) * features * 2 * (n - 1) // n
+    for collective in ("all_gather", "reduce_scatter"):
+        assert found["dp_shard", collective] == usual["dp_shard", collective]
+    assert one.held == short.held and one.tokens == short.tokens
     assert one.memory.most["logits"] == short.memory.most["logits"]
     assert one.memory.most["activations"] <= 1.1 * short.memory.most["activations"]
+
+
+def test_a_module_that_is_whole_over_cp_gathers_all_features():
+    rules = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "replicate_seq"}
+    plan = {"version": "1", "name": "whole", "extends": "llama", "context_parallel": rules}
+    layers, n = 2, 4
+    found = {(t.axis, t.collective): t for t in estimated(mesh={"cp": n}, plan=plan).traffic}
+    for collective in ("all_gather", "reduce_scatter"):
+        assert found["cp", collective].bytes == layers * (n - 1) * (SEQ // n) * HIDDEN * 2
 
 
 def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():

@@ -22,7 +22,7 @@ from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.fits import CHECKPOINTING
 from shardplan.core.mesh import MeshSizes
 from shardplan.cost.devices import read_device
-from shardplan.cost.fit_tables import of_chunks, of_experts
+from shardplan.cost.fit_tables import of_context, of_experts
 from shardplan.report.fit_script import launch_lines, script_of
 from shardplan.report.fit_text import fit_tail, row_text, why
 from shardplan.report.report_schema import report_schema
@@ -158,7 +158,7 @@ def rows_of(one, tmp_path):
     alone = replace(whole.choice, micro_batch=1, micro_batches=2, sharded_logits=False, sequence_parallel=False)
     choices = {
         "staged": replace(alone, sizes=MeshSizes(tp=1, pp=2), schedule="1f1b"),
-        "chunks": replace(alone, sizes=MeshSizes(tp=1, cp=2), checkpointing="full"),
+        "over cp": replace(alone, sizes=MeshSizes(tp=1, cp=2), checkpointing="full"),
         "offloaded": replace(alone, sizes=MeshSizes(tp=1, dp_shard=2), offload=True),
         "regathered": replace(alone, sizes=MeshSizes(tp=2), sequence_parallel=True, regather=True),
     }
@@ -235,7 +235,7 @@ def test_its_script_trains(fitted, tmp_path):
 def test_each_choice_has_a_script_that_trains(fitted, tmp_path):
     """Each begins and ends its process groups: the next one begins in the same processes."""
     rows = rows_of(fitted, tmp_path)
-    names = ["staged", "chunks", "offloaded", "regathered", "experts"]
+    names = ["staged", "over cp", "offloaded", "regathered", "experts"]
     assert rows.keys() == {"whole", *names}
     for name in names:
         row, plan, settings = rows[name]
@@ -254,10 +254,11 @@ def programs_of(model, settings):
 
 @pytest.mark.slow
 def test_sizes_that_were_not_traced_follow_from_those_that_were():
-    """cp is on the line through two sizes; experts are as many fewer, and rows are sent as the share of other ranks says."""
-    made = programs_of("llama", SETTINGS)
+    """cp is on the line through two sizes, and what is sent over it on (cp - 1) / cp times one, where no two ranks have the same heads; experts are
+    as many fewer, and rows are sent as the share of other ranks says."""
+    made = programs_of("llama", SETTINGS | {"num_key_value_heads": 8})
     two, four, eight = (made.table(MeshSizes(tp=1, cp=n), "full") for n in (2, 4, 8))
-    said = of_chunks(two, four, (2, 4), 8)
+    said = of_context(two, four, (2, 4), 8)
     for name, part in eight.costs.items():
         assert sum(said.costs[name].kept.values()) == pytest.approx(sum(part.kept.values()), rel=0.02, abs=64)
         assert said.costs[name].flops == pytest.approx(part.flops, rel=0.02)

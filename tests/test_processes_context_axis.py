@@ -1,4 +1,4 @@
-"""The axis cp as a plan's section: every rank is called with the whole batch, and all is as in the unsharded model."""
+"""The axis cp: every rank is called with the whole batch, and all is as in the unsharded model, by rules that a plan has or that are derived."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.packing import unpack
 
 LENGTH = 32
@@ -66,7 +67,8 @@ def applied(case: dict[str, Any]) -> tuple[nn.Module, DeviceMesh]:
     axes = case.get("axes", AXES)
     sizes = {**dict(zip(axes, case["sizes"], strict=True)), "ep": case.get("ep", 1)}
     mesh = shardplan.build_mesh(device_type="cpu", **sizes)
-    plan = plan_of(case.get("plan", case["model"]), case["mixers"], case.get("ends", ENDS))
+    name = case.get("plan", case["model"])
+    plan = plan_of(name, case["mixers"], case.get("ends", ENDS)) if "mixers" in case else name  # without: derived
     return shardplan.apply_plan(built(case), mesh, plan, **case.get("options", {}), prove=False), mesh
 
 
@@ -78,7 +80,7 @@ def compared(case: dict[str, Any]) -> None:
         output = model(**given, use_cache=False)
         output.loss.backward()
     logits, loss = whole(output.logits), output.loss.detach()
-    if case.get("ends") == START:  # the loss is the mean of the ranks' losses
+    if returns_tokens(shardplan.applied(model).program.resolved.on_cp):  # the loss is the mean of the ranks' losses
         logits = torch.cat(all_gather(logits.detach().contiguous(), mesh["cp"].get_group()), 1)
         loss = torch.stack(all_gather(loss, mesh["cp"].get_group())).mean()
 
@@ -133,9 +135,31 @@ def refused() -> None:
             raise AssertionError("not reached")
     with shardplan.context_parallel(own, input_ids=ids, labels=ids) as given:
         logits = own(**given, use_cache=False).logits
-        with pytest.raises(ValueError, match="shifting it would leave out the token at its end"):
+        with pytest.raises(ValueError, match="shifting them would leave out the token at its end"):
             shardplan.causal_lm_loss(logits, given["labels"])
     assert logits.shape[1] == LENGTH // 2
+    loss = own.loss_function
+
+    def mean_of_its_own(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
+        return loss(logits, labels, vocab_size)
+
+    def raising(logits: Tensor, labels: Tensor) -> Tensor:
+        return loss(logits, labels, VOCABULARY)
+
+    for function in (mean_of_its_own, raising):
+        own.loss_function = function
+        with pytest.raises(ValueError, match="labels: the model's loss_function was replaced"):
+            with shardplan.context_parallel(own, input_ids=ids, labels=ids):
+                raise AssertionError("not reached")
+
+
+def passed_on() -> None:
+    """Without a cp axis."""
+    model = small_model("llama")
+    shardplan.apply_plan(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "auto", prove=False)
+    ids = batch(0)
+    with shardplan.context_parallel(model, input_ids=ids, labels=ids, use_cache=False) as inputs:
+        assert set(inputs) == {"input_ids", "labels", "use_cache"} and inputs["labels"] is ids
 
 
 def parts_alone() -> None:
@@ -158,6 +182,7 @@ def on_two(cases: list[dict[str, Any]]) -> None:
     for case in cases:
         compared(case)
     refused()
+    passed_on()
     parts_alone()
 
 
@@ -166,6 +191,13 @@ def on_four(cases: list[dict[str, Any]]) -> None:
         compared(case)
 
 
+# Tables that read the largest position, at a length beyond the original one.
+ROPE = {"rope_theta": 10000.0, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+LONG = {"rope_parameters": ROPE, "max_position_embeddings": 16, "original_max_position_embeddings": 16}
+DYNAMIC = {
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0},
+    "max_position_embeddings": 16,
+}
 TWO = [
     {"model": "llama", "sizes": (1, 2, 1), "mixers": ATTENTION, "tied": True},
     {
@@ -178,6 +210,10 @@ TWO = [
     {"model": "gemma3_text", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": True},
     {"model": "qwen3", "sizes": (1, 2, 1), "mixers": ATTENTION, "ends": START, "padded": True},
     {"model": "qwen3_moe", "sizes": (1, 2, 1), "mixers": EXPERTS, "settings": {"output_router_logits": True}},
+    {"model": "llama", "plan": "auto", "sizes": (1, 2, 1), "settings": DYNAMIC},
+    {"model": "phi3", "sizes": (1, 2, 1), "documents": True, "settings": LONG},
+    {"model": "gpt2", "plan": "auto", "sizes": (1, 2, 1)},
+    {"model": "gemma3_text", "plan": "auto", "sizes": (1, 2, 1), "documents": True},
 ]
 FOUR = [
     {"model": "llama", "sizes": (2, 2, 1), "mixers": ATTENTION, "ends": START, "documents": True},
@@ -197,6 +233,18 @@ FOUR = [
         "mixers": ATTENTION,
         "options": {"activation_checkpointing": {"mode": "full"}, "compile": {"backend": "aot_eager"}},
     },
+    {
+        "model": "qwen3",
+        "plan": "auto",
+        "sizes": (1, 2, 2),
+        "tied": True,
+        "options": {
+            "sequence_parallel": True,
+            "logits": "sharded",
+            "activation_checkpointing": {"mode": "full"},
+            "compile": {"backend": "aot_eager"},
+        },
+    },
 ]
 
 
@@ -207,6 +255,12 @@ def test_whole_batches_on_two_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.proves("cp fsdp2", "tp sp cp fsdp2", "tp cp fsdp2", "cp fsdp2 checkpointing compile")
+@pytest.mark.proves(
+    "cp fsdp2",
+    "tp sp cp fsdp2",
+    "tp cp fsdp2",
+    "cp fsdp2 checkpointing compile",
+    "tp sp cp fsdp2 checkpointing compile",
+)
 def test_whole_batches_on_four_ranks():
     on_ranks(4, on_four, FOUR, seconds=300)

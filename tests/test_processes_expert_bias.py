@@ -90,7 +90,7 @@ def test_four_ranks() -> None:
         double("selective", dp_shard=2, tp=2, ep=4, sequence_parallel=True),
         double(dp_replicate=2, dp_shard=2, ep=2),
         double(dp_shard=2, tp=2, sequence_parallel=True),  # no experts are distributed
-        replace(double("full", dp_shard=2, cp=2, ep=4), attention="sdpa"),  # outside of context_parallel: batches
+        double("full", dp_shard=4, ep=4),
     ]
     on_ranks(4, balanced_as_the_unsharded, cases)
 

@@ -129,7 +129,7 @@ def test_layers_share_what_is_compiled() -> None:
     assert frames and set(frames.values()) == {1}, frames
 
 
-def chunks_of_a_sequence() -> None:
+def sequences_over_cp() -> None:
     model, _ = planned(case := replace(of("mixtral", dp_shard=1, cp=2, tp=2, ep=4), attention="sdpa"))
     ids = batch(0, tokens=(2, 16))
     with shardplan.context_parallel(model, input_ids=ids, labels=ids, use_cache=False) as inputs:
@@ -144,4 +144,4 @@ def chunks_of_a_sequence() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.proves("tp cp ep fsdp2")
 def test_ranks_of_context_parallelism_send_their_tokens() -> None:
-    on_ranks(4, chunks_of_a_sequence, seconds=300.0)
+    on_ranks(4, sequences_over_cp, seconds=300.0)

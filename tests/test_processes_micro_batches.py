@@ -167,6 +167,7 @@ CASES = {
     "ep 2": Case("qwen3_moe", {"dp_shard": 2, "ep": 2}),
     "dp 2, pp 2": Case("llama", {"dp_shard": 2, "pp": 2}, {**LLAMA, "pipeline": shardplan.PipelineOptions("1f1b", 2)}),
     "dp 2, cp 2": Case("llama", {"dp_shard": 2, "cp": 2}),
+    "cp 2, tp 2": Case("qwen3", {"dp_shard": 1, "cp": 2, "tp": 2}, {"sequence_parallel": True}),
     "hsdp": Case("llama", {"dp_replicate": 2, "dp_shard": 2}),
     "ddp": Case("llama", {"dp_replicate": 4, "dp_shard": 1}, {"data_parallel": {"backend": "ddp"}}),
     "a sum": Case("llama", {"dp_shard": 2, "tp": 2}, own=("sum", summed)),

@@ -16,6 +16,7 @@ import pytest
 from processes import RanksFailed, on_ranks
 
 from shardplan.api import verify
+from shardplan.api.deriving import deriving
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.pipeline import look_up
 from shardplan.compiler.user_inputs import Model
@@ -47,11 +48,11 @@ def planned(on: str) -> StepTask:
     plan, inputs = given.pop("plan", "auto"), given.pop("inputs", None)
     mesh = replace(MeshSizes(**{axis: int(size) for axis, size in given.items()}), tp=int(given.get("tp", 1)))
     source = Model(name, inputs=inputs)
-    found, read = look_up(source, plan, split=True).both
+    derive = deriving(source, mesh, derive=True, sequence_parallel=None)
+    found, read = look_up(source, plan, split=True, derive=derive).both
     overlays = overlays_of("sequence_parallel" in words, mesh, context=read.has_context)
     schedule, stages = (schedule_of("1f1b"), mesh.pp) if mesh.pp > 1 else (None, 0)
-    context = mesh.cp if read.has_context else 1
-    reduced = ModelLayouts(found, mesh.tp, mesh.ep, pp=stages or 1, blocks=stages, cp=context)
+    reduced = ModelLayouts(found, mesh.tp, mesh.ep, pp=stages or 1, blocks=stages, cp=mesh.cp)
     return task_of(StepQuestion("", reduced, source, read, mesh, overlays, schedule=schedule))
 
 

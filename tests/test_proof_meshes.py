@@ -9,7 +9,7 @@ import pytest
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.proof_meshes import MOST, proof_meshes, stage_meshes
 
-AXES = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP, Axis.TP)
+AXES = (Axis.CP, Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.EP, Axis.TP)
 SIZES = {
     "tp": (1, 2, 4, 8, 16),
     "dp_shard": (1, 2, 8),
@@ -21,7 +21,9 @@ SIZES = {
 ASKED = [
     sizes
     for values in product(*SIZES.values())
-    if (sizes := MeshSizes(**dict(zip(SIZES, values, strict=True)))).ep_misfit is None and sizes.splits_layers
+    if (sizes := MeshSizes(**dict(zip(SIZES, values, strict=True)))).ep_misfit is None
+    and sizes.needs_rules
+    and 1 in (sizes.pp, sizes.cp)
 ]
 
 
@@ -42,7 +44,7 @@ def test_every_axis_and_every_pair_of_axes_takes_part_on_eight_ranks_at_most() -
         for mesh in made:
             assert mesh.world_size <= max(MOST, asked.of(Axis.TP)), (asked, mesh)
             assert mesh.ep_misfit is None and asked.of(Axis.TP) % mesh.of(Axis.TP) == asked.ep % mesh.ep == 0
-            assert (mesh.ep > 1) == (asked.ep > 1) and mesh.cp == 1
+            assert (mesh.ep > 1) == (asked.ep > 1) and (mesh.cp > 1) <= (asked.cp > 1)
         assert asked.ep == 1 or any(relation(mesh) == relation(asked) for mesh in made), asked
 
 
@@ -55,7 +57,7 @@ def test_every_axis_and_every_pair_of_axes_takes_part_on_eight_ranks_at_most() -
         (MeshSizes(tp=2, dp_shard=2, ep=4), [MeshSizes(tp=2, dp_shard=2, ep=4)]),
         (MeshSizes(tp=8, dp_shard=4), [MeshSizes(tp=8), MeshSizes(tp=2, dp_shard=2)]),
         (MeshSizes(tp=8, dp_shard=8, ep=64), [MeshSizes(tp=8, ep=8), MeshSizes(tp=2, dp_shard=2, ep=4)]),
-        (MeshSizes(tp=2, cp=4, ep=8), [MeshSizes(tp=2, dp_shard=2, ep=4)]),
+        (MeshSizes(tp=2, cp=4, ep=8), [MeshSizes(tp=2, dp_shard=2, cp=2, ep=4)]),
         (MeshSizes(tp=1, dp_shard=8), [MeshSizes(tp=1)]),
     ],
 )

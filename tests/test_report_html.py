@@ -126,7 +126,7 @@ def test_a_pipeline_with_every_axis():
         assert said in page.text, said
 
 
-def test_experts_and_chunks_have_their_axes():
+def test_experts_and_sequences_have_their_axes():
     from transformers import MixtralConfig
 
     config = MixtralConfig(
@@ -141,8 +141,8 @@ def test_experts_and_chunks_have_their_axes():
     made = plan_report(config, "auto", {"dp_shard": 4, "tp": 1, "ep": 2}, proof=False)
     page = Page(shown(made))
     assert "ep: Shard(0)" in page.text and "dp_shard: over 2 ranks with the same experts" in page.text
-    chunks = Page(shown(plan_report(CONFIG, "llama", {"dp_shard": 2, "cp": 2}, proof=False, sequence_parallel=False)))
-    assert "dp_shard x cp: Shard(0)" in chunks.text and "a chunk of each sequence" in chunks.text
+    split = Page(shown(plan_report(CONFIG, "llama", {"dp_shard": 2, "cp": 2}, proof=False, sequence_parallel=False)))
+    assert "dp_shard x cp: Shard(0)" in split.text and "a slice of each sequence" in split.text
 
 
 def test_the_flow_is_in_the_order_in_which_modules_run(made):

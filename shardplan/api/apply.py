@@ -163,7 +163,7 @@ def apply_plan(
         ep: over how many ranks experts are distributed, by the plan's `expert_parallel` section: the innermost of dp_shard x cp x tp.
             None: as `build_mesh` says, else 1.
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
-        check_inputs: compare the tensor arguments over tp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
+        check_inputs: compare the tensor arguments over tp and cp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
             the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); once
             the weights of replicas; and under FSDP2, at each forward of a model that takes several kinds of inputs (images beside text),
             which of them the ranks were given (RuntimeError before it runs).

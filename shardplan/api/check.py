@@ -76,7 +76,8 @@ def validate(
         allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
             warning; else it is an error.
         progress: called with what is being done.
-        derive: whether "auto" may derive a plan; else a model that no built-in plan is for is refused (SP511).
+        derive: whether "auto" may derive a plan, and a built-in plan gets rules for cp, where the mesh has several cp ranks; else a model that no
+            built-in plan is for is refused (SP511), and a plan without such rules there (SP372).
 
     Raises:
         ValueError: a mesh size or sequence length that is not a positive integer or above its bound; `quick` for what is no checkpoint's folder
@@ -266,14 +267,11 @@ def _look(report: Report, asked: Check) -> Report:
     sizes, plan = asked.sizes, asked.plan
     on = asked.sequence_parallel
     how = deriving(asked.model, sizes, derive=asked.derive, sequence_parallel=on, progress=asked.progress)
-    split = sizes.splits_layers or asked.logits == "fused"
+    split = sizes.needs_rules or asked.logits == "fused"
     given = look_up(asked.model, plan, split=split, derive=how)
     report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report
-    if asked.run is not None and sizes.tp == sizes.ep == sizes.pp == 1 < sizes.cp and not asked.run.processes:
-        if not given.plan.has_context:
-            raise ValueError(f"{NOTHING}, or a plan with a section `context_parallel`")
     wanted = wanted_variants(given.plan, on, sizes)
     variants, allowed = at_a_size(given, sizes, wanted, seq_len=asked.seq_len)
     report = replace(
@@ -307,14 +305,14 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     sizes = replace(sizes, tp=report.checked_tp or 1)
     processes = run is not None and run.processes
     shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=processes or not found.shrinks)
-    first = sizes if processes else proof_meshes(sizes, over_cp=ranks_over_cp(shared) if plan.has_context else 0)[0]
+    first = sizes if processes else proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
     reduced = ModelLayouts(
         found,
         sizes.of(Axis.TP),
         first.ep,
         pp=blocks or sizes.pp,
         blocks=blocks,
-        cp=first.cp if plan.has_context else 1,
+        cp=first.cp,
         shared=shared,
     )
     variants = prove_layouts(variants, plan, reduced, allow_unproven=allow)
@@ -359,9 +357,9 @@ def _with_step(report: Report, variants: Variants, given: Given, asked: Check, s
 
     (found, plan), sizes, run = given.both, asked.sizes, step.run
     on = overlays_of(bool(asked.sequence_parallel), sizes, context=plan.has_context)
-    stages, context = run.stages(variants, sizes), sizes.cp if plan.has_context else 1
+    stages = run.stages(variants, sizes)
     shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=True)
-    axes = {"pp": stages or 1, "blocks": stages, "cp": context}
+    axes = {"pp": stages or 1, "blocks": stages, "cp": sizes.cp}
     layouts = ModelLayouts(found, sizes.of(Axis.TP), sizes.ep, **axes, shared=shared)
     question = StepQuestion(
         step.script, layouts, asked.model, plan, sizes, on, asked.logits, run.schedule, run.micro_batches

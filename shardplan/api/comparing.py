@@ -126,7 +126,7 @@ def _look_up(
     from shardplan.report.errors import raise_errors
 
     progress(f"reading {plan_name(plan)}")
-    given = look_up(model, plan, split=sizes.splits_layers, derive=derive)
+    given = look_up(model, plan, split=sizes.needs_rules, derive=derive)
     raise_errors(given.findings, given.sources)
     return given
 

@@ -1,17 +1,18 @@
-"""PLAN `auto` for a model that no built-in plan is for: its plan is derived, or was derived before."""
+"""What is derived for a model: a plan where no built-in one is for it, and the rules for the axis cp of one that has none."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, TypeVar
 
 from shardplan.compiler.automatic import Derive, ReadPlan
 from shardplan.compiler.user_inputs import Model
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS
+from shardplan.core.plan import NO_OVERLAYS, PlanFile
 
 if TYPE_CHECKING:
     from shardplan.model import FoundModel
@@ -30,10 +31,16 @@ class Wanted(TypedDict):
 
 
 Text = tuple[str, str | None]  # a plan, and why it could not be kept
-Share = Callable[[Callable[[], Text]], Text]
+Result = TypeVar("Result")
 
 
-def alone(make: Callable[[], Text]) -> Text:
+class Share(Protocol):
+    """Calls a function on one of several ranks, and returns its result on all."""
+
+    def __call__(self, make: Callable[[], Result]) -> Result: ...
+
+
+def alone(make: Callable[[], Result]) -> Result:
     """One process derives for itself."""
     return make()
 
@@ -47,33 +54,97 @@ def deriving(
     progress: Callable[[str], None] = lambda text: None,
     share: Share = alone,
 ) -> Derive | None:
-    """What derives a plan for a model, as `init_plan` does, without proving it: it is checked and proven as any plan afterwards.
-    None where it may not.
+    """What derives a plan for a model, and rules for the axis cp, as `init_plan` does, without proving them: they are checked and proven as
+    any plan afterwards. None where it may not.
 
     Args:
         model: as the user named it.
         derive: whether it may.
-        sizes: the mesh's. It is derived for their tp, without one above 1 for the smallest; and with a section that distributes the
-            experts where ep is above 1.
+        sizes: the mesh's. It is derived for their tp, without one above 1 for the smallest; with a section that distributes the
+            experts where ep is above 1, and with rules for cp where that is above 1.
         sequence_parallel: whether it has an overlay.
         progress: called with what is being done.
         share: calls a function on one of several ranks, and returns its result on all.
     """
-    if not derive:
-        return None
-    wanted = Wanted(
-        tp=max(sizes.tp or 1, SMALLEST), sequence_parallel=bool(sequence_parallel), expert_parallel=sizes.ep > 1
-    )
+    return _Deriving(model, sizes, bool(sequence_parallel), progress, share) if derive else None
 
-    def read(found: FoundModel) -> ReadPlan:
-        from shardplan.language.parsing import parse_text
 
-        text, unkept = share(partial(_text, found, wanted, progress))
-        parsed = parse_text(text, file=SHOWN)
-        assert parsed.plan is not None, text
-        return ReadPlan.of(parsed, _derived(found, ReadPlan.of(parsed), text, unkept, _command(model, wanted)))
+@dataclass(frozen=True)
+class _Deriving:
+    """Args: as for `deriving`."""
 
-    return read
+    model: Model
+    sizes: MeshSizes
+    sequence_parallel: bool
+    progress: Callable[[str], None]
+    share: Share
+
+    def __call__(self, found: FoundModel) -> ReadPlan:
+        sizes = self.sizes
+        wanted = Wanted(
+            tp=max(sizes.tp or 1, SMALLEST),
+            sequence_parallel=self.sequence_parallel or sizes.cp > 1,  # rules for cp follow from those of the overlay
+            expert_parallel=sizes.ep > 1,
+        )
+        text, unkept = self.share(partial(_text, found, wanted, self.progress))
+        read = _read(text)
+        return replace(read, derived=_derived(found, read, text, unkept, _command(self.model, wanted, sizes)))
+
+    def over_cp(self, found: FoundModel, given: ReadPlan, *, compiled: bool) -> ReadPlan:
+        if self.sizes.cp == 1:
+            return given
+        assert given.plan is not None
+        name = given.plan.name
+        before = f'version: "1"\nname: {name}\nextends: {name}\n' if given.derived is None else given.derived.text
+        self.progress("splitting the sequence over cp")
+        text = self.share(partial(_with_context, found, before, given.plan, self.sizes, compiled))
+        read = _read(text)
+        if given.derived is not None:
+            return replace(read, derived=replace(given.derived, text=text))
+        section = text.removeprefix(before).split("\n", 2)[2]
+        rules = ", ".join(line.strip() for line in section.splitlines() if not line.strip().startswith("#"))
+        derived = _derived(
+            found, read, text, None, f"write them under `context_parallel` in a plan that extends {name}"
+        )
+        return replace(read, derived=replace(derived, description=rules, extends=name))
+
+
+def _read(text: str) -> ReadPlan:
+    from shardplan.language.parsing import parse_text
+
+    parsed = parse_text(text, file=SHOWN)
+    assert parsed.plan is not None, text
+    return ReadPlan.of(parsed)
+
+
+def _with_context(found: FoundModel, before: str, plan: PlanFile, sizes: MeshSizes, compiled: bool) -> str:
+    """The text of a plan with rules for the axis cp: heads are exchanged where the ranks divide them, and nothing is compiled.
+
+    Args:
+        before: the text without them.
+    """
+    from shardplan.authoring.context_section import HEADS, MIX
+    from shardplan.authoring.init.new import rules_over_cp
+    from shardplan.authoring.init.write import section_lines
+    from shardplan.compiler.bind import bind, decided
+    from shardplan.compiler.check.exchanged_heads import check
+    from shardplan.compiler.check.facts import Facts
+    from shardplan.compiler.overrides import with_parent
+    from shardplan.language import parse_plan
+
+    plan, _ = decided(plan, found.tree)
+    rules = rules_over_cp(found, plan)
+    child = parse_plan({"version": "1", "name": plan.name, "context_parallel": rules}).plan
+    assert child is not None, rules
+    resolved, _ = bind(with_parent(child, plan), found.tree, sizes, frozenset({"context_parallel"}))
+    undivided = {d.primary.location.path[1] for d in check(Facts(resolved)) if d.primary is not None}
+    rules = {
+        pattern: {**options, "style": MIX}
+        if options["style"] == HEADS and (compiled or pattern in undivided)
+        else options
+        for pattern, options in rules.items()
+    }
+    return "\n".join([before, *section_lines("context_parallel", rules, found.tree), ""])
 
 
 def _text(found: FoundModel, wanted: Wanted, progress: Callable[[str], None]) -> Text:
@@ -99,15 +170,16 @@ def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, sav
     return DerivedPlan(text, read.plan.description, save, split, whole, kept)
 
 
-def _command(model: Model, wanted: Wanted) -> str:
+def _command(model: Model, wanted: Wanted, sizes: MeshSizes) -> str:
     """What writes the plan to a file: a command line, for a model that the command line can name."""
+    sections = [section for section in SECTIONS if wanted[section]] + ["context_parallel"] * (sizes.cp > 1)
     if not isinstance(model.name, str):
         given = [f"{name}={name}" for name in ("inputs", "reduced") if getattr(model, name) is not None]
         named = f"shardplan.Model(model, {', '.join(given)})" if given else "model"
-        options = [f"tp={wanted['tp']}", *(f"{section}=True" for section in SECTIONS if wanted[section])]
+        options = [f"tp={wanted['tp']}", *(f"{section}=True" for section in sections)]
         return f"shardplan.init_plan({named}, {', '.join(options)}).text"
     words = ["shardplan", "init", model.name, "-o", "plan.yaml", "--tp", str(wanted["tp"])]
-    words += [f"--{section.replace('_', '-')}" for section in SECTIONS if wanted[section]]
+    words += [f"--{section.replace('_', '-')}" for section in sections]
     words += [word for name, value in (model.settings or {}).items() for word in ("--set", f"{name}={value}")]
     words += ["--inputs", model.inputs] if isinstance(model.inputs, str) else []
     words += ["--reduced", model.reduced] if isinstance(model.reduced, str) else []

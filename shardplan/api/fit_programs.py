@@ -48,35 +48,40 @@ class Programs:
         self.derived: Any = None
         self.stages = True
         self.experts: dict[int, int] = {}  # sizes of tp -> the size of ep that was compiled
-        self._compiled: dict[tuple[int, int, bool], Compiled] = {}
+        self._compiled: dict[tuple[int, int, int], Compiled] = {}
         self._tables: dict[Any, Table] = {}
 
-    def compiled(self, tp: int, *, ep: int = 1, chunked: bool = False) -> Compiled:
+    @property
+    def derives(self) -> bool:
+        """Whether all of the plan is derived, for each size."""
+        return self.derived is not None and self.derived.extends is None
+
+    def compiled(self, tp: int, *, ep: int = 1, cp: int = 1) -> Compiled:
         """With the plan's overlay where it allows that, its stages, every block checkpointed, and FSDP2.
 
         Raises:
             PlanError: the plan does not allow it.
         """
-        key = (tp, ep, chunked)
+        key = (tp, ep, cp)
         if key in self._compiled:
             return self._compiled[key]
-        self.progress(f"compiling for tp {tp}" + (f", ep {ep}" if ep > 1 else ""))
+        self.progress(
+            f"compiling for tp {tp}" + "".join(f", {axis} {n}" for axis, n in (("ep", ep), ("cp", cp)) if n > 1)
+        )
         last: PlanError | None = None
         for overlay in (True, False) if tp > 1 else (False,):
-            for stages in (2, 1) if self.stages and not chunked else (1,):
+            for stages in (2, 1) if self.stages and cp == 1 else (1,):
                 try:
-                    made = self._compile(
-                        MeshSizes(tp=tp, dp_shard=max(2, ep // tp), cp=1 + chunked, ep=ep, pp=stages), overlay
-                    )
+                    made = self._compile(MeshSizes(tp=tp, dp_shard=max(2, ep // tp), cp=cp, ep=ep, pp=stages), overlay)
                 except PlanError as error:
                     last = error
                     if no_experts(error):
                         break  # with stages or without
                     continue
-                if stages == 1 and self.stages and last is not None and not chunked and ep == 1:
+                if stages == 1 and self.stages and last is not None and cp == 1 and ep == 1:
                     self.stages = False
                     self.refused["pp"] = first_error(last)
-                if tp > 1 and not overlay and last is not None and ep == 1 and not chunked:
+                if tp > 1 and not overlay and last is not None and ep == 1 and cp == 1:
                     self.refused[f"sequence parallelism, tp {tp}"] = first_error(last)
                 self._compiled[key] = made
                 return made
@@ -90,9 +95,9 @@ class Programs:
             PlanError, ValueError: the plan does not allow it.
         """
         sizes, ep = choice.sizes, choice.sizes.ep
-        if ep > 1 and self.derived is None:
+        if ep > 1 and not self.derives:
             ep = self.experts.get(sizes.tp or 1, ep)
-        compiled = self.compiled(sizes.tp or 1, ep=ep, chunked=sizes.cp > 1)
+        compiled = self.compiled(sizes.tp or 1, ep=ep, cp=sizes.cp)
         program = checkpointed(
             _lowered(compiled, sharded=choice.sharded_logits, regather=choice.regather), choice.checkpointing
         )
@@ -120,7 +125,7 @@ class Programs:
         """
         key = (sizes, checkpointing, sharded, regather)
         if key not in self._tables:
-            compiled = self.compiled(sizes.tp or 1, ep=sizes.ep, chunked=sizes.cp > 1)
+            compiled = self.compiled(sizes.tp or 1, ep=sizes.ep, cp=sizes.cp)
             program = checkpointed(_lowered(compiled, sharded=sharded, regather=regather), checkpointing)
             self._tables[key] = self._traced(compiled, program, sizes, checkpointing, depth=1 if sharded else None)
         return self._tables[key]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardplan.cost.fit_screening import Bytes, Screened, Table
 
 STAGES = (1, 2, 4, 8, 16)
-CHUNKS = (2, 4)  # the sizes of cp that are traced; others are on the line through them
+CONTEXT = (2, 4)  # the sizes of cp that are traced; others are on the line through them
 LARGEST_CP = 64
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
@@ -103,7 +103,7 @@ class Search:
                     table = self.programs.table(MeshSizes(tp=tp), way, regather=True)
                     self.did()
                     yield from self._screened(self._meshes(tp), table, way, regather=True)
-            yield from self._with_chunks(tp)
+            yield from self._with_context(tp)
 
     def offloaded(self) -> Iterator[Screened]:
         """Parameters, gradients and states in the host's memory."""
@@ -230,7 +230,7 @@ class Search:
             except PlanError as error:
                 if no_experts(error):
                     # Without tp the overlay was not tried; a plan that is derived may be another one for each tp.
-                    self._experts = tp == 1 or self.programs.derived is not None
+                    self._experts = tp == 1 or self.programs.derives
                     self.did(3)
                     return
                 why = why or error
@@ -250,9 +250,9 @@ class Search:
             self._refused[f"ep, tp {tp}"] = first_error(why)
         self.did(3)
 
-    def _with_chunks(self, tp: int) -> Iterator[Screened]:
+    def _with_context(self, tp: int) -> Iterator[Screened]:
         """Sequences over cp: two sizes are traced, the others follow from them."""
-        from shardplan.cost.fit_tables import of_chunks
+        from shardplan.cost.fit_tables import of_context
 
         length = self._step.seq_len
         known = self.axes.get(Axis.CP, range(2, LARGEST_CP + 1))
@@ -260,8 +260,8 @@ class Search:
         if not set(sizes) & set(known):
             self.did(4)
             return
-        traced = [n for n in CHUNKS if n in sizes]
-        ways = WAYS[1:] if len(traced) == len(CHUNKS) else ()
+        traced = [n for n in CONTEXT if n in sizes]
+        ways = WAYS[1:] if len(traced) == len(CONTEXT) else ()
         if len(traced) == 1:
             sizes, ways = traced, WAYS[1:]
         try:
@@ -269,7 +269,7 @@ class Search:
                 tables = [self.programs.table(MeshSizes(tp=tp, cp=cp), way) for cp in traced]
                 self.did(2)
                 for cp in sizes:
-                    table = tables[traced.index(cp)] if cp in traced else of_chunks(tables[0], tables[1], CHUNKS, cp)
+                    table = tables[traced.index(cp)] if cp in traced else of_context(tables[0], tables[1], CONTEXT, cp)
                     yield from self._screened(self._meshes(tp, cp=cp), table, way)
         except PlanError as error:
             self._refused.setdefault("cp", first_error(error))

@@ -130,15 +130,17 @@ def fit(
         raise ValueError(
             f"nothing fits {gpus} {known.name}: the {len(seen)} best meshes were estimated, and need more memory"
         )
+    rows.sort(key=lambda row: row.order)
+    compiled, _ = programs.program(rows[0].choice)
     return Fit(
         gpus=gpus,
-        rows=tuple(sorted(rows, key=lambda row: row.order)),
+        rows=tuple(rows),
         screened=len(screened),
         too_large=len(screened) - len(fitting),
         refused=tuple(refused.items()),
         efficiency=efficiency or known.efficiency,
         tokens=tokens,
-        derived=programs.derived,
+        derived=compiled.given.derived,
     )
 
 

@@ -122,7 +122,7 @@ def _look_up(asked: LockedQuestion, progress: Callable[[str], None]) -> tuple[Gi
     on = asked.sequence_parallel
     derive = deriving(model, sizes, derive=asked.derive, sequence_parallel=on, progress=progress)
     progress(f"reading {asked.model}")
-    given = look_up(model, asked.plan, split=sizes.splits_layers, derive=derive)
+    given = look_up(model, asked.plan, split=sizes.needs_rules, derive=derive)
     raise_errors(given.findings, given.sources)
     return given, sized([given], sizes)
 

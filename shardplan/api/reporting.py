@@ -94,7 +94,7 @@ def plan_report(
     if not report.ok:
         return made
     how = deriving(named, sizes, derive=derive, sequence_parallel=sequence_parallel, progress=progress)
-    given = look_up(named, plan, split=sizes.splits_layers, derive=how)
+    given = look_up(named, plan, split=sizes.needs_rules, derive=how)
     programs = {variant_name(on): one for on, one in compiled(given, sizes, sequence_parallel, progress).items()}
     pipeline = _pipeline(named, plan, sizes, step, how) if sizes.pp > 1 else None
     estimates: dict[Variant, Estimate] = {}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from shardplan.compiler.layout.run import Workbench
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
+from shardplan.model.labels_over_cp import SEQUENCE, own_labels_of
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.model_inputs import IGNORED
 from shardplan.model.reduced.outcome import results_of
-from shardplan.model.sequence_chunks import SEQUENCE, own_labels_of
 from shardplan.runtime.parallel.forward import arguments_of
 from shardplan.runtime.parallel.outputs import on_first
 from shardplan.styles.boundary import boundary

@@ -110,7 +110,7 @@ def model_and_plan(parser: Parser, *, default: str | None = None) -> None:
 
 
 def derivation(parser: Parser) -> None:
-    text = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
+    text = "derive nothing: neither a plan for `auto` where no built-in one is for the model, nor rules for cp"
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, PlanError
@@ -41,7 +41,43 @@ class ReadPlan:
         return cls(parsed.plan, parsed.sources, parsed.diagnostics, derived)
 
 
-Derive = Callable[["FoundModel"], ReadPlan]
+class Derive(Protocol):
+    """What derives for a model what no file has."""
+
+    def __call__(self, found: FoundModel) -> ReadPlan:
+        """A plan, where no built-in one is for the model."""
+        ...
+
+    def over_cp(self, found: FoundModel, given: ReadPlan, *, compiled: bool) -> ReadPlan:
+        """A plan with rules for the axis cp, where the mesh asks for them.
+
+        Args:
+            given: a built-in plan or a derived one, without such rules.
+            compiled: whether modules are compiled.
+
+        Raises:
+            PlanError: there are none.
+        """
+        ...
+
+
+def with_context(given: ReadPlan, found: FoundModel, derive: Derive, compiled: bool | None) -> ReadPlan:
+    """A built-in plan or a derived one with the rules for the axis cp that are derived; any other plan, and one that has some, as it is.
+
+    Args:
+        compiled: whether an argument says that modules are compiled, or are not; None: the plan says it.
+    """
+    plan = given.plan
+    if plan is None or plan.has_context or not (plan.built_in or given.derived is not None):
+        return given
+    if any(d.is_error for d in given.findings):
+        return given
+    if compiled is None:
+        compiled = any(one.compile is not None for one in plan.lineage)
+    try:
+        return derive.over_cp(found, given, compiled=compiled)
+    except PlanError as error:
+        return replace(given, plan=None, findings=(*given.findings, *error.diagnostics))
 
 
 MODELS = re.compile(r"^models:(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)  # the field of a built-in plan, in its text

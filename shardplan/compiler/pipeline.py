@@ -4,7 +4,7 @@ becomes a Program. Each stage collects its findings and raises nothing for them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,7 @@ from shardplan.core.report import as_errors
 from shardplan.core.size_bounds import MOST_TOKENS, check_count
 from shardplan.core.sources import SourceMap
 
-from .automatic import Derive
+from .automatic import Derive, with_context
 from .check.exchanged_heads import heads_shared_over_cp
 from .overrides import Logits, Override, overriding_document, refuse_empty, switched_off, with_parent
 from .user_inputs import AnyPlan, Model, find_model, read_plan
@@ -130,6 +130,9 @@ def look_up(
 
     found, about_model = find_model(model)
     given_plan = read_plan(plan, found, split=split, derive=derive)
+    if found is not None and derive is not None:
+        compiled = (sections or {}).get("compile")
+        given_plan = with_context(given_plan, found, derive, None if compiled is None else compiled is not False)
     read, sources = given_plan.plan, given_plan.sources
     findings = (*about_model, *given_plan.findings)
     if (document := overriding_document(sections or {})) is not None:
@@ -205,7 +208,7 @@ def compile_variant(
         check_count("seq_len", seq_len, MOST_TOKENS)
     sections = changes.sections
     fused = changes.logits == "fused"  # of the head that a plan for layers names
-    split = (sizes.tp or 1) > 1 or sizes.ep > 1 or sizes.pp > 1 or fused
+    split = replace(sizes, tp=sizes.tp or 1).needs_rules or fused
     given = look_up(model, plan, sections, split=split, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
@@ -217,7 +220,7 @@ def compile_variant(
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
     shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=not found.shrinks)
-    first = proof_meshes(sizes, over_cp=ranks_over_cp(shared) if read.has_context else 0)[0]
+    first = proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
     reduced_model = ModelLayouts(found, sizes.tp or 1, first.ep, pp=sizes.pp, cp=first.cp, shared=shared)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     staged = None
@@ -253,9 +256,8 @@ def compile_variants(
     needed = dict.fromkeys((*map(without_sequence, wanted), *wanted))
     variants = given.structure(sizes, needed)
     if not variants.any_error:
-        cp = sizes.cp if read.has_context else 1
         shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=True)
-        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp, cp=cp, shared=shared)
+        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp, cp=sizes.cp, shared=shared)
         variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = (*given.findings, *variants.all_findings)
     return {} if any_error(findings) else {on: program_of(variants, on) for on in wanted}, findings

@@ -91,20 +91,13 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
-    """Add what the layout check finds, without several ranks on the axes tp, ep or (with rules for it) cp nothing; what keeps the sequence from being split over
-    a cp axis; and parameters that a forward changes, with several data-parallel ranks. It is for plans without structural errors.
+    """Add what the layout check finds, without several ranks on the axes tp, ep or cp nothing; and parameters that a forward changes, with several data-parallel ranks. It is for plans without structural errors.
 
     Args:
         model: the model at the size of tp that is checked.
         allow_unproven: what keeps a plan from being proven is a warning instead of an error.
     """
     sizes = next(iter(variants.resolved.values())).sizes
-    if sizes.cp > 1 and not plan.has_context:
-        from .layout.context_chunks import context_facts
-
-        facts, about = context_facts(model.found)
-        variants = variants.changed(lambda one: replace(one, context=facts))
-        variants = variants.with_findings(dict.fromkeys(variants.findings, about))
     reports = {
         on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven)
         for on, one in variants.resolved.items()

@@ -1,4 +1,4 @@
-"""What `auto` did where no built-in plan is for the model."""
+"""What was derived for a model: a plan where no built-in one is for it, or the rules for the axis cp that such a plan lacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ class DerivedPlan:
 
     Args:
         text: the plan file, YAML.
-        description: which parts of the model it splits.
+        description: which parts of the model it splits; of a plan that extends another, the rules that it adds.
         save: the command line, or the call, that writes it.
         split: the share (0 to 1) of the parameters inside the layers that is split over tp.
         whole: part of a layer, as a pattern -> its share of the parameters inside the layers: what every rank has whole.
         kept: why it could not be kept for the next time; None where it was.
+        extends: the built-in plan to which rules for the axis cp were added; None where all of it was derived.
     """
 
     text: str
@@ -25,10 +26,15 @@ class DerivedPlan:
     split: float
     whole: Mapping[str, float] = field(default_factory=dict)
     kept: str | None = None
+    extends: str | None = None
 
     @property
     def lines(self) -> Iterator[str]:
         """What a reader needs to know of it, a line for each fact."""
+        if self.extends is not None:
+            yield f"derived for cp, as the plan {self.extends} has no section context_parallel: {self.description}"
+            yield f"to keep and edit these rules: {self.save}"
+            return
         description = self.description.rstrip(".")
         yield f"derived, as no built-in plan is for the model: {description[:1].lower()}{description[1:]}"
         whole = ", ".join(f"{part} ({share:.1%})" for part, share in self.whole.items()) or "no matrix"

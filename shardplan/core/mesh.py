@@ -116,6 +116,11 @@ class MeshSizes:
         return self.tp != 1 or self.ep > 1 or self.pp > 1
 
     @property
+    def needs_rules(self) -> bool:
+        """Whether a plan for data parallelism alone is not enough: layers are split, or sequences."""
+        return self.splits_layers or self.cp > 1
+
+    @property
     def viewed(self) -> int:
         """The number of ranks that the ep axis is taken from."""
         return math.prod(map(self.of, VIEWED))

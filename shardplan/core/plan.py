@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
-from .context_facts import ContextFacts
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import Axis, MeshSizes
@@ -331,7 +330,6 @@ class ResolvedPlan:
         pp_handed: what of it, as that run shows.
         pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
         pp_written: as `PipelineCut.written`, likewise.
-        context: what chunks of the sequence show; None without several cp ranks, and for a plan with rules for this axis.
         axis: the axis of the mesh that the rules are for. For another one than tp, `sizes.tp` is its size.
         on_cp: the same plan with its rules for the axis cp, where they apply: several assignments for a module, one for each axis.
     """
@@ -365,7 +363,6 @@ class ResolvedPlan:
     pp_handed: tuple[HandedOn, ...] = ()
     pp_results: int = 0
     pp_written: tuple[str, ...] = ()
-    context: ContextFacts | None = None
     axis: Axis = Axis.TP
     on_cp: ResolvedPlan | None = None
 

@@ -24,7 +24,7 @@ def ranks_over_cp(shared: Mapping[int, int]) -> int:
     return 2 * max(shared.values(), default=1)
 
 
-def proof_meshes(sizes: MeshSizes, *, over_cp: int = 0) -> tuple[MeshSizes, ...]:
+def proof_meshes(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]:
     """The meshes that stand for a mesh.
 
     The first has tp as asked, since the relation of tp to numbers of heads decides what runs; where more axes are above 1 than fit
@@ -32,18 +32,16 @@ def proof_meshes(sizes: MeshSizes, *, over_cp: int = 0) -> tuple[MeshSizes, ...]
     smallest divisor above 1. ep stays below tp, equal to it or above it, as asked, but where tp as asked leaves no room for ep above it.
     A data-parallel axis is there where something else is split: with nothing beside it a plan splits nothing.
 
-    Without rules for it the axis cp has no run of its own: what ep takes of cp it takes of dp_shard, whose ranks have tokens of their own too.
-
     Args:
         sizes: with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
-        over_cp: how many ranks of cp tell what the plan's rules for it do; 0: it has none.
+        over_cp: how many ranks of cp tell what the plan's rules for it do.
 
     Returns:
         At least one; none has more than `MOST` ranks where that is possible with tp and two more axes.
     """
-    if not sizes.splits_layers and not (over_cp and sizes.cp > 1):
+    if not sizes.needs_rules:
         return (MeshSizes(tp=sizes.of(Axis.TP)),)
-    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1 and (over_cp or axis is not Axis.CP)]
+    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1]
     if sizes.cp > 1 and _order(sizes) == 3 and Axis.DP_SHARD not in asked:
         asked.insert(0, Axis.DP_SHARD)
     small = _small(sizes)

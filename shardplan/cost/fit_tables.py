@@ -35,9 +35,10 @@ def of_experts(table: Table, traced: int, ep: int) -> Table:
     return replace(table, costs={name: part(one) for name, one in table.costs.items()})
 
 
-def of_chunks(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table:
+def of_context(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table:
     """The parts with a sequence over another number of ranks. What a part costs has a share that is divided by cp and one that is not
-    (keys and values are gathered whole): a line over 1 / cp.
+    (a mixer that is computed whole): a line over 1 / cp. What it sends over cp is (cp - 1) / cp times such a line: of heads that are
+    exchanged a share of a rank's tokens, of all tokens that are gathered as many as there are.
 
     Args:
         few, many: traced at the two `sizes` of cp.
@@ -47,6 +48,12 @@ def of_chunks(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table
 
     def number(x: int, y: int) -> int:
         return max(0, round(x + (y - x) * weight))
+
+    def sent(axis: Axis) -> Callable[[int, int], int]:
+        if axis is not Axis.CP:
+            return number
+        of_a, of_b, of_cp = (1 - 1 / n for n in (a, b, cp))
+        return lambda x, y: max(0, round(of_cp * (x / of_a + (y / of_b - x / of_a) * weight)))
 
     def numbers(x: Mapping[Any, int], y: Mapping[Any, int]) -> dict[Any, int]:
         return {key: number(x.get(key, 0), y.get(key, 0)) for key in {**x, **y}}
@@ -58,7 +65,7 @@ def of_chunks(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table
             kept=numbers(x.kept, y.kept),
             burst=number(x.burst, y.burst),
             handed=number(x.handed, y.handed),
-            traffic={key: _pair(x.traffic, y.traffic, key, number) for key in {**x.traffic, **y.traffic}},
+            traffic={key: _pair(x.traffic, y.traffic, key, sent(key[0])) for key in {**x.traffic, **y.traffic}},
             touched=number(x.touched, y.touched),
             stored=x.stored,
         )

@@ -27,10 +27,10 @@ def meshes_of(
             if gpus % one:
                 raise ValueError(f"{name} {one} does not divide {gpus} devices")
     every = (
-        MeshSizes(tp=tp, dp_shard=shards, dp_replicate=rest // tp // shards, cp=chunks, ep=size, pp=stages)
+        MeshSizes(tp=tp, dp_shard=shards, dp_replicate=rest // tp // shards, cp=slices, ep=size, pp=stages)
         for stages in pp
-        for chunks in (cp if stages == 1 else (1,))
-        for rest in (gpus // stages // chunks,)
+        for slices in (cp if stages == 1 else (1,))
+        for rest in (gpus // stages // slices,)
         for tp in _divisors(rest)
         for shards in reversed(_divisors(rest // tp))
         for size in ep

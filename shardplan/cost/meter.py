@@ -109,8 +109,8 @@ class Meter(_DispatchMode):
     Args:
         places: what runs.
         groups: the name of a process group -> (its mesh axis, its number of ranks).
-        chunks: the name of the cp axis' group. It may be the one that FSDP2 works over, too: this sends by torch's plain collectives, and
-            what chunks of the sequence need is sent by functional ones.
+        over_cp: the name of the cp axis' group. It may be the one that FSDP2 works over, too: this sends by torch's plain collectives, and
+            what a plan's section `context_parallel` moves is sent by functional ones.
         logits: (elements, last dim) of tensors over tokens and vocabulary.
         parts: follows which part of the model runs; None: nobody asks.
     """
@@ -121,10 +121,10 @@ class Meter(_DispatchMode):
         groups: Mapping[str, tuple[Axis, int]],
         logits: Iterable[tuple[int, int]],
         parts: Parts | None = None,
-        chunks: str | None = None,
+        over_cp: str | None = None,
     ) -> None:
         super().__init__()
-        self.parts, self.chunks = parts, chunks
+        self.parts, self.over_cp = parts, over_cp
         self.places, self.groups, self.logits = places, groups, frozenset(logits)
         self.log = Log()
         self._alive: dict[int, tuple[StorageRecord, Any]] = {}
@@ -225,7 +225,7 @@ class Meter(_DispatchMode):
         whole = max((x for x in [*_leaves(arguments), *made] if isinstance(x, Tensor)), key=lambda x: x.nbytes)
         group = _group_name(arguments)
         axis, ranks = self.groups[group]
-        if kind.functional and group == self.chunks:
+        if kind.functional and group == self.over_cp:
             axis = Axis.CP
         if axis not in (Axis.TP, Axis.CP) and name == "all_gather":
             self._see(whole.untyped_storage()).gathered = True

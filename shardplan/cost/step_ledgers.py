@@ -84,9 +84,8 @@ def _logits(found: FoundModel, asked: Question, resolved: ResolvedPlan) -> list[
     if not isinstance(rows, int):
         return []
     sizes = resolved.sizes
-    whole = resolved.context_parallel and not returns_tokens(resolved.on_cp)
-    chunk = asked.step.seq_len // (1 if whole else sizes.cp)
-    tokens = [asked.step.micro_batch * length for length in (chunk, chunk - 1)]
+    own = asked.step.seq_len // (sizes.cp if returns_tokens(resolved.on_cp) else 1)
+    tokens = [asked.step.micro_batch * length for length in (own, own - 1)]
     logits = [(n * width, width) for n in tokens for width in (rows, -(-rows // sizes.of(Axis.TP)))]
     for n, width in tuple((n // width, width) for n, width in logits):  # the chunks of a fused head
         each = tokens_of_chunk(width)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import Code, PlanError
@@ -23,7 +23,7 @@ from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
 from shardplan.runtime.apply.fsdp2 import gather_once
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
-from shardplan.runtime.training.context_parallel import chunk_of, context_parallel
+from shardplan.runtime.training.context_parallel import context_parallel
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.local_parts import to_local_if_dtensor
 
@@ -82,10 +82,10 @@ def trace(
     backend = BACKENDS[section.backend] if section is not None else None
     groups = groups_of(mesh, backend, done.shared.regime.neighbours if done.shared is not None else {})
     parts = Parts(names) if names is not None else None
-    chunks = mesh.cp.get_group().group_name if mesh.cp is not None else None
-    meter = Meter(places, groups, logits, parts, chunks)
+    over_cp = mesh.cp.get_group().group_name if mesh.cp is not None else None
+    meter = Meter(places, groups, logits, parts, over_cp)
     following = parts.following(model) if parts is not None else nullcontext()
-    rounds, chunked = min(micro_batches, 2), mesh.sizes.cp > 1 and not done.program.resolved.context_parallel
+    rounds = min(micro_batches, 2)
     with without_memory(), meter.running(), places.following(model), following:
         if done.shared is not None and (link := done.shared.link) is not None:
             link.watch(source for source, _ in link.sources)  # hooks that follow the step change no sum of an embedding
@@ -100,7 +100,7 @@ def trace(
             gather_once(model)
             meter.mark(model.parameters(), "parameters")  # FSDP2 has given those that it pads another storage
             meter.start()
-            run_step(model, inputs, updates, meter, rounds, chunked=chunked)
+            run_step(model, inputs, updates, meter, rounds)
         except PlanError:
             raise
         except Exception as error:  # whatever the modelling code raises on tensors without values
@@ -165,25 +165,15 @@ def run_step(
     updates: Updates | None,
     meter: Meter,
     micro_batches: int = 1,
-    *,
-    chunked: bool = False,
 ) -> None:
     """Forward and backward of each micro-batch, the optimizer's second step; nothing but the batch and the loss outlives the forward, and no
-    gradient the step.
-
-    Args:
-        chunked: ranks share a sequence, and each calls the model with its chunk.
-    """
+    gradient the step."""
     places = meter.places
     for _ in range(micro_batches):
         places.enter("forward")
-        batch = dict(inputs())
-        whole = {name: batch.pop(name) for name, x in tuple(batch.items()) if chunked and isinstance(x, Tensor)}
-        own: AbstractContextManager[dict[str, Any]] = (
-            chunk_of(applied(model), whole) if chunked else context_parallel(model, **batch)
-        )
-        with own as given:
-            loss = loss_of(model(**{**batch, **given}))
+        batch = inputs()
+        with context_parallel(model, **batch) as given:
+            loss = loss_of(model(**given))
             meter.end_forward()
             places.enter("backward")
             loss.backward()

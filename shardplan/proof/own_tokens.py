@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.core.layout import P, R, V
 from shardplan.core.mesh import Axis
+from shardplan.model.labels_over_cp import SEQUENCE
 from shardplan.model.reduced.outcome import results_of
-from shardplan.model.sequence_chunks import SEQUENCE
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.parallel.tensor_moves import move
 from shardplan.runtime.training.context_parallel import context_parallel

@@ -209,13 +209,11 @@ def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
 
 
 def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:
-    """The meshes on which a variant is simulated. On a mesh with an axis ep, or cp that the plan has rules for, a variant without it is
-    proven for tp alone."""
-    context = "context_parallel" in on
-    if ("expert_parallel" not in on and sizes.ep > 1) or (plan.has_context and sizes.cp > 1 and not context):
+    """The meshes on which a variant is simulated. On a mesh with an axis ep or cp, a variant without its rules is proven for tp alone."""
+    if ("expert_parallel" not in on and sizes.ep > 1) or ("context_parallel" not in on and sizes.cp > 1):
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
-    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), over_cp=ranks_over_cp(reduced.shared) * context)
+    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), over_cp=ranks_over_cp(reduced.shared))
 
 
 def on_mesh(on: Overlays, mesh: MeshSizes) -> Overlays:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardplan.compiler.layout import ModelLayouts
-from shardplan.compiler.layout.context_chunks import context_facts
 from shardplan.compiler.layout.stage_plan import staged_plan
 from shardplan.compiler.lower.program import Program
 from shardplan.compiler.lowering_stage import program_of
@@ -174,9 +173,6 @@ def task_of(asked: StepQuestion) -> StepTask:
 
     def program(sizes: MeshSizes, on: Overlays) -> Program:
         compiled = compile_for(reduced, asked.plan, sizes, [on], asked=True)
-        if sizes.cp > 1 and not asked.plan.has_context:
-            facts, _ = context_facts(reduced.found)
-            compiled = compiled.changed(lambda one: replace(one, context=facts))
         return program_of(compiled, on, logits=asked.logits, sections=EAGER)
 
     programs = program(sizes, asked.on), program(ALONE, NO_OVERLAYS)

@@ -66,7 +66,7 @@ WHOLE = """        loss = torch.zeros((), device=device)
             one = model(input_ids=part, labels=part, use_cache=False).loss / MICRO_BATCHES
             one.backward()
             loss += one.detach()"""
-CHUNKED = """        loss = torch.zeros((), device=device)
+OVER_CP = """        loss = torch.zeros((), device=device)
         for part in ids.chunk(MICRO_BATCHES):
             with shardplan.context_parallel(model, input_ids=part, labels=part, use_cache=False) as inputs:
                 one = model(**inputs).loss / MICRO_BATCHES
@@ -126,7 +126,7 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
         updated=UPDATED.get(asked.step.optimizer, ""),
         inner=inner,
         replica=f" % {ranks}" if staged else "",
-        step=STAGED if staged else CHUNKED if sizes.cp > 1 else WHOLE,
+        step=STAGED if staged else OVER_CP if sizes.cp > 1 else WHOLE,
         backend='"cpu:gloo,cuda:nccl"' if choice.offload else '"nccl"',
         place='"cpu"' if choice.offload else "device",
         zero="model.zero_grad()" if staged else "optimizer.zero_grad()",

@@ -18,7 +18,7 @@ PURPOSES = {
     Axis.PP: "stages of the model, one after the other",
     Axis.DP_REPLICATE: "copies of the model, each with other sequences",
     Axis.DP_SHARD: "other sequences on each rank; parameters, gradients and optimizer states are split",
-    Axis.CP: "a chunk of each sequence on every rank; keys and values are gathered",
+    Axis.CP: "a slice of each sequence on every rank; where tokens meet, all of them or a share of the heads",
     Axis.EP: "experts, whole ones; its ranks are among those of dp_shard, cp and tp",
     Axis.TP: "parameters and what is computed with them",
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardplan.authoring.context_section import NoSection, context_section
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
-from shardplan.core.plan import NO_OVERLAYS, Overlays
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.tree import element
 from shardplan.language.parsing import parse_text
 from shardplan.model import FoundModel
@@ -90,14 +90,18 @@ def new_plan(
     if not context_parallel:
         return made
     progress("splitting the sequence over cp")
-    return written(found, derived, name, {"context_parallel": _over_cp(found, made)})
-
-
-def _over_cp(found: FoundModel, made: NewPlan) -> Rules:
-    """The rules for the axis cp that follow from a plan's overlay."""
     parsed = parse_text(made.text, file=SHOWN)
     assert parsed.plan is not None, made.text
-    section = context_section(found, parsed.plan)
+    return written(found, derived, name, {"context_parallel": rules_over_cp(found, parsed.plan)})
+
+
+def rules_over_cp(found: FoundModel, plan: PlanFile) -> Rules:
+    """The rules for the axis cp that follow from a plan's overlay.
+
+    Raises:
+        PlanError: there are none (SP531); there is no reduced model, or it does not run.
+    """
+    section = context_section(found, plan)
     if isinstance(section, NoSection):
         reasons = [f"on the reduced model: {d.message}" for d in section.findings[:1]]
         message = f"no rules for the axis cp were found for {found.name}: {section.reason}"

@@ -62,15 +62,10 @@ def plan_text(
     written: set[str] = set()
     for section, rules in sections.items():
         if rules:
-            parameters = (
-                frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
-            )
-            ordered = in_order(rules, tree) if tree is not None else rules
             outside, _, inside = section.rpartition(".")
             indent = "  " * bool(outside)
             lines = lines[:-1] if outside else lines  # it is the last entry of the section before it
-            text = [f"{inside}:", *_rules(folded(ordered, parameters), written)]
-            lines += [*(f"{indent}{line}" for line in text), ""]
+            lines += [*(f"{indent}{line}" for line in section_lines(inside, rules, tree, written)), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: {value_text(units)}"]
         lines += [*(f"  {name}: {value_text(value)}" for name, value in wrapping.items()), ""]
@@ -84,6 +79,17 @@ def plan_text(
             "",
         ]
     return "\n".join(lines[:-1]) + "\n"
+
+
+def section_lines(section: str, rules: Rules, tree: ModuleTree | None, written: set[str] | None = None) -> list[str]:
+    """One section of a plan file.
+
+    Args:
+        written: the comments that stand above; those that are written here are added.
+    """
+    parameters = frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
+    ordered = in_order(rules, tree) if tree is not None else rules
+    return [f"{section}:", *_rules(folded(ordered, parameters), set() if written is None else written)]
 
 
 def plan_document(

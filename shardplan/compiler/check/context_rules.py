@@ -19,13 +19,24 @@ from .sequence import LENGTH
 
 STYLE = Code("SP367")
 UNSPLIT = Code("SP368")
+NO_SECTION = Code("SP372")
 
 OPTIONS = frozenset({"argument", "arguments", "seq_dim", "regather", "read_outside", "having"})  # of rules for cp
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Nothing where no rules for cp apply."""
-    on_cp = facts.resolved.on_cp
+    """Nothing without several ranks of cp."""
+    resolved = facts.resolved
+    if resolved.sizes.cp > 1 == resolved.sizes.pp and not resolved.plan.has_context:
+        yield Diagnostic(
+            code=NO_SECTION,
+            severity=Severity.ERROR,
+            message=f"the mesh has cp {resolved.sizes.cp}, but the plan has no section `context_parallel`",
+            help="add one, which says where sequences are split and how tokens meet (such as `model.layers.0: split_seq_input` and "
+            "`model.layers.*.self_attn: exchange_heads`): `shardplan init MODEL --context-parallel` finds the rules; or use the plan `auto`, for "
+            "which they are derived",
+        )
+    on_cp = resolved.on_cp
     if on_cp is None:
         return
     wrong: dict[int, tuple[Rule, str, list[str]]] = {}

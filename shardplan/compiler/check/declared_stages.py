@@ -50,8 +50,7 @@ def _mesh(resolved: ResolvedPlan, stages: int) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=CONTEXT,
             severity=Severity.ERROR,
-            message=f"the mesh has pp {stages} and cp {resolved.sizes.cp}: pipeline stages of chunks of the sequence are not "
-            "supported",
+            message=f"the mesh has pp {stages} and cp {resolved.sizes.cp}: pipeline stages do not work with context parallelism",
             help="use a mesh with one of the two axes",
         )
     if resolved.tree.numbers.get("is_encoder_decoder"):

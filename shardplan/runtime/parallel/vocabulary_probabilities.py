@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardplan.torchlib.attention import is_attention_replaced
 from shardplan.torchlib.private import private
 
 from .fused_logits import FusedLogits
@@ -199,9 +198,9 @@ class _LogProbabilities(torch.autograd.Function):
 def refuse_shift_of_chunk(instead: str) -> None:
     """Raise ValueError inside of `context_parallel`: the last token of a chunk is judged by the first of the next one, which another
     rank has."""
-    if is_attention_replaced() or OWN_TOKENS.get():
+    if OWN_TOKENS.get():
         raise ValueError(
-            "inside of context_parallel a rank has a chunk of the sequence, and shifting it would leave out the token at its end: pass "
+            "inside of context_parallel a rank has its own tokens, and shifting them would leave out the token at its end: pass "
             f"labels= to context_parallel, which shifts the whole sequence, and call {instead} with the inputs that it gives"
         )
 

@@ -78,7 +78,7 @@ def micro_batches(
 
     Raises:
         ValueError: no plan was applied to the model; ranks with unequal numbers of micro-batches; "model" for a model whose loss is not
-            one of next tokens; "mean", and nothing counts in a micro-batch, or its ranks have chunks of sequences; a batch
+            one of next tokens; "mean", and nothing counts in a micro-batch, or ranks of cp have their own tokens; a batch
             without labels.
         TypeError: `labels` is a name and a batch is no mapping; labels that are neither integers nor bool.
         RuntimeError: with "model", its `loss_function` did not run for a micro-batch.
@@ -101,7 +101,7 @@ def micro_batches(
         )
     if loss == "mean" and record.mesh.sizes.cp > 1 and not _has_all_tokens(cast(Applied, record)):
         raise ValueError(
-            "a rank of the cp axis has a chunk of the sequence: compute the sum over it, and pass loss='sum'"
+            "a rank of the cp axis has its own tokens of the sequence: compute the sum over it, and pass loss='sum'"
         )
     return _of_model(cast(Applied, record), inner, list(batches), labels, loss, defer=defer)
 

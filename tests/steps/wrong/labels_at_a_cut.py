@@ -1,4 +1,4 @@
-"""Labels are shifted in each rank's chunk of the sequence: the last token of a chunk has no target."""
+"""Labels are shifted in each rank's part of the sequence: the last token of a part has no target."""
 
 # on: qwen3 cp=2 tp=2
 # named: off after backward

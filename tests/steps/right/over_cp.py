@@ -1,4 +1,4 @@
-"""Each rank of the axis cp has a chunk of the sequence."""
+"""Each rank of the axis cp has its own tokens of the sequence."""
 
 # on: qwen3 cp=2 tp=2
 
