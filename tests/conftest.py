@@ -21,6 +21,9 @@ ROOT = str(Path(__file__).parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+# Around every test.
+from tests.left_behind import nothing_is_left, nothing_is_left_of_a_file  # noqa: E402, F401
+
 # The files of `make quick`: their tests need no torch, but for those that are marked `torch`.
 QUICK = {
     "test_bind",
@@ -45,6 +48,7 @@ QUICK = {
     "test_generated",
     "test_gpu_parts",
     "test_lazy",
+    "test_left_behind",
     "test_models_auto",
     "test_parse_codes",
     "test_parse_expressions",

@@ -158,6 +158,7 @@ def test_a_lock_does_not_say_what_is_imported(lock, field, tmp_path, monkeypatch
 
 
 def test_a_lock_does_not_say_that_code_is_trusted(lock, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "code_of_a_folder.py").write_text(CODE)
