@@ -29,7 +29,12 @@ from shardplan.styles.backends import BACKENDS, Backend
 from tests.proofs import fake_mesh
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-PLAN = {"version": "1", "name": "mine", "tensor_parallel": {"0": "colwise", "2": "rowwise"}}
+PLAN = {
+    "version": "1",
+    "name": "mine",
+    "tensor_parallel": {"0": "colwise", "2": "rowwise"},
+    "context_parallel": {"0": "split_seq_input", "2": "gather_seq_output"},
+}
 # Written down as somebody would who adds a backend: one dim over two axes, and hybrid without replicas.
 FLAT = Backend(name="flat", summary="", splits=frozenset({"dp_replicate", "dp_shard"}))
 SHARDS = Backend(name="shards", summary="", splits=frozenset({"dp_shard", "cp", "tp"}), hybrid=True)
