@@ -131,6 +131,12 @@ def test_heads_that_ranks_do_not_divide_and_compiled_modules_are_whole():
 
 
 @pytest.mark.slow
+def test_attention_that_is_called_with_one_value_three_times_gathers_it_in_each_place():
+    report = shardplan.validate("ctrl", "auto", {"cp": 2, "tp": 1})
+    assert report.proven and report.derived is None, report
+
+
+@pytest.mark.slow
 def test_rules_are_derived_with_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(language, "builtin_plans", dict)
