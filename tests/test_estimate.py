@@ -477,3 +477,72 @@ def test_a_parameter_with_two_names_counts_once():
     settings = TINY | {"tie_word_embeddings": True}
     one = estimated("qwen2", {"tp": 1}, settings=settings, data_parallel=False)
     assert one.held == one.parameters
+
+
+def over_cp(plan, mixer, style, ends=("model.layers.0",)):
+    section = {**dict.fromkeys(ends, "split_seq_input"), mixer: style}
+    return {"version": "1", "name": f"{plan}-cp", "extends": plan, "context_parallel": section}
+
+
+LATENT = {
+    **TINY,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": HEADS,
+    "first_k_dense_replace": 2,
+}
+MAMBA = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "vocab_size": ROWS,
+    "num_heads": HEADS,
+    "head_dim": 16,
+    "n_groups": 8,
+    "state_size": 4,
+    "expand": 2,
+    "chunk_size": 8,
+}
+ATTENTION = "model.layers.*.self_attn"
+# (model, settings, plan, n -> elements that a rank of n receives for each of its tokens in a layer's forward)
+OVER_CP = {
+    "whole": ("llama", LLAMA, over_cp("llama", ATTENTION, "replicate_seq"), lambda n: (n - 1) * HIDDEN),
+    "heads": (
+        "llama",
+        LLAMA,
+        over_cp("llama", ATTENTION, "exchange_heads"),
+        lambda n: (n - 1) * (2 * HEADS + 2 * max(KV, n)) * 8 // n,
+    ),
+    "heads of a latent": (
+        "deepseek_v3",
+        LATENT,
+        over_cp("deepseek_v3", ATTENTION, "exchange_heads"),
+        lambda n: (n - 1) * HEADS * (12 + 6) // n + (n - 1) * (16 + 4),
+    ),
+    "heads of a scan": (
+        "mamba2",
+        MAMBA,
+        over_cp("mamba2", "backbone.layers.*.mixer", "exchange_heads", ["backbone.layers.0"]),
+        lambda n: (n - 1) * (2 * 128 + 2 * 8 * 4 + HEADS + 128) // n,
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "heads")) for n in OVER_CP])
+def test_over_cp_a_rank_is_sent_what_the_mixers_need_and_nothing_else(name, ranks):
+    """At the process groups of a traced step: what a layer's forward receives, and its backward again."""
+    model, settings, plan, elements = OVER_CP[name]
+    one = estimated(
+        model,
+        {"cp": ranks, "dp_shard": 1, "tp": 1},
+        plan,
+        settings=settings,
+        data_parallel={"backend": "fsdp2"},
+        precision="fp32",
+        seq_len=SEQ,
+    )
+    found = sum(traffic.bytes for traffic in one.traffic if traffic.axis == "cp")
+    assert found == 2 * 4 * 2 * SEQ // ranks * elements(ranks), one.traffic
