@@ -546,3 +546,17 @@ def test_over_cp_a_rank_is_sent_what_the_mixers_need_and_nothing_else(name, rank
     )
     found = sum(traffic.bytes for traffic in one.traffic if traffic.axis == "cp")
     assert found == 2 * 4 * 2 * SEQ // ranks * elements(ranks), one.traffic
+
+
+@pytest.mark.slow
+def test_masks_over_all_pairs_of_tokens_are_counted_by_themselves_and_over_cp_they_are_whole():
+    window = {**TINY, "head_dim": 8, "sliding_window": 64, "max_position_embeddings": 4096}
+    mesh, tokens = {"cp": 4, "dp_shard": 1, "tp": 1}, 2048
+    plan = over_cp("mistral", ATTENTION, "exchange_heads")
+    options = {"data_parallel": {"backend": "fsdp2"}, "seq_len": tokens}
+    one = estimated("mistral", mesh, plan, settings=window, **options)
+    assert one.memory.most["masks and scores"] >= tokens**2, "a byte for each pair at least"
+    assert "flash_attention_2 or flex_attention makes none" in estimate_text(one, color=False)
+    causal = estimated("llama", mesh, over_cp("llama", ATTENTION, "exchange_heads"), settings=LLAMA, **options)
+    assert not causal.memory.most.get("masks and scores")
+    assert "flash_attention_2" not in estimate_text(causal, color=False)

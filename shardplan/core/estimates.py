@@ -28,9 +28,17 @@ Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OptimizerName = Literal["adamw", "adamw-fused", "adamw-for-loop", "sgd", "none"]
 # What memory is used for. "gathered parameters" are FSDP's whole copies of units; "activations" are what a forward keeps
-# for its backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "temporaries" all else.
+# for its backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "masks and scores" every tensor
+# over pairs of tokens; "temporaries" all else.
 Category = Literal[
-    "parameters", "gradients", "optimizer state", "gathered parameters", "activations", "logits", "temporaries"
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "gathered parameters",
+    "activations",
+    "logits",
+    "masks and scores",
+    "temporaries",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 # What `cpu_offload` keeps on the host.

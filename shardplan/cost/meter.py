@@ -42,6 +42,7 @@ class StorageRecord:
         size: its bytes now.
         made_in: the phase in which it was made.
         over_vocabulary: whether a tensor over tokens and vocabulary was made in it.
+        over_pairs: whether one over pairs of tokens was.
         gathered: whether it holds parameters that data-parallel ranks gathered.
         kept: whether it was alive when the forward that made it ended.
         purpose: what is known of it afterwards ("gradients").
@@ -51,6 +52,7 @@ class StorageRecord:
     size: int
     made_in: Phase
     over_vocabulary: bool = False
+    over_pairs: bool = False
     gathered: bool = False
     kept: bool = False
     purpose: Category | None = None
@@ -62,6 +64,8 @@ def category_of(record: StorageRecord) -> Category:
         return record.purpose
     if record.over_vocabulary:
         return "logits"
+    if record.over_pairs:
+        return "masks and scores"
     if record.gathered:
         return "gathered parameters"
     return "activations" if record.kept and record.made_in == "forward" else "temporaries"
@@ -112,6 +116,7 @@ class Meter(_DispatchMode):
         over_cp: the name of the cp axis' group. It may be the one that FSDP2 works over, too: this sends by torch's plain collectives, and
             what a plan's section `context_parallel` moves is sent by functional ones.
         logits: (elements, last dim) of tensors over tokens and vocabulary.
+        pairs: the last two dims of tensors over pairs of tokens, whose dims before are sequences and heads; 0: none are looked for.
         parts: follows which part of the model runs; None: nobody asks.
     """
 
@@ -120,12 +125,14 @@ class Meter(_DispatchMode):
         places: Places,
         groups: Mapping[str, tuple[Axis, int]],
         logits: Iterable[tuple[int, int]],
+        pairs: int,
         parts: Parts | None = None,
         over_cp: str | None = None,
     ) -> None:
         super().__init__()
         self.parts, self.over_cp = parts, over_cp
         self.places, self.groups, self.logits = places, groups, frozenset(logits)
+        self.pairs = pairs
         self.log = Log()
         self._alive: dict[int, tuple[StorageRecord, Any]] = {}
 
@@ -201,6 +208,9 @@ class Meter(_DispatchMode):
         for x in made:
             record = self._see(x.untyped_storage())
             record.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
+            record.over_pairs |= (
+                x.ndim > 3 and x.shape[-2] == self.pairs and x.shape[-1] - self.pairs in (0, 1)
+            )  # sinks
         if kind.counted and (product := flops_of(func, args, kwargs, out)) is not None:
             self._computed(*product, [x for x in args if isinstance(x, Tensor)])
         if kind.collective is not None:

@@ -27,6 +27,7 @@ from .step_inputs import inputs_of
 from .traced_parts import PartNames
 from .traced_step import trace
 
+SHORT = 1024  # tokens up to which what looks like a mask may be something else: heads are as wide
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,6 +61,7 @@ def step_ledger(
             inputs_of(found, model, asked.step.micro_batch, asked.step.seq_len),
             optimizer=asked.step.optimizer,
             logits=_logits(found, asked, program.resolved),
+            pairs=asked.step.seq_len if asked.step.seq_len > SHORT else 0,
             offloaded=offloaded,
             name=found.name,
             names=names.within({name for name, _ in model.named_modules()}) if names is not None else None,

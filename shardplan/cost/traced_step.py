@@ -54,6 +54,7 @@ def trace(
     *,
     optimizer: OptimizerName,
     logits: Iterable[tuple[int, int]],
+    pairs: int,
     offloaded: bool,
     name: str,
     names: PartNames | None = None,
@@ -67,7 +68,7 @@ def trace(
         mesh: the one it is sharded on, of a fake process group.
         inputs: makes keyword arguments of its `forward`; it is called where tensors have no memory.
         optimizer: one of OPTIMIZERS.
-        logits: see `Meter`.
+        logits, pairs: see `Meter`.
         offloaded: see `moments_of`.
         name: the model's, for messages.
         names: the parts whose costs are asked for.
@@ -83,7 +84,7 @@ def trace(
     groups = groups_of(mesh, backend, done.shared.regime.neighbours if done.shared is not None else {})
     parts = Parts(names) if names is not None else None
     over_cp = mesh.cp.get_group().group_name if mesh.cp is not None else None
-    meter = Meter(places, groups, logits, parts, over_cp)
+    meter = Meter(places, groups, logits, pairs, parts, over_cp)
     following = parts.following(model) if parts is not None else nullcontext()
     rounds = min(micro_batches, 2)
     with without_memory(), meter.running(), places.following(model), following:

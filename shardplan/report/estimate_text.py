@@ -11,6 +11,8 @@ from .color import Paint
 from .table import table
 from .width import printable
 
+# Of masks and scores.
+PAIRS = "masks and scores grow with the square of the sequence: attn_implementation flash_attention_2 or flex_attention makes none"
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -95,6 +97,8 @@ def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:
     rows += [(f"  on the host: {category}", "", bytes_text(size)) for category, size in memory.host.items()]
     lines = table(rows, right=(1, 2), width=width)
     lines.append(f"  the peak is in the {peak_place(memory)}")
+    if memory.most.get("masks and scores"):
+        lines.append(f"  {PAIRS}")
     if estimate.device is not None:
         verdict = "fits" if estimate.fits else "does not fit"
         fraction = memory.total / estimate.device.memory

@@ -121,6 +121,8 @@ def _hint(row: Fitted) -> str | None:
         if row.tensor_parallel > 1 and not choice.sharded_logits:
             return f"{part}: --logits sharded"
         return f"{part}: a loss in chunks of the sequence, or a smaller micro-batch"
+    if category == "masks and scores":
+        return f"{part}: attn_implementation flash_attention_2 or flex_attention"
     if category == "activations" and choice.checkpointing == "none":
         return f"{part}: --activation-checkpointing selective, if you need the memory"
     if category == "activations" and choice.checkpointing != "full":
