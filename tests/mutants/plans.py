@@ -41,6 +41,17 @@ def shared_norm() -> tuple[Any, Any]:
     return Model(mixture(normed=True), inputs=features), PLAN
 
 
+def context() -> tuple[Any, Any]:
+    """A model whose sequence is split over cp by rules of the plan: attention exchanges heads, or has all keys and values."""
+    rules = {
+        "model.layers.0": "split_seq_input",
+        "model.layers.0.self_attn": "exchange_heads",
+        "model.layers.1.self_attn": "replicate_seq",
+        "model.norm": "gather_seq_output",
+    }
+    return "llama", {"version": "1", "name": "context", "extends": "llama", "context_parallel": rules}
+
+
 SEQUENCE = {"sequence_parallel": True}
 
 # In the order in which they are asked. Meshes with two axes: a mutant has the group of the other one.
@@ -59,6 +70,7 @@ CASES = (
     Case("shared_norm", {"dp_shard": 2, "ep": 4, "tp": 2}, own=shared_norm),
     Case("mixtral", {"dp_shard": 2, "tp": 2}),
     Case("llama", {"dp_replicate": 2, "dp_shard": 2}),
+    Case("context", {"cp": 2, "tp": 2}, own=context),
     Case("llama", {"pp": 2, "tp": 2}),
     Case("qwen3", {"pp": 2, "tp": 2}),
     Case("mixtral", {"pp": 2, "tp": 2}),
