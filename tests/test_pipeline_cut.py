@@ -180,10 +180,47 @@ class Scales(Stack):
         return self.head(hidden) * self.exit
 
 
+class Clips(Stack):
+    """Code between the blocks puts a hook on what the block hands on: the gradient passes it once."""
+
+    def between(self, block: nn.Module, hidden: Tensor, ids: Tensor) -> Tensor:
+        hidden = block(hidden)
+        if self.training:
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        return hidden
+
+
+def halve(*gradients: Any) -> tuple[Tensor | None, ...]:
+    return tuple(None if one is None else one * 0.5 for one in gradients)
+
+
+class Hooked(Stack):
+    """Backward hooks of every kind on each block, and on a module that hands its output on."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(block=block)
+        for block in self.blocks:
+            block.register_full_backward_hook(lambda module, inputs, outputs: halve(*inputs))
+            block.register_full_backward_pre_hook(lambda module, outputs: halve(*outputs))
+            block.register_forward_hook(self.on_tensors)
+        self.embed.register_full_backward_pre_hook(lambda module, outputs: halve(*outputs))
+
+    def on_tensors(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.training:
+            (output[0] if isinstance(output, tuple) else output).register_hook(lambda gradient: gradient * 3)
+
+    def between(self, block: nn.Module, hidden: Tensor, ids: Tensor) -> Tensor:
+        output = block(hidden)
+        return output[0] if isinstance(output, tuple) else output
+
+
 @pytest.mark.parametrize(
     ("model", "section"),
     [
         (Stack(), {}),
+        (Clips(), {}),
+        (Hooked(), {}),
+        (Hooked(block=Twice), {}),
         (Scaled(), {}),
         (Tuples(block=Twice), {}),
         (Skips(), {"carry": ["skip"]}),
@@ -519,6 +556,24 @@ def test_a_carried_module_that_a_batch_does_not_run_hands_on_nothing():
         assert torch.equal(handed, whole(ids))
     sent = stages[0].run((), stages[0].model, input_ids=ids)
     assert [x.numel() for x in sent] == [2 * 4 * 8, 0]
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_that_comes_later_is_an_error_where_a_stage_ends(kind: str):
+    whole = Stack()
+    before = whole.blocks[0].register_full_backward_hook(lambda module, inputs, outputs: halve(*inputs))
+    cut = PipelineCut(tuple(f"blocks.{i}" for i in range(3)), (2, 1), ("embed",), ("head",))
+    stage = stage_of(whole, cut, 0)
+    stage.watch()
+    before.remove()
+    for block in (0, 1):
+        getattr(stage.model.blocks[block], kind)(print)
+        ids = torch.randint(32, (2, 4))
+        if block:  # the last one
+            with pytest.raises(RuntimeError, match=r"blocks\.1 got a backward hook after apply_plan"):
+                stage.run((), stage.model, input_ids=ids)
+        else:
+            stage.run((), stage.model, input_ids=ids)
 
 
 def test_a_model_whose_code_divides_heads_has_enough_of_them_at_tp_1():

@@ -38,6 +38,7 @@ from shardplan.core.stages import HandedOn, PipelineCut
 from shardplan.core.tree import ancestors, full_name, parent
 
 from .build_tree import kind_of
+from .stage_ends import HandedOut
 
 STUB = "_shardplan_stub"  # on a module: it is one
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
@@ -88,7 +89,7 @@ class Stage:
         handed = tuple(one.module for one in self.cut.handed)
         names = (self.cut.blocks_of(self.index)[-1], *(n for n in handed if self.cut.stage_of(n) == self.index))
         for name in () if self.is_last else dict.fromkeys(names):
-            self.model.get_submodule(name).register_forward_hook(self._capturing(name))
+            HandedOut(name, self.model.get_submodule(name), self._capturing(name))
         self._hooks = {
             one.module: frozenset(self.model.get_submodule(one.module)._forward_hooks)
             - self._hooks.get(one.module, frozenset())
@@ -103,10 +104,10 @@ class Stage:
             not self.model.get_submodule(name)._forward_hooks.keys() <= ours for name, ours in self._hooks.items()
         )
 
-    def _capturing(self, name: str) -> Callable[..., None]:
+    def _capturing(self, name: str) -> Callable[[Any], None]:
         flow = self._flow
 
-        def capture(module: nn.Module, args: Any, output: Any) -> None:
+        def capture(output: Any) -> None:
             if flow.running:  # else a checkpoint runs it again
                 flow.captured[name] = output
 
@@ -249,7 +250,7 @@ def _block(
     def forward(*args: Any, **kwargs: Any) -> Any:
         for module in inside:
             module()
-        value = flow.received[0] if is_inlet else _first_tensor(args, kwargs)
+        value = flow.received[0] if is_inlet else _with_gradient(_first_tensor(args, kwargs), flow)
         further: dict[int, Tensor] = {}
         if handed is not None:
             further = dict(zip(handed.positions, flow.carried[handed.module], strict=True))
@@ -257,6 +258,13 @@ def _block(
         return (first, *(further.get(position) for position in range(1, results))) if results else first
 
     return forward
+
+
+def _with_gradient(value: Tensor, flow: _Flow) -> Tensor:
+    """The same values, with a gradient where a block's have one: code behind it puts hooks on them."""
+    if value.requires_grad or not flow.received or not flow.received[0].requires_grad or not torch.is_grad_enabled():
+        return value
+    return value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
 
 
 def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:

@@ -148,7 +148,7 @@ def own_loss(model: nn.Module, inputs: Inputs) -> bool:
         called.append(True)
         return loss
 
-    with _each_loss(model, seen), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with _each_loss(model, seen), torch.random.fork_rng(devices=[]):
         output = model(**inputs)
     return bool(called) and getattr(output, "logits", None) is not None
 

@@ -149,6 +149,23 @@ def every_second() -> nn.Module:
     return model
 
 
+def backward_hooked(name: str) -> nn.Module:
+    """Hooks that halve, of a module, of what it returns and of what it gets."""
+    model = llama()
+    module = model.get_submodule(name)
+
+    def halved(*gradients: Any) -> tuple[Any, ...]:
+        return tuple(None if one is None else one * 0.5 for one in gradients)
+
+    def on_output(module: nn.Module, args: Any, output: Any) -> None:
+        output.register_hook(lambda gradient: gradient * 0.5)
+
+    module.register_full_backward_hook(lambda module, inputs, outputs: halved(*inputs))
+    module.register_full_backward_pre_hook(lambda module, outputs: halved(*outputs))
+    module.register_forward_hook(on_output)
+    return model
+
+
 class Dropping(OwnMlp):
     """In training every third token is left out."""
 
@@ -209,6 +226,9 @@ BUILDS = {
     "hooked_after": partial(root_hooked, False),
     "dropping": dropping,
     "every_second": every_second,
+    "backward_hook_at_the_end": partial(backward_hooked, "model.layers.0"),
+    "backward_hook_at_the_beginning": partial(backward_hooked, "model.layers.1"),
+    "backward_hook_inside": partial(backward_hooked, "model.layers.0.mlp"),
 }
 TWO = ("pp_dp", "pp_tp")
 CASES = (
@@ -222,6 +242,8 @@ CASES = (
             ("mean_loss", "pp_dp"),
             ("wrapped_root", "pp_dp"),
             ("dropping", "pp_tp"),
+            ("backward_hook_at_the_end", "pp_dp"),
+            ("backward_hook_at_the_end", "pp_tp"),
         )
     ),
     on(

@@ -1,0 +1,59 @@
+"""What a module hands to later stages of a pipeline: seen behind all of its hooks, and apart from what this stage's code does with it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import BackwardHook
+
+BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+
+
+class HandedOut:
+    """Hooks of a module, after which nothing of it runs. torch wraps what a module returns for its full backward hooks behind the hooks of its
+    forward, where nobody sees it: here they run inside of these. They stay in the dicts of the handles that remove them.
+
+    What the rest of the forward gets is a view: the later stage runs that code too, and a hook that it puts on a tensor acts once.
+
+    Args:
+        seen: is given each output.
+    """
+
+    def __init__(self, name: str, module: nn.Module, seen: Callable[[Any], None]):
+        self.name, self.seen = name, seen
+        self.first, self.then = (vars(module)[kind] for kind in BACKWARD)
+        self.legacy = bool(self.then) and not module._is_full_backward_hook  # on what the forward returns itself
+        self.made: BackwardHook | None = None
+        if not self.legacy:
+            for kind in BACKWARD:
+                vars(module)[kind] = OrderedDict()
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self.legacy and any(vars(module)[kind] for kind in BACKWARD):
+            raise RuntimeError(
+                f"{self.name} got a backward hook after apply_plan, and hands its output to another pipeline stage: register it before "
+                "apply_plan, which then runs it there"
+            )
+        self.made = None
+        if not self.legacy and (self.first or self.then):
+            self.made = BackwardHook(module, list(self.then.values()), list(self.first.values()))
+            args = self.made.setup_input_hook(args)
+        return args
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.made is not None:
+            output = self.made.setup_output_hook(output)
+        self.made = None
+        self.seen(output)
+        return output if self.legacy else _views(output)
+
+
+def _views(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.view_as(output)
+    return type(output)(map(_views, output)) if type(output) in (tuple, list) else output
