@@ -10,7 +10,7 @@ from shardplan.core.expressions import EvaluationError, count_of, evaluate, pars
 from shardplan.core.plan import Assignment, Rule
 from shardplan.core.shares import Share
 from shardplan.core.tree import is_count
-from shardplan.styles.divided_numbers import attribute, group_number
+from shardplan.styles.divided_numbers import attribute, group_length, group_number, mean_ranks
 from shardplan.styles.head_counts import number_or_none
 from shardplan.styles.packed_lengths import packed_parts
 from shardplan.styles.tensor_shares import tensor_share
@@ -93,9 +93,18 @@ def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> str | None:
     """Why the number of a norm is none of groups; what has no value is reported elsewhere."""
     number = attribute(facts.resolved, assignment, one.name)
     count = number_or_none(one.groups, facts.resolved.tree.numbers) if one.groups is not None else None
-    if count is None or not isinstance(number, int) or group_number(facts.resolved, assignment, one.name):
+    if count is None or not isinstance(number, int):
         return None
-    return f"{one.name} is {number}, neither one of {count} groups of features nor their number"
+    if group_number(facts.resolved, assignment, one.name) is None:
+        return f"{one.name} is {number}, neither one of {count} groups of features nor their number"
+    module = facts.resolved.tree.modules[assignment.name]
+    ranks, over = facts.tp or 1, mean_ranks(facts.resolved, assignment.rule)
+    if number == count == group_length(facts.resolved, module, assignment.rule) and over * over != ranks:
+        return (
+            f"{one.name} is {number}, the number of groups and the features of one alike, which are divided otherwise: write `shares: "
+            f"{one.name}` for a number of groups, of which each rank has whole ones, and no share for the features of one"
+        )
+    return None
 
 
 def _of_settings(facts: Facts, assignment: Assignment) -> Iterator[str]:

@@ -84,7 +84,8 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
                 piece, _features(facts, stored, piece), "features", stored.assigned, stored.rule, from_output
             )
             continue
-        fewer = heads < most_heads[stored.around.name]
+        # Ranks that share a group of a norm add up its mean, whatever is around it.
+        fewer = heads < most_heads[stored.around.name] or stored.rule.groups is not None
         what = (
             word
             or head_words(heads, fewer, numbers)

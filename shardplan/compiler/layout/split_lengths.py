@@ -20,7 +20,7 @@ from .typed_modules import boundaries
 def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
     """Length of a dim of a value that is split evenly -> where the first one is made.
 
-    Rows of a vocabulary are left out: they are split in chunks that need not be even.
+    Rows of a vocabulary are left out, which are split in chunks that need not be even, and groups of a norm: ranks share those that are fewer.
 
     Args:
         plan: bound to the reduced model, without findings, and without slices of the sequence.
@@ -30,8 +30,11 @@ def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
     run = run_rank(bench.model, bench.inputs, bench.atoms, boundaries(plan), bench.reference, ranks, 0)
     facts = Facts(plan)
     rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)} | facts.vocabularies
+    grouped = {one.name for one in plan.assignments.values() if one.rule.groups is not None}
     found: dict[int, str] = {}
     for event in run.events:
+        if event.module in grouped:
+            continue
         whole = bench.reference.at.get(event.place)
         if whole is None or event.kind != "op" or whole.name != event.name or len(whole.outputs) != len(event.outputs):
             continue
