@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn.utils import prune
 
 from shardplan import Model, validate
 from shardplan.core.report import Report
@@ -394,6 +396,7 @@ class Normed(nn.Module):
         (nn.utils.parametrizations.spectral_norm, "parametrize.remove_parametrizations(module, 'weight')"),
         (nn.utils.weight_norm, "remove_weight_norm(module)"),
         (nn.utils.spectral_norm, "remove_spectral_norm(module)"),
+        (partial(prune.l1_unstructured, name="weight", amount=0.5), "prune.remove(module, 'weight')"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -415,6 +418,8 @@ def test_a_weight_that_is_computed_is_kept_whole_or_made_a_parameter(
     for block in list(model)[1:]:
         if "parametrize" in call:
             nn.utils.parametrize.remove_parametrizations(block.down, "weight")
+        elif "prune" in call:
+            prune.remove(block.down, "weight")
         else:
             getattr(nn.utils, call.removesuffix("(module)"))(block.down)
     assert validated("rowwise").ok

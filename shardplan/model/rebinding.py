@@ -177,8 +177,9 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _computed_by_hooks(module: nn.Module) -> dict[int, Tensor]:
-    """Weights that a hook computes from parameters before each forward (`torch.nn.utils.weight_norm`), by id; their values."""
+    """Weights that a hook computes from parameters before each forward (`torch.nn.utils.weight_norm`, `prune`), by id; their values."""
     names = {vars(hook).get("name") for hook in module._forward_pre_hooks.values() if hasattr(hook, "__dict__")}
+    names |= {name.removesuffix("_orig") for name in module._parameters if names and name.endswith("_orig")}
     found = {name: vars(module).get(name) for name in names if isinstance(name, str)}
     return {id(x): x.detach().clone() for x in found.values() if isinstance(x, Tensor) and not x.is_leaf}
 

@@ -76,7 +76,9 @@ def _computed_weight(facts: Facts, rule: Rule, names: tuple[str, ...]) -> str:
     if full_name(names[0], "parametrizations") in modules:
         remove = "parametrize.remove_parametrizations(module, 'weight')"
     elif any(one.short == "weight_orig" for one in modules[names[0]].parameters):
-        remove = "remove_spectral_norm(module)"
+        # Both keep the original, and a buffer beside it: the mask of what is pruned, the vector of the spectral norm.
+        masked = "weight_mask" in modules[names[0]].buffers
+        remove = "prune.remove(module, 'weight')" if masked else "remove_spectral_norm(module)"
     return (
         f"keep it whole with `{rule.pattern}: replicate`, or make its weight a parameter before the plan is applied: "
         f"`torch.nn.utils.{remove}`"
