@@ -16,8 +16,8 @@ import shardplan
 from shardplan.proof.compare import relative_error
 
 pytestmark = pytest.mark.slow
-LIMIT = 1e-4  # of the update of three steps, in float32
-PLAIN = {"settings": {"output_router_logits": False}}  # its term of the loss is no mean over tokens
+LIMIT, DOUBLE = 1e-4, {"dtype": torch.float64}  # of the update of three steps
+PLAIN = {**DOUBLE, "output_router_logits": False}  # its term of the loss is no mean over tokens
 
 
 def share_of(model) -> int:
@@ -63,9 +63,9 @@ def test_stages_and_experts_have_the_same_update_given_the_same_gradients():
 
 def test_three_real_steps_of_two_ranks():
     runs = [
-        Run("phi3", {"tp": 2}, {"sequence_parallel": True}),
-        Run("qwen3_moe", {"dp_shard": 2, "ep": 2}, **PLAIN),
-        Run("llama", {"pp": 2}),
+        Run("phi3", {"tp": 2}, {"sequence_parallel": True}, settings=DOUBLE),
+        Run("qwen3_moe", {"dp_shard": 2, "ep": 2}, settings=PLAIN),
+        Run("llama", {"pp": 2}, settings=DOUBLE),
     ]
     for found in on_ranks(2, steps, runs):
         for run, errors in zip(runs, found, strict=True):
