@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_counter import CollectiveCounter
 from processes import on_ranks
 from small_models import VOCABULARY, small_model, whole
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class Case:
     Args:
         own: a loss of the loop's own, by what it is.
         dry: whether a data-parallel rank has a micro-batch without labels.
+        rules: a section `context_parallel`, with which each rank of cp is given the whole batch.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     own: tuple[str, Number] | None = None
     dry: bool = True
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
         return small_model(self.model, dtype=torch.float64, num_hidden_layers=4 if "pp" in self.sizes else 2)
@@ -121,7 +124,8 @@ def trains_as_one_process(cases: Iterable[Case]) -> None:
 
 def _trains_as_one_process(case: Case) -> None:
     mesh = shardplan.build_mesh(**case.sizes)
-    model = shardplan.apply_plan(case.build(), mesh, "auto", prove=False, **case.options)
+    rules = {"version": "1", "name": "long", "extends": case.model, "context_parallel": dict(case.rules)}
+    model = shardplan.apply_plan(case.build(), mesh, rules if case.rules else "auto", prove=False, **case.options)
     axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in (mesh.mesh_dim_names or ())]
     share = 0
     for axis in axes:
@@ -134,7 +138,8 @@ def _trains_as_one_process(case: Case) -> None:
             if isinstance(model, shardplan.Pipeline):
                 total += model.step(**batch) * scale
                 continue
-            cut = shardplan.context_parallel(model, **batch) if "cp" in case.sizes else nullcontext(batch)
+            chunks = "cp" in case.sizes and not case.rules
+            cut = shardplan.context_parallel(model, **batch) if chunks else nullcontext(batch)
             with cut as own:
                 loss = loss_of(model, own, case) * scale
                 loss.backward()
@@ -160,6 +165,11 @@ def _trains_as_one_process(case: Case) -> None:
                 assert error <= TOLERANCE[torch.float64], f"{kind} of step {number}: {name} is {error:.1e} off"
 
 
+ON_CP = {
+    "model.layers.0": "split_seq_input",
+    "model.layers.*.self_attn": "exchange_heads",
+    "model.norm": "gather_seq_output",
+}
 LLAMA = {"pipeline_parallel": {"layers": "model.layers.*"}}
 CASES = {
     "dp 2, tp 2": Case("qwen3", {"dp_shard": 2, "tp": 2}, {"sequence_parallel": True}),
@@ -168,6 +178,7 @@ CASES = {
     "dp 2, pp 2": Case("llama", {"dp_shard": 2, "pp": 2}, {**LLAMA, "pipeline": shardplan.PipelineOptions("1f1b", 2)}),
     "dp 2, cp 2": Case("llama", {"dp_shard": 2, "cp": 2}),
     "cp 2, tp 2": Case("qwen3", {"dp_shard": 1, "cp": 2, "tp": 2}, {"sequence_parallel": True}),
+    "dp 2, cp 2, rules": Case("qwen3", {"dp_shard": 2, "cp": 2}, rules=ON_CP),
     "hsdp": Case("llama", {"dp_replicate": 2, "dp_shard": 2}),
     "ddp": Case("llama", {"dp_replicate": 4, "dp_shard": 1}, {"data_parallel": {"backend": "ddp"}}),
     "a sum": Case("llama", {"dp_shard": 2, "tp": 2}, own=("sum", summed)),
@@ -246,10 +257,39 @@ def refused() -> None:
     ]:
         with pytest.raises(error, match=text):
             loop(batches, **how)
+    own = shardplan.apply_plan(nn.Sequential(nn.Linear(4, 4)), shardplan.build_mesh(), "auto", prove=False)
+    with pytest.raises(ValueError, match="the loss of FSDPSequential is none of next tokens"):
+        shardplan.micro_batches(own, [batch])
+
+
+def counted() -> None:
+    rank = dist.get_rank()
+    model = shardplan.apply_plan(small_model("llama"), shardplan.build_mesh(), "auto", prove=False)
+    ids = torch.arange(10, 42).view(2, 16)
+    batches = [{"input_ids": ids, "labels": ids.masked_fill(torch.arange(16) > 4 + 8 * rank, -100)}] * 2
+    ways = [lambda b: b["labels"], lambda b: b["labels"] != -100, lambda b: int((b["labels"] != -100).sum()), "labels"]
+    scales = [[scale for _, scale in shardplan.micro_batches(model, batches, labels=way, loss="sum")] for way in ways]
+    assert scales == [[2 / (2 * 2 * (5 + 13))] * 2] * 4
+
+    def collectives(batches: list[Batch]) -> Mapping[str, int]:
+        with CollectiveCounter() as counter:
+            for batch, scale in shardplan.micro_batches(model, batches):
+                (model(**batch, use_cache=False).loss * scale).backward()
+        model.zero_grad()
+        return counter.counts
+
+    collectives(batches)  # the first forward compares weights
+    once, twice = collectives(batches[:1]), collectives(batches)
+    assert once["all_reduce"] == twice["all_reduce"] == 1  # what counts
+    assert once["reduce_scatter"] == twice["reduce_scatter"] > 0  # at the last micro-batch
 
 
 def test_a_mean_of_each_rank_is_warned_of():
     on_ranks(2, traps)
+
+
+def test_what_counts_is_given_in_any_form_and_gradients_are_reduced_once():
+    on_ranks(2, counted)
 
 
 def test_a_loop_that_cannot_be_right_is_refused():

@@ -1,10 +1,12 @@
 """Steps that users write, right ones and wrong ones: `verify --step` names what is wrong, and no right one.
 
-Each file of tests/steps has a step. `# on:` is the model and the mesh, and `# named:` what is found, in front of the code.
+Each file of tests/steps has a step. `# on:` is the model and the mesh, `# named:` what is found, and `# needs:` a package without which it is
+skipped, in front of the code.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -13,27 +15,34 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from processes import RanksFailed, on_ranks
 
 from shardplan.api import verify
 from shardplan.api.deriving import deriving
+from shardplan.cli.main import main
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.pipeline import look_up
 from shardplan.compiler.user_inputs import Model
+from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.schedules import schedule_of
-from shardplan.proof.prove_step import StepQuestion, StepTask, alone_on, differences, rank_of, task_of
+from shardplan.proof import prove_step
+from shardplan.proof.prove_step import DIFFERENT_STEP, StepQuestion, StepTask, alone_on, differences, rank_of, task_of
+from shardplan.proof.user_step import STEPS, dealt
 
 FOLDER = Path(__file__).parent / "steps"
 RIGHT, WRONG = (sorted((FOLDER / kind).glob("*.py")) for kind in ("right", "wrong"))
 RIGHT.append(FOLDER.parent.parent / "examples" / "step.py")
+ALWAYS = [script for script in RIGHT if "# needs:" not in script.read_text("utf-8")]
 SAMPLE = {
     FOLDER / "right" / "average.py",
-    *Random(0).sample(RIGHT, 2),
+    *Random(0).sample(ALWAYS, 2),
     *Random(0).sample(WRONG, 5),
 }  # `make steps` judges all
 USUAL = "qwen3 dp_shard=2 tp=2"
+HANGS = "no answer in time"
 
 
 def said(script: Path, what: str) -> str:
@@ -61,7 +70,8 @@ def findings(script: Path) -> list[str]:
     task = replace(planned(said(script, "on") or USUAL), script=str(script))
     try:
         [(alone, drew)] = on_ranks(1, alone_on, task)
-        ranks = on_ranks(task.sizes.world_size, rank_of, task, drew, seconds=60)
+        seconds = 60 if said(script, "named") == HANGS else 300
+        ranks = on_ranks(task.sizes.world_size, rank_of, task, drew, seconds=seconds)
     except RanksFailed as error:
         return [str(error)]
     return [f"{one.message} (line {one.line})" for one in differences(task, alone, ranks)]
@@ -73,12 +83,48 @@ def marked(script: Path) -> Any:
 
 @pytest.mark.parametrize("script", [*map(marked, (*RIGHT, *WRONG))])
 def test_wrong_steps_are_named_and_right_ones_are_not(script: Path) -> None:
+    if package := said(script, "needs"):
+        pytest.importorskip(package, reason=f"{package} is not installed: with what it needs it takes 300 MB")
     found, expected = "\n".join(findings(script)), said(script, "named")
     assert re.search(expected, found) if expected else not found, f"{found or 'nothing'}, not {expected or 'nothing'}"
 
 
 def test_wrong_steps_say_what_they_are_named_by() -> None:
     assert all(said(script, "named") for script in WRONG) and not any(said(script, "named") for script in RIGHT)
+
+
+def test_the_lines_of_the_page_are_those_of_the_judged_average() -> None:
+    page = (FOLDER.parent.parent / "docs" / "proving-a-step.md").read_text("utf-8")
+    [block] = re.findall(r"```python\n(@torch.no_grad\(\)\ndef exchange.*?)\n```", page, re.DOTALL)
+    own, _, calls = block.partition("\n\nexchange(")
+    script = (FOLDER / "right" / "average.py").read_text("utf-8")
+    assert own in script and script.count("exchange(model, state.average)") == calls.count("exchange(") + 1 == 2
+
+
+def test_batches_have_what_the_page_says() -> None:
+    def feed(seed: int) -> dict[str, Any]:
+        ids = torch.randint(10, 100, (2, 16), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+
+    steps = [dealt(feed, step, 2, alike=False, masked=True) for step in range(STEPS)]
+    counts = [[[int((batch["labels"] != -100).sum()) for batch in share] for share in step] for step in steps]
+    assert all(len({sum(share) for share in step}) == 2 for step in counts), "unequal numbers on ranks"
+    assert [0 in own for step in counts for own in step] == [False] * 5 + [True] and counts[-1][-1][-1]
+    every = [batch for step in steps for share in step for batch in share]
+    assert all((batch["attention_mask"] == 0).any() for batch in every)
+    for _, last in steps:
+        assert all(int(batch["input_ids"].flatten().bincount().max()) > 8 for batch in last), "most tokens are one"
+
+
+def test_a_report_has_the_step_that_is_right_or_what_is_wrong_with_it(monkeypatch: Any, capsys: Any) -> None:
+    wrong = Diagnostic(DIFFERENT_STEP, Severity.ERROR, "off", notes=("step.py:1",), help="write")
+    words = ["verify", "qwen3", "qwen3", "--dp-shard", "2", "--step", str(RIGHT[-1]), "--json"]
+    for found, code in (((), 0), ((wrong,), 1)):
+        monkeypatch.setattr(prove_step, "prove_step", lambda question, progress, found=found: found)
+        assert main(words) == code
+        report = json.loads(capsys.readouterr().out)
+        assert report["step"] == (None if found else str(RIGHT[-1]))
+        assert [one["code"] for one in report["diagnostics"]] == ["SP561"] * len(found)
 
 
 @pytest.mark.parametrize(

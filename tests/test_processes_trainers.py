@@ -296,6 +296,21 @@ def refuse(folder: str) -> None:
     late.compute_metrics = len
     with pytest.raises(ValueError, match="compute_metrics needs whole logits"):
         adopt(late, split)
+    late = trainer(model)
+    late.num_generations, late.args.steps_per_generation = 3, 4  # as TRL's trainers of groups of completions have them
+    with pytest.raises(ValueError, match="is 32, which num_generations=3 does not divide"):
+        adopt(late, model)
+    late.num_generations = 4
+    settings = {
+        "scale_rewards": "batch",
+        "normalize_advantages": True,
+        "multi_objective_aggregation": "normalize_then_sum",
+    }
+    for name, value in settings.items():
+        setattr(late.args, name, value)
+        with pytest.raises(ValueError, match="rewards that are scaled over a batch"):
+            adopt(late, model)
+        delattr(late.args, name)
     late = trainer(model, save_only_model=True)
     adopt(late, model)
     late.save_model(f"{folder}/checkpoint-1")

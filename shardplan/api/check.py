@@ -126,8 +126,8 @@ def verify(
         processes: real gloo processes, one for each rank of the mesh, instead of a simulation in this one of smaller meshes that stand
             for it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
         schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
-        step: a Python file with a training step of your own, `make(model) -> state` and `step(model, batches, state) -> loss`. Where the plan is right,
-            its code is run on gloo processes of the mesh, and on one with the same global batch (`docs/proving-a-step.md`).
+        step: a Python file with a training step of your own, `make(model) -> state` and `step(model, batches, state) -> loss`, and for a
+            pipeline's own loss `loss_fn(logits, labels)` (`docs/proving-a-step.md`). Where the plan is right, its code is run on gloo processes of the mesh, and on one.
         progress: called with what is being done.
         derive: as for `validate`.
 

@@ -206,7 +206,8 @@ def _verify(parser: Parser) -> None:
     parser.add_argument("--micro-batches", type=micro_batches, metavar="N", help=text)
     text = (
         "also run a training step of yours on gloo processes of the mesh and on one, and name the first value that differs: "
-        "a Python file with make(model) -> state and step(model, batches, state) -> loss; runs its code"
+        "a Python file with make(model) -> state and step(model, batches, state) -> loss, and for a pipeline's own loss "
+        "loss_fn(logits, labels); runs its code"
     )
     parser.add_argument("--step", metavar="FILE", help=text)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")

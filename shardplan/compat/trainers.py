@@ -30,7 +30,8 @@ def adopt(owner: Any, model: nn.Module) -> None:
         ValueError: no plan was applied to the model; its mesh is not all processes, has an axis that accelerate
             does not know, or a cp axis, over which accelerate would split sequences its own way; the owner was set up to
             shard, compile or autocast models itself, or to dispatch batches, or has prepared a scheduler; a Trainer of another model, or with a setting
-            that would be ignored or fail later.
+            that would be ignored or fail later; TRL's trainers of groups of completions, where tp ranks share their batches, with groups that
+            are not whole on a rank, or rewards that are scaled over a batch.
         TypeError: neither an Accelerator nor a Trainer.
     """
     trainer = owner if hasattr(owner, "accelerator") else None
@@ -42,6 +43,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
     _check_accelerator(accelerator)
     _check_unprepared(accelerator, mesh)
     if trainer is not None:
+        _score_groups(trainer, mesh.tp_size)
         save_and_resume(trainer, model)
     _step_once_for_each_share(accelerator, dist.get_world_size() // mesh.tp_size)
     accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
@@ -95,6 +97,35 @@ def _check_unprepared(accelerator: Any, mesh: Any) -> None:
             "the Accelerator has prepared a scheduler, which would step once for each process, and the ranks of a tp group share their "
             "batches: call adopt(accelerator, model) before accelerator.prepare(...)"
         )
+
+
+def _score_groups(trainer: Any, tp: int) -> None:
+    """Let the ranks of a tp group shuffle alike the completions that TRL's trainers score in groups (GRPO, RLOO). They gather rewards of
+    all processes, those of a tp group's ranks several times."""
+    from transformers import set_seed
+
+    each = getattr(trainer, "num_generations", None)
+    if each is None or tp == 1:
+        return
+    args = trainer.args
+    own = args.per_device_train_batch_size * args.steps_per_generation
+    if own % each:
+        raise ValueError(
+            f"per_device_train_batch_size * steps_per_generation is {own}, which num_generations={each} does not divide: the ranks of a tp group "
+            "share their completions, so that a group must be whole on a rank"
+        )
+    over_batches = {
+        "scale_rewards": "batch",
+        "normalize_advantages": True,
+        "multi_objective_aggregation": "normalize_then_sum",
+    }
+    for name, value in over_batches.items():
+        if getattr(args, name, None) == value:
+            raise ValueError(
+                f"rewards that are scaled over a batch ({name}={value!r}) count those of a tp group's ranks several times: scale them over a group, "
+                "or not at all"
+            )
+    set_seed(args.seed + dist.get_rank() // tp)
 
 
 def _step_once_for_each_share(accelerator: Any, shares: int) -> None:

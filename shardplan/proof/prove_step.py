@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplan.authoring.init.derive import AUXILIARY
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import staged_plan
 from shardplan.compiler.lower.program import Program
@@ -21,6 +22,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.schedules import Schedule, schedule_of
+from shardplan.model.adapters import unwrapped
 from shardplan.model.reduced.precision import in_dtype
 from shardplan.torchlib.modes import reduced_runs
 
@@ -29,8 +31,9 @@ from .processes import check_sendable, run_on_ranks
 from .prove import EAGER, compile_for
 from .rank import data_parallel_rank, mesh_of
 from .step_differences import Alone, Difference, among_ranks, in_one_process, on_ranks
+from .step_watch import Ran, merged
 from .steps import Batch, cast
-from .user_step import MICRO, STEPS, Ran, Trial, dealt, joined, merged, run_trial
+from .user_step import MICRO, STEPS, Trial, dealt, joined, run_trial
 
 DIFFERENT_STEP = Code("SP561")
 ALONE = MeshSizes(tp=1)
@@ -88,6 +91,12 @@ class StepTask:
     def build(self) -> nn.Module:
         return in_dtype(self.reduced.build(), torch.float64)
 
+    @cached_property
+    def rows_apart(self) -> bool:
+        """Whether the model's loss of a row depends on no other row, as one of text does, but for what routers add to it."""
+        config = getattr(unwrapped(self.reduced.build()), "config", None)
+        return self.reduced.kinds[0] == "text" and config is not None and AUXILIARY not in vars(config)
+
     def batches(self, *, alike: bool) -> list[list[list[Batch]]]:
         """Step, data-parallel rank, micro-batch."""
         kind = self.reduced.kinds[0]
@@ -113,13 +122,13 @@ def alone_on(task: StepTask) -> tuple[Alone, bool]:
     def flat(steps: Sequence[Sequence[list[Batch]]]) -> list[list[Batch]]:
         return [[batch for share in step for batch in share] for step in steps]
 
-    every, alike = task.batches(alike=False), task.batches(alike=True)
+    every, cut = task.batches(alike=False), task.batches(alike=not task.rows_apart)
     run = partial(task.trial, alone=True, alike=False)
     same, drew = run_trial(run(flat(every)))
     if drew:
         return Alone(run_trial(task.trial(flat(every), alone=True, alike=True))[0]), True
-    parts = run_trial(run(flat(alike)[:1]))[0]
-    whole = run_trial(run([[joined(step)] for step in flat(alike)[:1]]))[0]
+    parts = run_trial(run(flat(cut)[:1]))[0]
+    whole = run_trial(run([[joined(step)] for step in flat(cut)[:1]]))[0]
     shares = [run_trial(run([every[0][share]]))[0][0] for share in range(task.shares)]
     return Alone(same, parts, whole, shares), False
 

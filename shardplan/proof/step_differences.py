@@ -12,7 +12,7 @@ from torch import Tensor
 from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
 
 from .compare import NEGLIGIBLE
-from .user_step import Ran, Tensors
+from .step_watch import Ran, Tensors
 
 LIMIT = TOLERANCE[torch.float64]
 
@@ -38,8 +38,8 @@ class Alone:
 
     Args:
         same: with the micro-batches of all ranks, one after the other.
-        parts, joined: with micro-batches that differ in their labels alone, and with one batch of all of their rows; none where the step draws
-            random numbers.
+        parts, joined: with micro-batches, which differ in their labels alone where losses of rows depend on other rows, and with one batch of all of
+            their rows; none where the step draws random numbers.
         shares: the first step with the micro-batches of each data-parallel rank alone.
     """
 
@@ -69,9 +69,8 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
         found.append(Difference(text, "call backward for the loss of each micro-batch", line))
     if first.updates and not any(x.any() for x in first.update.values()):
         found.append(Difference("optimizers step without a gradient", "reduce gradients in the last micro-batch", line))
-    if first.zeroed:
-        text = "gradients of a micro-batch are zeroed before the next one's are added"
-        found.append(Difference(text, "zero gradients once a step, after the optimizer's", line))
+    if first.zeroed and not alone.parts:
+        found.append(Difference(ZEROED, "zero gradients once a step, after the optimizer's", line))
     if found:
         return found
     for part, joined in zip(alone.parts, alone.joined, strict=True):
@@ -84,6 +83,8 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
                         text, "clip and scale gradients once, after the last micro-batch", part.lines.get("update")
                     )
                 ]
+            if part.zeroed:
+                return [Difference(ZEROED, "zero gradients once a step, after the optimizer's", line)]
             text = f"the step depends on how its batch is cut into micro-batches: the gradient of {name} is {error:.1e} off the one of the same rows in one batch"
             return [Difference(text, MEAN, part.lines.get("backward"))]
         if (
@@ -96,6 +97,7 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
     return []
 
 
+ZEROED = "gradients of a micro-batch are zeroed before the next one's are added"
 ALIKE = "what is drawn for a whole value must be the same on all tp ranks: seed them alike"
 MEAN = (
     "divide sums by the count of the whole step, not by that of a rank or a micro-batch: `for batch, scale in shardplan.micro_batches(model, "
