@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, CanineConfig, PreTrainedConfig
+from transformers import AutoConfig, CanineConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
+from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
-from shardplan.model.reduced.layers import Kept
+from shardplan.model.reduced.layers import Kept, candidates, sections
 from shardplan.model.reduced.model_inputs import CHARACTERS, text_inputs
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.shrink import reduced_config
@@ -90,6 +91,44 @@ def test_a_list_of_a_layer_for_each_is_no_difference_in_kind():
     assert reduced.layers == (0, 1, 3) and reduced.config.text_config.kv_source_layers == [0, 1, 2]
     assert Kept(7, (0, 1, 5)).of_each([0, 1, 1, 3, 4, 3, 6]) == [0, 1, 1]
     assert Kept(7, (0, 1, 5)).of_each([0, 1, 1, 0, 1, 1, 0]) == [0, 1, 1], "flags"
+
+
+class Sections(LlamaConfig):
+    """A loop over some layers, with others before and behind; what is written counts two blocks for each layer, as Dory's."""
+
+    model_type = "sections"
+
+    def __init__(self, n_input_layers=3, n_recurrent_layers=6, n_output_layers=3, **fields: Any):
+        super().__init__(**{"num_hidden_layers": 12, **fields})
+        self.n_input_layers, self.n_recurrent_layers, self.n_output_layers = (
+            n_input_layers,
+            n_recurrent_layers,
+            n_output_layers,
+        )
+        if n_input_layers + n_recurrent_layers + n_output_layers != self.num_hidden_layers:
+            raise ValueError("other layers than the sections have")
+
+    def to_dict(self) -> dict[str, Any]:
+        data = super().to_dict()
+        return {**data, "num_hidden_layers": 2 * data["num_hidden_layers"]}
+
+
+def test_each_section_of_the_layers_has_some():
+    """Of a configuration that numbers them; what else adds up to another number is none."""
+    numbers = {"n_input_layers": 3, "n_recurrent_layers": 6, "n_output_layers": 3, "num_hidden_layers": 12}
+    assert sections(numbers, 12) == {
+        "n_input_layers": range(3),
+        "n_recurrent_layers": range(3, 9),
+        "n_output_layers": range(9, 12),
+    }
+    assert sections(numbers, 13) == sections({"n_input_layers": 12}, 12) == {}
+    config = Sections()
+    with torch.device("meta"):
+        tree = tree_of(LlamaForCausalLM(config))
+    kept, *_ = candidates(tree, 12, vars(config))
+    assert kept == Kept(12, (0, 3, 9))
+    reduced = reduced_config(config, tp=2, seq_len=16, kept=kept)
+    assert [getattr(reduced, name) for name in numbers] == [1, 1, 1, 3]
 
 
 HEADS = "LiltModel"  # its head dim is tried until six places of a box fill the hidden size

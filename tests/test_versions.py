@@ -1,8 +1,11 @@
 """The environments of pairs of releases, and the row that says what passed."""
 
+import tomllib
+
 import pytest
 
-from tests.versions.environment import Pair, constraints
+from shardplan.torchlib.private_attributes import SEEN
+from tests.versions.environment import ROOT, Pair, constraints, unmet
 from tests.versions.table import HEAD, written
 
 ROW = ("2026-11-26", "3.11", "2.13.0+cpu", "5.24.0", "Linux", "`make judge`: all")
@@ -22,6 +25,16 @@ def test_a_pair_is_read_and_its_pins_replace_the_projects(monkeypatch):
         Pair.read("2.14")
 
 
+def test_ci_and_the_requirements_name_the_oldest_and_the_newest_release():
+    """No upper bounds: an untested release is a warning."""
+    oldest, *_, newest = SEEN["transformers"]
+    assert f'transformers: ["{oldest}", "{newest}"]' in (ROOT / ".github/workflows/tests.yml").read_text("utf-8")
+    for project in (ROOT, ROOT / "packages" / "shardplan"):
+        needs = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+        for name in ("torch", "transformers"):
+            assert f"{name}>={SEEN[name][0].rpartition('.')[0]}" in needs
+
+
 def test_a_row_is_added_once():
     old = "| 2026-01-01 | 3.11 | 2.13.0+cpu | 5.23.0 | Linux | `make test` |\n"
     page = f"# Text\n{HEAD}{old}\nMore.\n"
@@ -33,3 +46,27 @@ def test_a_row_is_added_once():
 def test_other_words_for_the_same_releases_stay():
     page = f"{HEAD}| d | 3.11 | 2.13.0+cpu | 5.24.0 | Linux | `make test-all` |\n"
     assert written(page, ROW) == f"{page}| {' | '.join(ROW)} |\n"
+
+
+def test_what_a_release_needs_and_the_environment_has_not(tmp_path):
+    """transformers 5.17 takes a huggingface_hub before 2.0, and that takes httpx."""
+
+    def put(name: str, version: str, *needs: str) -> None:
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {need}" for need in needs)]
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+
+    put(
+        "ours",
+        "1.0",
+        "pytest>=1",
+        "pytest<1",
+        "no-such-hub<2",
+        "no-such-kernels; extra == 'cuda'",
+        "old; python_version<'3'",
+    )
+    assert unmet(tmp_path) == ["pytest<1", "no-such-hub<2"]
+    put("no_such_hub", "1.5", "no-such-x")
+    put("pytest", "0.9")
+    assert unmet(tmp_path) == ["no-such-x"]

@@ -9,8 +9,10 @@ import sys
 import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "versions"
@@ -63,27 +65,54 @@ def constraints(text: str, pair: Pair) -> str:
 
 
 def make(pair: Pair, python: str = sys.executable) -> Environment:
-    """The environment of a pair. Where torch is the installed one, transformers alone is put in front of this environment.
+    """The environment of a pair. Where torch is the installed one, transformers is put in front of this environment, with those of its
+    requirements that are not installed in a release that it takes.
 
     Raises:
         CalledProcessError: pip does not find the releases.
+        RuntimeError: no release suits all that need it.
     """
     if pair.torch == version("torch") and python == sys.executable:
         folder = BUILD / f"{TARGET}-{pair.transformers}"
         if pair.transformers != version(TARGET) and not folder.exists():
             _pip(sys.executable, "install", "--no-deps", "--target", str(folder), f"{TARGET}=={pair.transformers}")
+            lacking: list[str] = []
+            while now := unmet(folder):
+                if now == lacking:
+                    raise RuntimeError(
+                        f"{folder} still lacks {', '.join(now)}: two of what is there need other releases of it"
+                    )
+                _pip(sys.executable, "install", "--no-deps", "--target", str(folder), *now)
+                lacking = now
         return Environment(python, (ROOT, folder) if folder.exists() else (ROOT,))
-    folder = BUILD / f"{pair.torch}-{pair.transformers}"
+    folder = BUILD / f"{pair.torch}-{pair.transformers}-{Path(python).resolve().name}"
     inside = folder / "bin" / "python"
     if not inside.exists():
         if python == sys.executable:
             venv.create(folder, with_pip=True)
         else:
             subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    file = folder / "constraints.txt"
-    file.write_text(constraints((ROOT / "constraints.txt").read_text("utf-8"), pair), "utf-8")
-    _pip(str(inside), "install", "--constraint", str(file), "--editable", f"{ROOT}[dev]")
+    file, text = folder / "constraints.txt", constraints((ROOT / "constraints.txt").read_text("utf-8"), pair)
+    if not file.exists() or file.read_text("utf-8") != text:
+        used = folder / "used.txt"
+        used.write_text(text, "utf-8")
+        _pip(str(inside), "install", "--constraint", str(used), "--editable", f"{ROOT}[dev]")
+        used.rename(file)  # what is installed
     return Environment(str(inside), (ROOT,))
+
+
+def unmet(folder: Path) -> list[str]:
+    """What the distributions in a folder need, extras aside, and is neither there nor in this environment, in a release that they take."""
+    needed = [Requirement(text) for one in distributions(path=[str(folder)]) for text in one.requires or ()]
+    return [
+        str(need)
+        for need in needed
+        if (need.marker is None or need.marker.evaluate())
+        and not any(
+            need.specifier.contains(found.version, prereleases=True)
+            for found in distributions(name=need.name, path=[str(folder), *sys.path])
+        )
+    ]
 
 
 def wheel(transformers: str) -> Path:

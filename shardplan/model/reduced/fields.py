@@ -58,7 +58,7 @@ NAMES: dict[Role, str] = {
     r"|ple_layer_ids|rope_scaling_layers|cross_attention_layers|fullatt_block_indexes|deepstack_visual_indexes|global_attn_indexes|intermediate_layers_indices|dense_layers"
     r"|.*_layer_(ids|idx|idxs|indices|indexes)|attn_layer_indices",
     "first_layers": r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|n_dense_layers"
-    r"|max_window_layers|n_hash_layers|num_hash_layers",
+    r"|max_window_layers|n_hash_layers|num_hash_layers|loop_layer_index_(start|end)",
     "last_layers": r"num_kv_shared_layers",
     "sparse_layers": r"num_sparse_(encoder|decoder)_layers",
     "layers": r"((encoder|decoder)_)?num_hidden_layers|n_layers?|num_layers|layers|(num_)?(encoder|decoder)_layers"

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from shardplan.core.tree import ModuleTree
@@ -181,7 +182,21 @@ def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
             entries.append(
                 (name, value[index] == index if role(name) is None and _names_layers(value) else value[index])
             )
-    return entries
+    return [*entries, *((name, index in part) for name, part in sections(config, count).items())]
+
+
+def sections(config: Mapping[str, Any], count: int) -> dict[str, range]:
+    """The layers of each section of a model, in order, where its configuration has a number for each and they add up to all of its layers
+    (those before, inside and behind a loop, say)."""
+    numbers = {
+        name: value
+        for name, value in config.items()
+        if name.endswith("_layers") and type(value) is int and value >= 0 and role(name) is None
+    }
+    ends = [*accumulate(numbers.values())]
+    if len(ends) < 2 or ends[-1] != count:
+        return {}
+    return {name: range(end - numbers[name], end) for name, end in zip(numbers, ends, strict=True)}
 
 
 def _names_layers(values: Sequence[Any]) -> bool:

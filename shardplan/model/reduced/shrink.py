@@ -15,7 +15,7 @@ from shardplan.model.config_numbers import config_value, text_config
 
 from .counts import like
 from .fields import Role, role
-from .layers import Kept
+from .layers import Kept, sections
 from .linked_widths import link
 from .scale import HEAD_DIMS, Scale, hidden_size, is_size, scale_of, tower_scale
 from .state_spaces import state_space_widths
@@ -91,7 +91,12 @@ def _with_heads(small: PreTrainedConfig, data: dict[str, Any]) -> None:
 def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a configuration and of those nested in it, made small."""
     skipped = ("transformers_version", "model_type", *(STAGES if "stage_names" in config.to_dict() else ()))
-    data = {key: value for key, value in config.to_dict().items() if key not in skipped}
+    own = vars(config)  # what is written may count in other units (Dory's layers: a half each)
+    data = {
+        key: own[key] if type(own.get(key)) is int or (type(own.get(key)) is list and _is_plain(own[key])) else value
+        for key, value in config.to_dict().items()
+        if key not in skipped
+    }
     for name, value in vars(config).items():
         if not isinstance(value, PreTrainedConfig):
             continue
@@ -111,6 +116,9 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
             }
         else:
             data[name] = _field(data[name], scale, name)
+    if config is text:
+        parts = sections(vars(config), scale.kept.count)
+        data |= {name: scale.kept.before(part.stop) - scale.kept.before(part.start) for name, part in parts.items()}
     for name in _computed(config):
         del data[name]
     state_space_widths(data, config, scale.widths, scale.hidden, scale.tp, scale.cp)
