@@ -91,9 +91,11 @@ def _with_heads(small: PreTrainedConfig, data: dict[str, Any]) -> None:
 def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a configuration and of those nested in it, made small."""
     skipped = ("transformers_version", "model_type", *(STAGES if "stage_names" in config.to_dict() else ()))
-    own = vars(config)  # what is written may count in other units (Dory's layers: a half each)
+    held = vars(config)  # what is written may count in other units (Dory's layers: a half each)
     data = {
-        key: own[key] if type(own.get(key)) is int or (type(own.get(key)) is list and _is_plain(own[key])) else value
+        key: held[key]
+        if type(held.get(key)) is int or (type(held.get(key)) is list and _is_plain(held[key]))
+        else value
         for key, value in config.to_dict().items()
         if key not in skipped
     }
