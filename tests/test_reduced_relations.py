@@ -99,7 +99,7 @@ class Sections(LlamaConfig):
     model_type = "sections"
 
     def __init__(self, n_input_layers=3, n_recurrent_layers=6, n_output_layers=3, **fields: Any):
-        super().__init__(**{"num_hidden_layers": 12, **fields})
+        super().__init__(**{"num_hidden_layers": 12, "kinds": ["a"] * 12, "first_k_dense_replace": 3, **fields})
         self.n_input_layers, self.n_recurrent_layers, self.n_output_layers = (
             n_input_layers,
             n_recurrent_layers,
@@ -110,7 +110,8 @@ class Sections(LlamaConfig):
 
     def to_dict(self) -> dict[str, Any]:
         data = super().to_dict()
-        return {**data, "num_hidden_layers": 2 * data["num_hidden_layers"]}
+        twice = ("num_hidden_layers", "kinds", "first_k_dense_replace")
+        return {**data, **{name: 2 * data[name] for name in twice}}
 
 
 def test_each_section_of_the_layers_has_some():
@@ -129,6 +130,9 @@ def test_each_section_of_the_layers_has_some():
     assert kept == Kept(12, (0, 3, 9))
     reduced = reduced_config(config, tp=2, seq_len=16, kept=kept)
     assert [getattr(reduced, name) for name in numbers] == [1, 1, 1, 3]
+    assert (reduced.kinds, reduced.first_k_dense_replace) == (["a"] * 3, 1), (
+        "as the model reads it, not as it is written"
+    )
 
 
 HEADS = "LiltModel"  # its head dim is tried until six places of a box fill the hidden size
