@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardplan.compiler.check.exchanged_heads import heads_shared_over_cp
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, prove_layouts, prove_stages, wanted_variants
-from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, overlays_of, variant_name
-from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
@@ -304,17 +302,7 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     asked.progress("checking layouts")
     sizes = replace(sizes, tp=report.checked_tp or 1)
     processes = run is not None and run.processes
-    shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=processes or not found.shrinks)
-    first = sizes if processes else proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
-    reduced = ModelLayouts(
-        found,
-        sizes.of(Axis.TP),
-        first.ep,
-        pp=blocks or sizes.pp,
-        blocks=blocks,
-        cp=first.cp,
-        shared=shared,
-    )
+    reduced = ModelLayouts.for_mesh(found, variants.resolved.values(), sizes, whole=processes, blocks=blocks)
     variants = prove_layouts(variants, plan, reduced, allow_unproven=allow)
     looked: tuple[Stage, ...] = (*report.stages, "layouts") if variants.layouts else report.stages
     allowed = variants.allowed(report.allowed_tp or ())
@@ -357,10 +345,8 @@ def _with_step(report: Report, variants: Variants, given: Given, asked: Check, s
 
     (found, plan), sizes, run = given.both, asked.sizes, step.run
     on = overlays_of(bool(asked.sequence_parallel), sizes, context=plan.has_context)
-    stages = run.stages(variants, sizes)
-    shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=True)
-    axes = {"pp": stages or 1, "blocks": stages, "cp": sizes.cp}
-    layouts = ModelLayouts(found, sizes.of(Axis.TP), sizes.ep, **axes, shared=shared)
+    blocks = run.stages(variants, sizes)
+    layouts = ModelLayouts.for_mesh(found, variants.resolved.values(), sizes, whole=True, blocks=blocks)
     question = StepQuestion(
         step.script, layouts, asked.model, plan, sizes, on, asked.logits, run.schedule, run.micro_batches
     )

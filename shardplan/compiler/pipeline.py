@@ -12,13 +12,11 @@ from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile, overlays_of, without_sequence
-from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.core.report import as_errors
 from shardplan.core.size_bounds import MOST_TOKENS, check_count
 from shardplan.core.sources import SourceMap
 
 from .automatic import Derive, with_context
-from .check.exchanged_heads import heads_shared_over_cp
 from .overrides import Logits, Override, overriding_document, refuse_empty, switched_off, with_parent
 from .user_inputs import AnyPlan, Model, find_model, read_plan
 from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts, prove_stages
@@ -219,9 +217,7 @@ def compile_variant(
     variants = given.structure(sizes, {without_sequence(overlays), overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
-    shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=not found.shrinks)
-    first = proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
-    reduced_model = ModelLayouts(found, sizes.tp or 1, first.ep, pp=sizes.pp, cp=first.cp, shared=shared)
+    reduced_model = ModelLayouts.for_mesh(found, variants.resolved.values(), sizes, whole=False)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     staged = None
     if sizes.pp > 1:
@@ -256,8 +252,7 @@ def compile_variants(
     needed = dict.fromkeys((*map(without_sequence, wanted), *wanted))
     variants = given.structure(sizes, needed)
     if not variants.any_error:
-        shared = heads_shared_over_cp(variants.resolved.values(), sizes, exact=True)
-        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp, cp=sizes.cp, shared=shared)
+        reduced_model = ModelLayouts.for_mesh(found, variants.resolved.values(), sizes, whole=True)
         variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = (*given.findings, *variants.all_findings)
     return {} if any_error(findings) else {on: program_of(variants, on) for on in wanted}, findings

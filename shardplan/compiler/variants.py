@@ -91,7 +91,8 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
-    """Add what the layout check finds, without several ranks on the axes tp, ep or cp nothing; and parameters that a forward changes, with several data-parallel ranks. It is for plans without structural errors.
+    """Add what the layout check finds, without several ranks on the axes tp, ep or cp nothing; and parameters that a forward changes,
+    with several data-parallel ranks. It is for plans without structural errors.
 
     Args:
         model: the model at the size of tp that is checked.

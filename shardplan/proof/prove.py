@@ -133,18 +133,18 @@ def prove(
     for mesh in every:
         progress("building a reduced model")
         of_mesh = reduced if processes else reduced_for(reduced, mesh)
-        on_it = [on for on in variants if mesh in meshes[on]]
-        compiled = compile_for(of_mesh, plan, mesh, {on_mesh(on, mesh) for on in on_it}, asked=processes)
+        on_it = {on: on_mesh(on, mesh) for on in variants if mesh in meshes[on]}
+        compiled = compile_for(of_mesh, plan, mesh, set(on_it.values()), asked=processes)
         trials: list[Trial] = []
-        for on in on_it:
-            program = program_of(compiled, on_mesh(on, mesh), logits=logits, sections=EAGER)
-            if on == on_mesh(on, mesh):
+        for on, variant in on_it.items():
+            program = program_of(compiled, variant, logits=logits, sections=EAGER)
+            if on == variant:
                 programs.setdefault(on, program)
             case: Recipe = ReducedCase(source, program, sizes, of_mesh.axes)
             if scheduled is not None:
                 kept = for_stages(program, wrapped=True)
                 case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
-            layouts = compiled.layouts.get(on_mesh(on, mesh))
+            layouts = compiled.layouts.get(variant)
             known = layouts.diagnostics if layouts is not None else ()
             trials.append(Trial(case, program, of_mesh.reduced_model, None if processes else mesh.world_size, known))
         if not processes:

@@ -11,8 +11,7 @@ from .color import Paint
 from .table import table
 from .width import printable
 
-# Of masks and scores.
-PAIRS = "masks and scores grow with the square of the sequence: attn_implementation flash_attention_2 or flex_attention makes none"
+WITHOUT_PAIRS = "attn_implementation flash_attention_2 or flex_attention"  # what makes no masks and scores
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -98,7 +97,7 @@ def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:
     lines = table(rows, right=(1, 2), width=width)
     lines.append(f"  the peak is in the {peak_place(memory)}")
     if memory.most.get("masks and scores"):
-        lines.append(f"  {PAIRS}")
+        lines.append(f"  masks and scores grow with the square of the sequence: {WITHOUT_PAIRS} makes none")
     if estimate.device is not None:
         verdict = "fits" if estimate.fits else "does not fit"
         fraction = memory.total / estimate.device.memory

@@ -9,7 +9,7 @@ from shardplan.core.estimates import CATEGORIES, Bound
 from shardplan.core.fits import Fit, Fitted
 
 from .color import Paint
-from .estimate_text import bytes_text, mesh_text, seconds_text
+from .estimate_text import WITHOUT_PAIRS, bytes_text, mesh_text, seconds_text
 from .width import printable
 
 LARGE = 0.4  # of the peak: worth a hint
@@ -122,7 +122,7 @@ def _hint(row: Fitted) -> str | None:
             return f"{part}: --logits sharded"
         return f"{part}: a loss in chunks of the sequence, or a smaller micro-batch"
     if category == "masks and scores":
-        return f"{part}: attn_implementation flash_attention_2 or flex_attention"
+        return f"{part}: {WITHOUT_PAIRS}"
     if category == "activations" and choice.checkpointing == "none":
         return f"{part}: --activation-checkpointing selective, if you need the memory"
     if category == "activations" and choice.checkpointing != "full":

@@ -24,18 +24,11 @@ class HostGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
         super().__init__(rank, size)
-        self.rank_, self.size_ = rank, size
         self.gloo = dist.ProcessGroup(store, rank, size)
         kind = dist.ProcessGroup.BackendType.GLOO
         self.gloo._set_default_backend(kind)
         backend = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.gloo._register_backend(torch.device("cpu"), kind, backend)
-
-    def rank(self) -> int:
-        return self.rank_
-
-    def size(self) -> int:
-        return self.size_
 
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND

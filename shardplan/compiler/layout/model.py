@@ -11,10 +11,12 @@ from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
+from shardplan.compiler.check.exchanged_heads import heads_shared_over_cp
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
+from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.core.tree import ModuleInfo, ModuleTree, named
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
@@ -82,6 +84,22 @@ class ModelLayouts:
         self.blocks, self.shared = blocks or min(pp, STAGES), dict(shared)
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
+
+    @classmethod
+    def for_mesh(
+        cls, found: FoundModel, resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, whole: bool, blocks: int = 0
+    ) -> ModelLayouts:
+        """The model at the sizes that stand for a mesh.
+
+        Args:
+            resolved: variants of a plan, bound to the model.
+            whole: at those of the mesh itself, as its processes run it; else at those of the first mesh on which the plan is proven.
+            blocks: how many of a pipeline's schedule; 0: as the mesh says.
+        """
+        shared = heads_shared_over_cp(resolved, sizes, exact=whole or not found.shrinks)
+        first = sizes if whole else proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
+        axes = {"pp": blocks or sizes.pp, "blocks": blocks, "cp": first.cp}
+        return cls(found, sizes.of(Axis.TP), first.ep, **axes, shared=shared)
 
     def of(self, **changes: Any) -> ModelLayouts:
         """The same model with other sizes."""

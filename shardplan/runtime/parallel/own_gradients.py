@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ def _alone(gradient: Tensor, times: Counter[int]) -> bool:
         return False
     if isinstance(gradient, _FakeTensor):
         return True
-    return _references(gradient) <= _measured(view=gradient._base is not None)
+    return all(map(le, _references(gradient), _measured(view=gradient._base is not None)))
 
 
 class _References(NamedTuple):
@@ -46,9 +47,6 @@ class _References(NamedTuple):
     tensor: int
     storage: int
     base: int
-
-    def __le__(self, most: Any) -> bool:
-        return all(have <= own for have, own in zip(self, most, strict=True))
 
 
 def _references(gradient: Tensor) -> _References:
