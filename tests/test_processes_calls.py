@@ -19,6 +19,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.runtime.apply import without_sequence_parallel
 
 NEW = 8  # tokens to generate
+UNENDED = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 3}
 
 
 def pair() -> DeviceMesh:
@@ -110,6 +111,34 @@ def test_sampling_gives_the_text_of_the_first_tp_rank(same_seed):
             for found, expected in zip(results[how], texts[rank // 2], strict=True):
                 assert torch.equal(found, expected), (how, rank)
         assert not torch.equal(texts[0][0], texts[0][1]) and not torch.equal(texts[0][0], texts[1][0])
+
+
+# Texts of data-parallel ranks that end at different lengths
+
+
+def ended(model: nn.Module, share: int) -> Tensor:
+    """Greedy tokens of a data-parallel rank's prompts. The text of the first rank ends with its second token, which that of the
+    other does not have before its last."""
+    prompt = batch(1)[:1, : 8 + share]
+    with torch.no_grad():
+        free = [small_model("qwen3", noise=0.1).eval().generate(batch(1)[:1, : 8 + i], **UNENDED)[0, 8 + i :] for i in (0, 1)]
+        [end] = [token for token in free[0][1:2].tolist() if token not in free[1][:-1].tolist()]
+        return model.eval().generate(prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=3, eos_token_id=end)
+
+
+def generate_unequally() -> Tensor:
+    mesh = shardplan.build_mesh(device_type="cpu")
+    model = shardplan.apply_plan(small_model("qwen3", noise=0.1), mesh, "auto", prove=False)
+    return ended(model, mesh["dp_shard"].get_local_rank())
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_generate_texts_of_their_own_lengths():
+    ranks = on_ranks(2, generate_unequally, seconds=60)
+    expected = [ended(small_model("qwen3", noise=0.1), share) for share in (0, 1)]
+    assert expected[0].shape[1] < expected[1].shape[1]
+    for rank, tokens in enumerate(ranks):
+        assert torch.equal(tokens, expected[rank]), rank
 
 
 # A vocabulary of which the last rank has a single row

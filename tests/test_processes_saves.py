@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler, MultiStepLR, ReduceLROnPlateau, SequentialLR
 
 import shardplan
+from shardplan.proof.compare import relative_error
 from shardplan.weights import all_ranks, training_state
 from tests.doc_blocks import ROOT
 
@@ -141,6 +143,70 @@ def test_several_optimizers_are_saved_and_loaded_on_another_mesh(tmp_path):
             f"{other}none: {those}",
             f"{other}ReduceLROnPlateau, MultiStepLR, SequentialLR: {those}",
         ]
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"dp_shard": 1, "tp": 2},
+    "pp": {"dp_shard": 1, "pp": 2},
+    "ep": {"dp_shard": 2, "ep": 2},
+    "cp": {"dp_shard": 1, "cp": 2},
+}
+
+
+def on_mesh(name: str) -> tuple[Any, list[torch.optim.Optimizer], list[LRScheduler]]:
+    model = small_model("qwen3_moe", dtype=torch.float64, output_router_logits=False)
+    options: dict[str, Any] = {
+        "pp": {"pipeline": shardplan.PipelineOptions("1f1b", 2), "pipeline_parallel": {"layers": "model.layers.*"}}
+    }
+    planned = shardplan.apply_plan(
+        model, shardplan.build_mesh(**MESHES[name]), "auto", prove=False, **options.get(name, {})
+    )
+    return planned, *two_optimizers_and_schedules(planned)
+
+
+def two_optimizers_and_schedules(model: Any) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizers = [torch.optim.SGD(wide, lr=1e-2, momentum=0.9), torch.optim.AdamW(others, lr=1e-3)]
+    first, second = optimizers
+    return optimizers, [LinearLR(first, 0.25, total_iters=4), MultiStepLR(second, [2], gamma=0.5)]
+
+
+def stepped(
+    model: Any, optimizers: list[torch.optim.Optimizer], schedules: list[LRScheduler], seed: int, mesh: str = ""
+) -> None:
+    given = {"input_ids": batch(seed), "labels": batch(seed)}
+    if mesh == "pp":
+        model.step(**given, use_cache=False)
+    else:
+        with shardplan.context_parallel(model, **given) if mesh == "cp" else nullcontext(given) as own:
+            model(**own, use_cache=False).loss.backward()
+    for one in (*optimizers, *schedules):
+        one.step()
+    model.zero_grad()
+
+
+def from_mesh_to_mesh(folder: Path) -> None:
+    """A step on each mesh, which the next one reads and goes on from."""
+    reference = small_model("qwen3_moe", dtype=torch.float64, output_router_logits=False)
+    optimizers, schedules = two_optimizers_and_schedules(reference)
+    names = [*MESHES, next(iter(MESHES))]
+    for number, name in enumerate(names):
+        model, own_optimizers, own_schedules = on_mesh(name)
+        if number:
+            shardplan.load_training_state(model, own_optimizers, folder, schedulers=own_schedules)
+        stepped(model, own_optimizers, own_schedules, number, name)
+        stepped(reference, optimizers, schedules, number)
+        assert [one.get_last_lr() for one in own_schedules] == [one.get_last_lr() for one in schedules], name
+        expected = dict(reference.named_parameters())
+        for key, value in shardplan.full_parameters(model):
+            assert relative_error(value, expected[key]) <= 1e-6, (name, key, relative_error(value, expected[key]))
+        shardplan.save_training_state(model, own_optimizers, folder, schedulers=own_schedules, overwrite=True)
+
+
+@pytest.mark.slow
+def test_several_optimizers_and_schedules_go_on_from_mesh_to_mesh(tmp_path):
+    on_ranks(2, from_mesh_to_mesh, tmp_path / "state")
 
 
 def alone(folder: Path) -> list[str]:

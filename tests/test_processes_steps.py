@@ -89,6 +89,12 @@ def test_wrong_steps_are_named_and_right_ones_are_not(script: Path) -> None:
     assert re.search(expected, found) if expected else not found, f"{found or 'nothing'}, not {expected or 'nothing'}"
 
 
+@pytest.mark.slow
+def test_what_the_page_does_not_promise_is_not_told() -> None:
+    """An optimizer that is made before the plan is in tests/test_early_optimizers.py."""
+    assert not findings(FOLDER / "untold" / "same_on_one_process.py")
+
+
 def test_wrong_steps_say_what_they_are_named_by() -> None:
     assert all(said(script, "named") for script in WRONG) and not any(said(script, "named") for script in RIGHT)
 

@@ -19,7 +19,7 @@ from .refusals import no_attention_maps, no_later_adapters, no_whole_labels
 from .same_inputs import is_compared, same_inputs
 from .same_kinds import same_kinds
 from .same_weights import same_weights
-from .sampling import sample_alike
+from .sampling import end_together, sample_alike
 from .unchanged import unchanged
 from .unequal_means import warn_of_unequal_means
 from .watched import Look, Looks, Watched
@@ -75,7 +75,7 @@ GUARDS: tuple[Guard, ...] = (
 
 
 def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
-    """Attach the guards to a model that a plan was applied to, let tp ranks sample alike, and look at what losses are means over.
+    """Attach the guards to a model that a plan was applied to, let its ranks sample together, and look at what losses are means over.
 
     Args:
         compare: compare the inputs of tp ranks, the kinds of inputs and the labels of data-parallel ranks, and the weights of replicas.
@@ -92,6 +92,8 @@ def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
         _watch(module, looking)
     if kind == "model" and watched.mesh.tp is not None and watched.mesh.tp_size > 1:
         sample_alike(watched.inner, watched.mesh.tp)
+    if kind == "model" and watched.mesh.sizes.dp_shard > 1:
+        end_together(watched.inner)
     if kind == "model" and compare:
         warn_of_unequal_means(watched)
 

@@ -1,4 +1,4 @@
-"""Sampling: the ranks of a tp group draw the same random numbers, and so the same text."""
+"""Sampling: the ranks of a tp group draw the same random numbers, and so the same text; data-parallel ranks end together."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def sample_alike(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     if callable(generate := getattr(model, "generate", None)):
         model.__dict__["generate"] = partial(_generate, generate, mesh)
+
+
+def end_together(model: nn.Module) -> None:
+    """Let transformers' code call the model, and the layers that it would skip at random, as often on each rank: a forward gathers
+    parameters from all data-parallel ranks, whose texts end at different lengths.
+
+    Args:
+        model: whose parameters are sharded over ranks with batches of their own.
+    """
+    for module in model.modules():
+        module.__dict__["_is_fsdp_managed_module"] = True
 
 
 def _generate(generate: Callable[..., Any], mesh: DeviceMesh, *args: Any, **options: Any) -> Any:
