@@ -121,7 +121,10 @@ def ended(model: nn.Module, share: int) -> Tensor:
     other does not have before its last."""
     prompt = batch(1)[:1, : 8 + share]
     with torch.no_grad():
-        free = [small_model("qwen3", noise=0.1).eval().generate(batch(1)[:1, : 8 + i], **UNENDED)[0, 8 + i :] for i in (0, 1)]
+        free = [
+            small_model("qwen3", noise=0.1).eval().generate(batch(1)[:1, : 8 + i], **UNENDED)[0, 8 + i :]
+            for i in (0, 1)
+        ]
         [end] = [token for token in free[0][1:2].tolist() if token not in free[1][:-1].tolist()]
         return model.eval().generate(prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=3, eos_token_id=end)
 

@@ -189,6 +189,13 @@ def _of_step(
                 "update it from the parameters after the optimizer's step, on all ranks",
                 None,
             )
+    for name in {**one.buffers, **own.buffers}:
+        both = own.buffers.get(name), one.buffers.get(name)
+        if None in both or not relative_error(*both) <= LIMIT:
+            return Difference(
+                f"the step writes another value into the buffer {name} than on one process",
+                "make what is written of the batches of all data-parallel ranks: reduce it over them",
+            )
     if one.loss is not None and (own.loss is None or not isclose(own.loss, one.loss, rel_tol=LIMIT, abs_tol=LIMIT)):
         text = f"the step returns {own.loss}, on one process {one.loss:.6g}"
         return Difference(

@@ -42,6 +42,7 @@ class Ran:
         rates: their learning rates then.
         backward: the gradients after the last backward; `update`: in front of the optimizer's step; `after`: the parameters after it.
         state: what else the script keeps of a parameter's shape.
+        buffers: those of the model that changed after its last forward and backward.
         factor: by how much this rank's parts of the gradients were multiplied between backward and the optimizer's step; None: not by one number.
         square: the square of their norm after backward.
     """
@@ -59,6 +60,7 @@ class Ran:
     update: Tensors = field(default_factory=dict)
     after: Tensors = field(default_factory=dict)
     state: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
     factor: float | None = None
     square: float = 0.0
 
@@ -69,7 +71,7 @@ def merged(own: Ran, others: Sequence[Ran]) -> Ran:
     def of(name: str) -> Tensors:
         return {key: value for ran in (*others, own) for key, value in getattr(ran, name).items()}
 
-    return replace(own, backward=of("backward"), update=of("update"), after=of("after"), state=of("state"))
+    return replace(own, **{name: of(name) for name in ("backward", "update", "after", "state", "buffers")})
 
 
 class Watch(TorchFunctionMode):
@@ -82,7 +84,7 @@ class Watch(TorchFunctionMode):
         for part in record.parts if isinstance(record, AppliedParts) else (record,):
             part.reshard()  # between forward and backward, FSDP2 has gathered parameters in the places of these
         self.parameters = {_own(name): p for name, p in model.named_parameters()}
-        self._inside, self._versions = False, list[int]()
+        self._inside, self._versions, self._buffers = False, list[int](), self._buffers_now()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func not in BACKWARDS or self._inside:
@@ -102,10 +104,19 @@ class Watch(TorchFunctionMode):
         self._note("backward")
         self.ran.roots += [float(x.detach()) for x in roots if not x.ndim]
         self.ran.backward = _gradients(self.parameters)
-        self._versions = self._versions_now()
+        self._versions, self._buffers = self._versions_now(), self._buffers_now()
 
     def _versions_now(self) -> list[int]:
         return [to_local_if_dtensor(parameter)._version for parameter in self.parameters.values()]
+
+    def _buffers_now(self) -> Tensors:
+        parts = self.model.parts if isinstance(self.model, Pipeline) else [self.model]
+        return {_own(name): x.detach().clone() for part in parts for name, x in part.named_buffers()}
+
+    def written_buffers(self) -> Tensors:
+        """Those that the script has written; what forwards change, checkpointed ones in backward too, is of each rank's own batches."""
+        own = self._buffers
+        return {name: x for name, x in self._buffers_now().items() if name not in own or not torch.equal(x, own[name])}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -127,6 +138,7 @@ class Watch(TorchFunctionMode):
                 loss = own(**inputs)
             finally:
                 self._inside = False
+            self._buffers = self._buffers_now()
             if torch.is_grad_enabled():
                 self._went_back([loss])
             return loss
@@ -173,6 +185,7 @@ class Watch(TorchFunctionMode):
 
     def _called(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if module is self.model:
+            self._buffers = self._buffers_now()
             self._went_forward(kwargs.get("input_ids", args[0] if args else None), output)
 
     def _went_forward(self, ids: Any, output: Any) -> None:

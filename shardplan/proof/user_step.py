@@ -144,6 +144,7 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
                 drew = drew or not torch.equal(before, torch.get_rng_state())
                 ran = watch.ran
                 ran.loss = None if loss is None else float(whole(loss) if isinstance(loss, Tensor) else loss)
+                ran.buffers = watch.written_buffers()
                 ran.after = {name: p.detach().clone() for name, p in watch.parameters.items()}
                 shapes = {p.shape for p in model.parameters() if p.ndim > 1}
                 ran.state = {name: x.detach().clone() for name, x in _kept(state, model, "state", 0)}
