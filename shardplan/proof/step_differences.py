@@ -190,8 +190,8 @@ def _of_step(
                 None,
             )
     for name in {**one.buffers, **own.buffers}:
-        both = own.buffers.get(name), one.buffers.get(name)
-        if None in both or not relative_error(*both) <= LIMIT:
+        written, right = own.buffers.get(name), one.buffers.get(name)
+        if written is None or right is None or not relative_error(written, right) <= LIMIT:
             return Difference(
                 f"the step writes another value into the buffer {name} than on one process",
                 "make what is written of the batches of all data-parallel ranks: reduce it over them",

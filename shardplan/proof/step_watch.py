@@ -71,7 +71,8 @@ def merged(own: Ran, others: Sequence[Ran]) -> Ran:
     def of(name: str) -> Tensors:
         return {key: value for ran in (*others, own) for key, value in getattr(ran, name).items()}
 
-    return replace(own, **{name: of(name) for name in ("backward", "update", "after", "state", "buffers")})
+    parts = replace(own, backward=of("backward"), update=of("update"), after=of("after"))
+    return replace(parts, state=of("state"), buffers=of("buffers"))
 
 
 class Watch(TorchFunctionMode):

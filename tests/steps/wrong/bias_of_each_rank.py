@@ -1,6 +1,6 @@
 """The bias that balances experts (DeepSeek-V3) follows the tokens of each rank's own micro-batches."""
 
-# on: deepseek_v3 dp_shard=2
+# on: glm4_moe dp_shard=2
 # named: the buffer model.layers.\d.mlp.gate.e_score_correction_bias
 
 import torch
