@@ -36,6 +36,7 @@ CPU = (
     "loading",
     "pipelines",
     "optimizers",
+    "refit",
 )
 GPU = ("gpu",)
 

@@ -2,19 +2,19 @@
 
     torchrun --nproc-per-node 4 examples/rl_refit.py --tp 2
 
-The trained model is split; the engine has whole weights, as vLLM or SGLang take them: `load_weights` reads (name, tensor), one at a
-time. Here the engine is the same small model, unsharded, on every rank. The reward counts a token.
+The trained model is split; the engine is the same small model, whole on every rank. `refit` computes once who sends which slice to whom,
+and `run()` moves the weights before each step: an engine with a plan and a mesh of its own would get its slices alone. An engine in
+other processes (vLLM, SGLang) has `load_weights(pairs)`, which reads full_parameters(model, names="checkpoint"). The reward counts a token.
 """
 
 import argparse
 import os
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardplan import apply_plan, build_mesh, clip_grad_norm_, full_parameters, materialize
+from shardplan import apply_plan, build_mesh, clip_grad_norm_, materialize, refit
 from shardplan.runtime.training import log_probabilities
 
 CONFIG = os.path.join(os.path.dirname(__file__), "tiny-qwen3.json")
@@ -22,16 +22,10 @@ WANTED = ord("e")  # the token that is rewarded
 
 
 class Engine:
-    """What an inference engine offers: sampling, and a loader of weights by name."""
+    """What an inference engine offers: sampling."""
 
     def __init__(self, device: str) -> None:
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIG)).to(device).eval()
-        self.parameters = dict(self.model.named_parameters())
-
-    @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            self.parameters[name].copy_(tensor)
 
     @torch.no_grad()
     def generate(self, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -61,10 +55,12 @@ def train(args: argparse.Namespace) -> None:
     materialize(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     engine = Engine(device)
+    weights = refit(model, engine.model)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
+    say(f"each refit sends {weights.bytes:,} bytes, the least is {weights.bound:,}", flush=True)
 
     for step in range(1, args.steps + 1):
-        engine.load_weights(full_parameters(model))  # gathered one at a time, on all ranks
+        weights.run()  # on all ranks
         torch.manual_seed(1000 * step + dist.get_rank() // args.tp)  # the ranks of a tp group sample the same
         prompts = torch.randint(256, (args.batch, 8), device=device)
         ids = engine.generate(prompts, args.new_tokens)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # each name under its own name again: so type checkers know t
     )
     from .compiler.user_inputs import Model as Model
     from .core.diagnostics import PlanError as PlanError
-    from .core.estimates import TrainingStep as TrainingStep
+    from .core.estimates import EngineRanks as EngineRanks, TrainingStep as TrainingStep
     from .core.plan import Plan as Plan
     from .core.plan_changes import PlanDiff as PlanDiff
     from .core.plan_lock import LockedQuestion as LockedQuestion
@@ -49,10 +49,12 @@ if TYPE_CHECKING:  # each name under its own name again: so type checkers know t
     from .weights import (
         Loaded as Loaded,
         Progress as Progress,
+        Refit as Refit,
         full_parameters as full_parameters,
         load_checkpoint as load_checkpoint,
         load_training_state as load_training_state,
         materialize as materialize,
+        refit as refit,
         save_checkpoint as save_checkpoint,
         save_training_state as save_training_state,
     )
@@ -87,6 +89,8 @@ _EXPORTS = {
     "load_checkpoint": "shardplan.weights",
     "save_checkpoint": "shardplan.weights",
     "full_parameters": "shardplan.weights",
+    "refit": "shardplan.weights",
+    "Refit": "shardplan.weights",
     "save_training_state": "shardplan.weights",
     "load_training_state": "shardplan.weights",
     "Loaded": "shardplan.weights",
@@ -100,6 +104,7 @@ _EXPORTS = {
     "update_expert_bias": "shardplan.runtime.training",
     "Model": "shardplan.compiler.user_inputs",
     "TrainingStep": "shardplan.core.estimates",
+    "EngineRanks": "shardplan.core.estimates",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
     "PlanDiff": "shardplan.core.plan_changes",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from expert_runs import Case, batch, build, data_rank_of, of, planned
 from processes import on_ranks
+from safetensors.torch import load_file
 from small_models import whole_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -74,6 +75,10 @@ def travel(journey: Journey, folder: Path) -> None:
     values = {key: value.clone() for key, value in shardplan.full_parameters(first)}
     same(values, {key: value for key, value in expected.items() if key in values})
     shardplan.save_checkpoint(first, folder / "ep 2", max_shard_size="40KB")
+    given = {key: value.clone() for key, value in shardplan.full_parameters(first, names="checkpoint")}
+    same(
+        given, {key: value for one in (folder / "ep 2").glob("*.safetensors") for key, value in load_file(one).items()}
+    )
     dcp.save(first.state_dict(), checkpoint_id=folder / "split")
     for mesh in journey.meshes:
         for source in ("saved", "split", "another mesh", "whole"):

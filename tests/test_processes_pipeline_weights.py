@@ -46,6 +46,12 @@ def read_and_write(recipe: Recipe, settings: dict[str, Any], folder: str, writte
     loaded = shardplan.load_checkpoint(pipeline, folder)
     parameters = dict(shardplan.full_parameters(pipeline))
     shardplan.save_checkpoint(pipeline, written, max_shard_size="50KB")
+    given = dict(shardplan.full_parameters(pipeline, names="checkpoint", ranks=[1, 3]))
+    if dist.get_rank() in (1, 3):
+        saved = {key: value for file in Path(written).glob("*.safetensors") for key, value in load_file(file).items()}
+        assert given.keys() == saved.keys() and all(torch.equal(value, saved[key]) for key, value in given.items())
+    else:
+        assert not given
     return {"read": loaded.read, "stored": loaded.stored, "parameters": parameters}
 
 

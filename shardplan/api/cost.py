@@ -17,7 +17,7 @@ from .deciding import Asked, program_or_raise
 from .keywords import AnyMesh, model_of, sizes_of
 
 if TYPE_CHECKING:
-    from shardplan.core.estimates import Device, Estimate, TrainingStep
+    from shardplan.core.estimates import Device, EngineRanks, Estimate, TrainingStep
 
 
 def estimate(
@@ -27,6 +27,7 @@ def estimate(
     step: TrainingStep,
     *,
     device: Device | str | None = None,
+    engine: EngineRanks | None = None,
     sequence_parallel: bool = False,
     logits: Logits = "plan",
     data_parallel: Override = None,
@@ -46,6 +47,7 @@ def estimate(
         mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`, or a DeviceMesh; without tp it is 1.
         step: what one step is.
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
+        engine: the ranks that get the weights after each step; their refit is estimated too.
         sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather: as for
             `compile_plan`.
         derive: as for `validate`.
@@ -53,13 +55,19 @@ def estimate(
 
     Raises:
         PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
-        ValueError: a wrong size, word or device; a schedule that the mesh, the micro-batches or the plan do not allow; a data-parallel backend other than fsdp2; a process group exists.
+        ValueError: a wrong size, word or device; a schedule that the mesh, the micro-batches or the plan do not allow; a data-parallel backend other than fsdp2; a process group exists; an engine and
+            stages (pp).
     """
     changes = Changes(
         sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
     )
     asked = Asked(model_of(model), plan, changes, derive=derive)
-    return estimated(asked, sizes_of(mesh), step, device, progress)
+    made = estimated(asked, sizes_of(mesh), step, device, progress)
+    if engine is None:
+        return made
+    from .refitting import refit_estimate
+
+    return replace(made, refit=refit_estimate(asked, sizes_of(mesh), step, engine, made.device, progress))
 
 
 def estimated(

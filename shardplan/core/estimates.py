@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .dtypes import dtype_name
 from .mesh import Axis, MeshSizes
@@ -134,6 +134,46 @@ class TrainingStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRanks:
+    """The ranks that run a model for inference beside the training, and get its weights after each step (`shardplan.refit`).
+
+    Args:
+        plan: of the engine's model: a name, a file or a Plan.
+        mesh: sizes by axis, `{"tp": 4}`.
+        precision: the dtype of its weights.
+        first: its first rank in the job: 0, where the trainer's is, or another, such as the number of the trainer's ranks.
+
+    Raises:
+        ValueError: an unknown precision, or a first rank that is no number from 0 on.
+    """
+
+    plan: Any
+    mesh: Mapping[str, int]
+    precision: Precision = "bf16"
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", SHORT[dtype_name(self.precision, "precision")])
+        if not isinstance(self.first, int) or isinstance(self.first, bool) or self.first < 0:
+            raise ValueError(f"first must be the number of a rank, not {self.first!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class RefitEstimate:
+    """What one refit of an engine costs.
+
+    Args:
+        bytes: that all ranks send.
+        busiest: the most bytes that one rank sends or receives.
+        seconds: the least time, by the slowest link of the device that is used; None without a device.
+    """
+
+    bytes: int
+    busiest: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """What is estimated.
 
@@ -255,6 +295,7 @@ class Estimate:
         not_modelled: what the figures leave out.
         device, bound: where a device was named.
         pipeline: where pp is above 1.
+        refit: where an engine was named.
     """
 
     asked: Question
@@ -271,6 +312,7 @@ class Estimate:
     device: Device | None = None
     bound: Bound | None = None
     pipeline: PipelineEstimate | None = None
+    refit: RefitEstimate | None = None
 
     @property
     def tokens(self) -> int:

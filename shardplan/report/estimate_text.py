@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardplan.core.estimates import CATEGORIES, Estimate, Memory, PipelineEstimate
+from shardplan.core.estimates import CATEGORIES, Estimate, Memory, PipelineEstimate, RefitEstimate
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 
 from .color import Paint
@@ -29,6 +29,7 @@ def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) 
         _traffic(estimate, paint, width),
         _computation(estimate),
         *([_bound(estimate, paint, width)] if estimate.bound else []),
+        *([_refit(estimate.refit)] if estimate.refit else []),
         "\n".join([paint("strong", "not modelled"), *(f"  {text}" for text in estimate.not_modelled)]),
     ]
     return "\n\n".join(parts)
@@ -138,6 +139,14 @@ def _bound(estimate: Estimate, paint: Paint, width: int | None) -> str:
     rows = [(f"  {term}", seconds_text(seconds)) for term, seconds in bound.terms.items()]
     speed = f"  at most {estimate.tokens_per_second or 0:,.0f} tokens/s a device"
     return "\n".join([paint("strong", head), *table(rows, right=(1,), width=width), speed])
+
+
+def _refit(refit: RefitEstimate) -> str:
+    time = "" if refit.seconds is None else f", which takes at least {seconds_text(refit.seconds)}"
+    return (
+        f"a refit of the engine: {bytes_text(refit.bytes)} between all ranks, at most {bytes_text(refit.busiest)} out of one rank or into "
+        f"one{time}"
+    )
 
 
 def seconds_text(seconds: float) -> str:

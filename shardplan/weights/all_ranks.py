@@ -74,10 +74,15 @@ def _everyone(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     """The value of each rank, in the same order on all."""
     values = [value]
     for group in [None] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]:
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, values, group=group)
-        values = [one for part in gathered for one in part]
+        values = [one for part in of_all(values, group) for one in part]
     return values
+
+
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank of a process group, the default one where none is given."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 class _Called:

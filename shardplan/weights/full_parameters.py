@@ -21,6 +21,9 @@ from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
 
 from .checkpoint_names import without_wrapper
+from .checkpoint_parameters import checkpoint_parameters
+
+Names = Literal["model", "checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,13 @@ class _Stored:
 
 
 @overload
-def full_parameters(model: nn.Module | Pipeline, gradients: Literal[False] = False) -> Iterator[tuple[str, Tensor]]: ...
+def full_parameters(
+    model: nn.Module | Pipeline,
+    gradients: Literal[False] = False,
+    *,
+    names: Names = "model",
+    ranks: Sequence[int] | None = None,
+) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @overload
@@ -43,7 +52,7 @@ def full_parameters(
 
 
 def full_parameters(
-    model: nn.Module | Pipeline, gradients: bool = False
+    model: nn.Module | Pipeline, gradients: bool = False, *, names: Names = "model", ranks: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
     """The parameters of a planned model, whole and with rows in the original order, and its persistent buffers: for the weight
     updates of an inference engine, and for exports. To be called on all ranks, and iterated to the end on all: each parameter is a
@@ -57,15 +66,30 @@ def full_parameters(
     Args:
         model: what `apply_plan` returned, with memory, on any mesh.
         gradients: give each parameter's gradient too; a buffer has none.
+        names: "checkpoint" gives names and tensors as `save_checkpoint` writes them and engines load them, in the order in
+            which it does: experts one by one where the model has them in a stack, which no rank then holds whole.
+        ranks: of the job, those that get the tensors of a checkpoint; None is all. On others the iterator has nothing to give, and
+            is to be iterated all the same.
 
     Returns:
         An iterator of (name, tensor), or of (name, tensor, gradient), where the gradient is None if the parameter has none.
         Tensors are detached, in the dtype of the parameter, and have the shape of the unsharded one.
 
     Raises:
-        ValueError: no plan was applied, or a tensor is on the meta device. It is raised by the call, not by the first
-            iteration.
+        ValueError: no plan was applied; a tensor is on the meta device; an argument does not fit. It is raised by the call, not by the
+            first iteration.
     """
+    if names == "checkpoint":
+        if gradients:
+            raise ValueError(
+                'gradients have the names of the model: write full_parameters(model, gradients=True), without names="checkpoint"'
+            )
+        return checkpoint_parameters(model, ranks)
+    if names != "model" or ranks is not None:
+        raise ValueError(
+            f'names is "model" or "checkpoint", and ranks goes with "checkpoint", not names={names!r}, ranks={ranks!r}: write '
+            'full_parameters(model, names="checkpoint", ranks=[0])'
+        )
     if isinstance(model, Pipeline):
         return _of_stages(model, gradients)
     stored, record = _stored(model), applied(model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class Lazy(Tensor):
             return lazy(result, made)
         return [lazy(one, expression) for one, expression in zip(result, made, strict=True)]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _made_again, (tuple(self.shape), self.dtype, self.expression)
+
 
 def lazy(meta: Tensor, expression: Expression) -> Lazy:
     """A lazy tensor with the shape and the dtype of `meta`."""
@@ -49,6 +53,10 @@ def lazy(meta: Tensor, expression: Expression) -> Lazy:
     made = meta.as_subclass(Lazy)
     made.meta, made.expression = meta, expression
     return made
+
+
+def _made_again(shape: tuple[int, ...], dtype: torch.dtype, expression: Expression) -> Lazy:
+    return lazy(torch.empty(shape, dtype=dtype, device="meta"), expression)
 
 
 def leaf(key: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Lazy:
@@ -63,15 +71,23 @@ def read(tensor: Lazy, out: Tensor, box: Box | None = None) -> None:
         tensor.expression.read(out, box)
 
 
-def leaves(tensor: Lazy) -> dict[str, Leaf]:
-    """The leaves that a tensor is made of, by key."""
-    found, waiting = {}, [tensor.expression]
+def expressions(tensor: Lazy) -> Iterator[Expression]:
+    """All that a tensor is made by."""
+    waiting = [tensor.expression]
     while waiting:
         expression = waiting.pop()
-        if isinstance(expression, Leaf):
-            found[expression.key] = expression
+        yield expression
         waiting += expression.parts
-    return found
+
+
+def leaves(tensor: Lazy) -> dict[str, Leaf]:
+    """The leaves that a tensor is made of, by key."""
+    return {one.key: one for one in expressions(tensor) if isinstance(one, Leaf)}
+
+
+def in_slices(tensor: Lazy) -> bool:
+    """Whether every box of it is made of boxes of the leaves that are no larger."""
+    return not any(isinstance(one, Reshape | Computed) for one in expressions(tensor))
 
 
 def _lazies(value: Any) -> Iterator[Lazy]:
@@ -205,7 +221,7 @@ class Reshape(Expression):
         back = _equal(self.before[front:][::-1], self.after[front:][::-1])
         middle = tuple((0, size) for size in self.before[front : len(self.before) - back])
         inner = (*box[:front], *middle, *box[len(box) - back :])
-        values = torch.empty([stop - start for start, stop in inner], dtype=out.dtype)
+        values = torch.empty([stop - start for start, stop in inner], dtype=out.dtype, device=out.device)
         self.parts[0].read(values, inner)
         cut = box[front : len(box) - back]
         whole = self.after[front : len(self.after) - back]
@@ -224,12 +240,20 @@ class Computed(Expression):
 
     def read(self, out: Tensor, box: Box) -> None:
         def values(tensor: Lazy) -> Tensor:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=out.device)
             read(tensor, whole)
             return whole
 
         result = self.operation(*_changed(self.args, values), **_changed(self.kwargs, values))
         out.copy_(result[tuple(slice(*one) for one in box)])
+
+    def __reduce__(self) -> Any:  # torch's operators are not pickled
+        return _computed_again, (str(self.operation), self.args, self.kwargs)
+
+
+def _computed_again(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Computed:
+    operator: Any = reduce(getattr, operation.split("."), torch.ops)
+    return computed(operator, args, kwargs)
 
 
 def _with(box: Box, dim: int, one: tuple[int, int]) -> Box:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from itertools import product
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,17 @@ from transformers import PreTrainedModel
 
 from shardplan.runtime.apply.applied import Applied, AppliedParts, applied
 from shardplan.runtime.apply.model_parts import parts_of
-from shardplan.runtime.apply.slices import Packing
-from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 
 from .all_ranks import all_or_none, is_first
-from .checkpoint_names import Resolved, StateEntry, inner_model, resolve, state_entries
+from .checkpoint_names import Resolved, StateEntry, resolve, state_entries
 from .folders import repair
 from .lazy import Lazy, leaf, leaves, read
 from .materialize import initialize
 from .progress import OnProgress, Progress, reporter
-from .ranges import Ranges, own_ranges
+from .ranges import Ranges, boxes_of
 from .safetensors_folder import Reader, stored_tensors
+from .stored_parts import StoredPart, part_of, ranges_of
 
 SHOWN = 30  # similar names are looked for only so often, as it takes time
 
@@ -123,7 +121,7 @@ def load_checkpoint(
     try:
         with all_or_none(record.mesh.mesh, f"preparing to load {folder}") as agree:
             _check_call(dtype, device, progress)
-            parts = [_part_of(part, model) for part in parts_of(model)]
+            parts = [part_of(part, model) for part in parts_of(model)]
             on_meta = _on_meta([part.inner for part in parts])
             work = [_prepare(part, Path(folder), reader, strict) for part in parts]
             alike = (
@@ -163,43 +161,6 @@ def _check_call(dtype: Any, device: Any, progress: Any) -> None:
         raise TypeError(f"progress must be True, False or a function, not {progress!r}")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A model, or a part of one, that is read into.
-
-    Args:
-        outer: as `apply_plan` returned it.
-        inner: without wrappers.
-        elsewhere: the tensors that other parts have, by name, without memory.
-        ties: the names of each parameter of the whole model that has several.
-    """
-
-    outer: nn.Module
-    inner: nn.Module
-    packed: Mapping[str, Packing]
-    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
-    ties: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def entries(self) -> list[StateEntry]:
-        """Its tensors, each under all names that it has in the whole model; its own name comes first."""
-        other = {name: tie for tie in self.ties for name in tie}
-        return [
-            StateEntry(
-                tuple(dict.fromkeys((*e.names, *(n for name in e.names for n in other.get(name, ()))))), e.tensor
-            )
-            for e in state_entries(self.inner)
-        ]
-
-
-def _part_of(part: nn.Module, model: nn.Module | Pipeline) -> _Part:
-    record, inner = applied(part), inner_model(part)
-    packed = packed_parameters(record.program) if record.tp > 1 else {}
-    if not isinstance(model, Pipeline):
-        return _Part(part, inner, packed)
-    return _Part(part, inner, packed, model.state, model.ties)
-
-
 def _on_meta(models: Sequence[nn.Module]) -> bool:
     places = {parameter.is_meta: name for model in models for name, parameter in model.named_parameters()}
     if len(places) == 2:
@@ -221,7 +182,7 @@ def _random_state(place: torch.device) -> list[int]:
 # Before the model is touched
 
 
-def _prepare(part: _Part, folder: Path, reader: Reader, strict: bool) -> _Work:
+def _prepare(part: StoredPart, folder: Path, reader: Reader, strict: bool) -> _Work:
     model = part.inner
     stored = stored_tensors(folder)
     lazies = {name: leaf(name, one.shape, one.dtype, partial(reader.read, one)) for name, one in stored.items()}
@@ -246,7 +207,7 @@ def _prepare(part: _Part, folder: Path, reader: Reader, strict: bool) -> _Work:
         known = [name for entry in tensors for name in entry.names]
         raise ValueError(_misfit(folder, [entry.name for entry in missing], unexpected, wrong, known))
     tasks = [
-        _Task(entry, source, _ranges(entry, part.packed))
+        _Task(entry, source, ranges_of(entry, part.packed))
         for entry in tensors
         if (source := sources[entry.name]) is not None
     ]
@@ -290,12 +251,6 @@ def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] not in computed]
 
 
-def _ranges(entry: StateEntry, packed: Mapping[str, Packing]) -> tuple[Ranges, ...]:
-    if not isinstance(entry.tensor, DTensor):
-        return tuple(((0, size),) if size else () for size in entry.tensor.shape)
-    return own_ranges(entry.tensor, next((packed[name] for name in entry.names if name in packed), None))
-
-
 def _check_ties(task: _Task, found: Resolved) -> None:
     """A tied tensor that is stored twice must be the same twice."""
     present = [name for name in task.entry.names if name in found.tensors]
@@ -309,7 +264,7 @@ def _check_ties(task: _Task, found: Resolved) -> None:
 
 
 def _slices(source: Lazy, task: _Task) -> Iterator[Tensor]:
-    for box in product(*task.ranges):
+    for _, box in boxes_of(task.ranges):
         values = torch.empty([stop - start for start, stop in box], dtype=source.dtype)
         read(source, values, box)
         yield values
@@ -370,17 +325,5 @@ def _fill(work: _Work, model: nn.Module, report: Callable[[Progress], None]) -> 
 def fill(local: Tensor, source: Lazy, ranges: tuple[Ranges, ...]) -> None:
     """Read the given ranges of a tensor into a rank's part of it."""
     assert tuple(local.shape) == tuple(sum(b - a for a, b in one) for one in ranges), (local.shape, ranges)
-    placed = [_positions(one) for one in ranges]
-    for boxes in product(*placed):
-        out = local
-        for dim, (position, (start, stop)) in enumerate(boxes):
-            out = out.narrow(dim, position, stop - start)
-        read(source, out, tuple(box for _, box in boxes))
-
-
-def _positions(ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:
-    placed, position = [], 0
-    for start, stop in ranges:
-        placed.append((position, (start, stop)))
-        position += stop - start
-    return placed
+    for place, box in boxes_of(ranges):
+        read(source, local[tuple(slice(*one) for one in place)], box)
