@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
@@ -251,7 +253,10 @@ def main(argv: list[str]) -> int:
         "--pipelines", action="store_true", help="the plans cut into pipeline stages; prove nothing else"
     )
     parser.add_argument("--experts", action="store_true", help="the plans with experts distributed; prove nothing else")
-    parser.add_argument("--context", action="store_true", help="the plans on the axis cp; prove nothing else")
+    parser.add_argument(
+        "--context", action="store_true", help="the plans on the axis cp, a mesh after the other; prove nothing else"
+    )
+    parser.add_argument("--unjudged", action="store_true", help="with --context: only what the table lacks")
     args = parser.parse_args(argv)
     known = read(args.table)
     names = args.types or share_of(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), args)
@@ -270,10 +275,22 @@ def main(argv: list[str]) -> int:
     if args.experts:
         make, said = with_experts, lambda e: e.experts
     if args.context:
-        make, said = context.with_context, lambda e: (e.context, e.mixers)
+        return _over_cp(names, args)
     found = fill(rows, make, page, said, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
     return int(any(not right(text) for texts in verdicts for text in texts.values()))
+
+
+def _over_cp(names: Sequence[str], args: argparse.Namespace) -> int:
+    """Every mesh, over all types."""
+    found = {name: Entry(name) for name in names}
+    for mesh in context.MESHES:
+        found |= {name: e for name, e in read(args.table).items() if name in found}
+        of = context.name_of(mesh)
+        rows = [e for e in found.values() if not args.unjudged or (e.plan is not None and of not in e.context)]
+        make = partial(context.with_context, mesh=mesh)
+        found |= {e.name: e for e in fill(rows, make, page, lambda e, of=of: (of, e.context.get(of)), **vars(args))}
+    return int(not all(map(context.fits, (text for e in found.values() for text in e.context.values()))))
 
 
 def _said(e: Entry) -> object:

@@ -1,68 +1,82 @@
-"""The rules for the axis cp that follow from the built-in plan of one model type."""
+"""The rules for the axis cp that `auto` derives from the built-in plan of one model type, with as many ranks as the mesh has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import yaml
 
 import shardplan
-from shardplan.authoring.context_section import NoSection, context_section
-from shardplan.compiler.automatic import auto_plan
-from shardplan.compiler.bind import decided
+from shardplan.authoring.context_section import MIXERS
+from shardplan.compiler.layout import model as layouts
 from shardplan.core.diagnostics import Diagnostic, PlanError
-from shardplan.model import FoundModel, find_any
+from shardplan.core.mesh import MeshSizes
+from shardplan.proof import prove
 from tests.model_settings import without_dropout
 
 from .entry import SIZE_CODES, Entry
 from .experts import config_of
 
-MESHES = ({"cp": 2, "tp": 1}, {"cp": 2, "tp": 2})
+# In the order in which they are judged, over all types.
+MESHES = ({"cp": 2, "tp": 1}, {"cp": 2, "tp": 2}, {"cp": 4, "tp": 1}, {"cp": 4, "tp": 2})
 WORDS = {"exchange_heads": "heads", "replicate_seq": "whole"}
-OF_CP = "SP369"  # a size that the heads of the default configuration do not allow
+OTHERS = "; whole: "  # behind "right": mixers that have all heads on this mesh, and shares of them on the first
 
 
-def with_context(before: Entry) -> Entry:
-    """The entry of a type with what was found out about its plan on the axis cp."""
+def name_of(mesh: dict[str, int]) -> str:
+    return " ".join(f"{axis} {n}" for axis, n in mesh.items())
+
+
+def with_context(before: Entry, mesh: dict[str, int]) -> Entry:
+    """The entry of a type with what was found out about its plan on a mesh with an axis cp."""
     torch.set_num_threads(1)
     if before.plan is None:
         return replace(before, context={}, mixers={})
-    config = without_dropout(config_of(before.name))
+    first = mesh == MESHES[0]
+    found, ways = judged(before, mesh)
+    if first:
+        return replace(before, context={name_of(mesh): found}, mixers=ways)
+    whole = [part for part, way in ways.items() if way != before.mixers.get(part, way)]
+    said = f"{found}{OTHERS}{', '.join(whole)}" if found == "right" and whole else found
+    return replace(before, context={**before.context, name_of(mesh): said})
+
+
+def judged(e: Entry, mesh: dict[str, int]) -> tuple[str, dict[str, str]]:
+    """ "right", "size SPnnn", or what is wrong; and what the module of each kind that mixes tokens has."""
+    config = without_dropout(config_of(e.name))
     try:
-        found = find_any(config)
-        section = derived(found)
+        with every_rank():
+            report = shardplan.validate(config, e.plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None)
     except PlanError as error:
-        return replace(before, context={"section": _said(error.diagnostics[0])}, mixers={})
-    if isinstance(section, NoSection):
-        why = _said(section.findings[0]) if section.findings else section.reason
-        return replace(before, context={"section": why}, mixers={})
-    plan = {"version": "1", "name": before.name, "extends": before.plan, "context_parallel": section}
-    said = {" ".join(f"{axis} {n}" for axis, n in mesh.items()): judged(config, plan, mesh) for mesh in MESHES}
-    return replace(before, context=said, mixers=mixers(section))
-
-
-def derived(found: FoundModel) -> Any:
-    """The section, or why there is none."""
-    plan = auto_plan(found.tree).plan
-    assert plan is not None
-    return context_section(found, decided(plan, found.tree)[0])
-
-
-def judged(config: Any, plan: dict[str, Any], mesh: dict[str, int]) -> str:
-    """ "right", "size SPnnn", or what is wrong."""
-    report = shardplan.validate(config, plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None)
+        return _said(error.diagnostics[0]), {}
+    ways = {} if report.derived is None else mixers(yaml.safe_load(report.derived.text)["context_parallel"])
     if report.ok:
-        return "right" if report.proof is not None and report.proof.ok else "nothing was compared"
+        return ("right" if report.proven and report.proof is not None else "nothing was compared"), ways
     errors = [d for d in report.diagnostics if d.is_error]
-    size = next((d.code for d in errors if d.code in (*SIZE_CODES, OF_CP)), None)
-    return f"size {size}" if size is not None else _said(errors[0])
+    size = next((d.code for d in errors if d.code in SIZE_CODES), None)
+    return (f"size {size}" if size is not None else _said(errors[0])), ways
+
+
+@contextmanager
+def every_rank() -> Iterator[None]:
+    """The proof runs all ranks of the mesh, a thread each, in place of the fewest that tell."""
+
+    def asked(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]:
+        return (sizes,)
+
+    with patch.object(prove, "proof_meshes", asked), patch.object(layouts, "proof_meshes", asked):
+        yield
 
 
 def mixers(section: dict[str, Any]) -> dict[str, str]:
     """What mixes tokens -> "heads" or "whole"."""
     styles = {key: rule if isinstance(rule, str) else rule["style"] for key, rule in section.items()}
-    return {key.split("*.", 1)[-1]: WORDS[style] for key, style in styles.items() if style in WORDS}
+    return {key.split("*.", 1)[-1]: WORDS[style] for key, style in styles.items() if style in MIXERS}
 
 
 def cell(e: Entry) -> str:
@@ -72,17 +86,21 @@ def cell(e: Entry) -> str:
     if wrong := [f"{mesh}: {text}" for mesh, text in e.context.items() if not fits(text)]:
         return wrong[0].replace("|", "\\|")[:160]
     ways = ", ".join(f"`{part}` {way}" for part, way in e.mixers.items())
-    sizes = [f"{mesh}: {text}" for mesh, text in e.context.items() if text != "right"]
+    sizes = [f"{mesh}: {text.removeprefix('right; ')}" for mesh, text in e.context.items() if text != "right"]
     return "; ".join([ways or "all token by token", *sizes])
 
 
 def proven(e: Entry) -> bool:
     """Whether the type is right on a mesh with cp, and wrong on none."""
-    return "right" in e.context.values() and all(map(fits, e.context.values()))
+    return any(map(is_right, e.context.values())) and all(map(fits, e.context.values()))
+
+
+def is_right(text: str) -> bool:
+    return text == "right" or text.startswith("right" + OTHERS)
 
 
 def fits(text: str) -> bool:
-    return text == "right" or text.startswith("size ")
+    return is_right(text) or text.startswith("size ")
 
 
 def _said(d: Diagnostic) -> str:
