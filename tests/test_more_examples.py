@@ -1,4 +1,5 @@
-"""The examples beside the training script: a mixture of experts, an inference engine that gets the weights, a notebook."""
+"""The examples beside the training script: a mixture of experts, packed documents over cp, an inference engine that gets the weights,
+a notebook."""
 
 import json
 import os
@@ -22,6 +23,27 @@ def test_experts_on_several_ranks_train_as_on_one(tmp_path):
         found.append([json.loads(line)["loss"] for line in (tmp_path / "losses").read_text().splitlines()])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[0][2] < found[0][0]
+
+
+LONG = [(4, "--cp", "2", "--tp", "2"), (8, "--cp", "4", "--tp", "2"), (8, "--cp", "2", "--tp", "2"), (4, "--cp", "4")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [pytest.param(ranks, mesh, marks=[pytest.mark.exhaustive] * bool(i)) for i, (ranks, *mesh) in enumerate(LONG)],
+    ids=["".join((str(ranks), *mesh)) for ranks, *mesh in LONG],
+)
+def test_packed_documents_on_several_ranks_train_as_on_one(ranks, mesh, tmp_path):
+    words = ("--text", "demo/text.txt", "--batch", "2", "--seq-len", "256", "--steps", "3")
+    found = []
+    for count, *sizes in ((1,), (ranks, *mesh)):
+        printed = run_script(count, "examples/long_context.py", *words, *sizes, "--losses", str(tmp_path / "losses"))
+        found.append([json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()])
+    assert "model.layers.*.self_attn: exchange_heads" in printed
+    for one, other in zip(*found, strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+    assert found[0][2]["loss"] < found[0][0]["loss"]
 
 
 @pytest.mark.slow
