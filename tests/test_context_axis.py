@@ -84,6 +84,14 @@ def test_projections_that_read_a_width_of_their_own_keep_it():
     assert report.ok and report.proven, report
 
 
+def test_heads_whose_sums_are_scattered_are_whole():
+    assert derived("doge") == {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "replicate_seq"}
+    plan = {"version": "1", "name": "doge-cp", "extends": "doge", "context_parallel": HEADS}
+    report = shardplan.validate("doge", plan, {"cp": 2, "tp": 1}, layouts=False)
+    assert [one.code for one in report.diagnostics] == ["SP367"], report
+    assert "`model.layers.*.self_attn.dt_proj` below it scatters its sums" in report.diagnostics[0].message
+
+
 def test_experts_work_token_by_token_and_hand_their_router_logits_out():
     assert derived("mixtral") == {
         **HEADS,
@@ -212,7 +220,10 @@ def test_a_decoder_that_is_open_at_the_exit_beside_an_encoder_is_proven():
 
 @pytest.mark.slow
 def test_a_projection_of_one_row_of_zeros_keeps_its_module_whole():
-    assert derived("zaya")["model.layers.*.self_attn"] == "replicate_seq"
+    rules = derived("zaya")
+    assert rules["model.layers.*.self_attn"] == "replicate_seq"
+    # Its whole block is gathered over tp. Over cp it works token by token, and hands out what a recorder of router logits reads.
+    assert rules["model.layers.*.mlp.gate"] == {"style": "token_wise", "read_outside": [0]}
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 from shardplan.compiler.bind import bind
 from shardplan.compiler.bind.assignments import in_order
 from shardplan.compiler.bind.heads_below import with_heads_below
+from shardplan.compiler.check.context_rules import scattering
 from shardplan.compiler.layout import LayoutReport, ModelLayouts, check_layout
 from shardplan.compiler.layout.model import has_stacks
 from shardplan.compiler.lower.heads_over_cp import with_heads
@@ -16,13 +17,15 @@ from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import SEQ, V
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Assignment, Overlays, PlanFile, ResolvedPlan, Rule
-from shardplan.core.tree import ancestors, part
+from shardplan.core.tree import ancestors, block, element, part
 from shardplan.model import FoundModel
+from shardplan.model.reduced.trace import Event
 from shardplan.styles.boundary import Boundary, boundary
 from shardplan.torchlib.modes import reduced_runs
 
 from .hollow_run import reads_shapes_alone
 from .own_tokens_run import losses_are_shares
+from .router_runs import benches_with_routers
 
 RANKS = 2  # on which it is tried
 ENTER, MIX, LEAVE, READ = "split_seq_input", "replicate_seq", "gather_seq_output", "gather_seq_input"
@@ -85,7 +88,7 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     def shared(rules: Mapping[str, Rule]) -> bool:
         on_cp = bound(rules)
         report = checked(on_cp)
-        if report.diagnostics:
+        if report.diagnostics or scattering(on_cp):
             return False
         whole = replace(resolved, on_cp=on_cp, cross_module_reads=report.cross_module_reads)
         return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
@@ -100,10 +103,13 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         rules = _with_style(rules, HEADS) if right is None else right
         if right is None and not shared(_outermost(rules)):
             return NoSection("what sequence parallelism does over tp is not right over cp", findings)
+    handed_out = _handed_out(layouts)
     for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style in MIXERS):
         fewer = {name: rule for name, rule in rules.items() if tree.pattern(name) != pattern}
+        parts = {name for name in tree.modules if any(tree.pattern(n) == pattern for n in (name, *ancestors(name)))}
+        routers = {name: rule for name, rule in handed_out.items() if name in parts and name not in fewer}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
-        for more in (below, {}) if below else ({},):
+        for more in ({**below, **routers}, routers) if below else (routers,):
             if not wrong(_outermost({**fewer, **more})):
                 rules = {**fewer, **more}
                 break
@@ -116,6 +122,31 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     if all(losses_are_shares(bench, exits) for bench in layouts.benches) and not wrong(_outermost(inside)):
         rules = inside
     return dict(_written(layouts, _outermost(rules)))
+
+
+def _handed_out(layouts: ModelLayouts) -> dict[str, Rule]:
+    """The outermost modules in blocks of which code outside of all blocks reads a result in every layer where routers hand theirs out (an
+    auxiliary loss, a recorder's hooks): as token-wise modules whose results are read outside."""
+    tree, found = layouts.tree, dict[str, set[str]]()
+    for bench in benches_with_routers(layouts)[len(layouts.benches) :]:
+        events = bench.reference.events
+        outer = (e for e in events if (e.kind == "op" and not element(block(e.module))) or _is_end(e))
+        read = {number for event in outer for number in event.inputs}
+        for event in events:
+            if event.kind == "leave" and element(block(event.module)) and event.module != block(event.module):
+                positions = {n for n, i in zip(event.names, event.inputs, strict=True) if i in read and n.isdecimal()}
+                pattern = tree.pattern(event.module)
+                found[pattern] = found.get(pattern, positions) & positions
+    rules = {
+        name: replace(_TOKEN_WISE, read_outside=tuple(sorted(map(int, kept))))
+        for name in tree.modules
+        if (kept := found.get(tree.pattern(name)))
+    }
+    return {name: rule for name, rule in rules.items() if not any(above in rules for above in ancestors(name))}
+
+
+def _is_end(event: Event) -> bool:
+    return event.kind == "leave" and not event.module
 
 
 def _with_style(rules: Mapping[str, Rule], style: str, names: Container[str] | None = None) -> dict[str, Rule]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.authoring.init.derive import AUXILIARY
+from shardplan.authoring.router_runs import AUXILIARY
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import staged_plan
 from shardplan.compiler.lower.program import Program

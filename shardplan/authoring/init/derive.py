@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardplan.authoring.router_runs import benches_with_routers
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check, half_covered
 from shardplan.compiler.layout import Workbench
@@ -29,7 +30,6 @@ from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solved, Solver
 
-AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = (half_covered.SIBLING, half_covered.PARAMETER)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 ELSEWHERE = "is at another place of its list in the model than in the reduced model, which has fewer layers"
@@ -95,7 +95,7 @@ def derive(
     """
     progress("running a reduced model")
     layouts = ModelLayouts(found, tp)
-    benches = _fullest_first(_benches(layouts))
+    benches = _fullest_first(benches_with_routers(layouts))
     if layouts.random is not None:
         raise PlanError((layouts.random,))
     tree = replace(benches[0].tree, base_prefix="")
@@ -217,19 +217,6 @@ def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden
         return solved.forbidden
     both = draft.with_rules(solved.draft.tensor_parallel)
     return board.fixed(both) or forbidden(board, both)
-
-
-def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
-    """The reduced model with each kind of input, and with the outputs of routers where the model can give them: an auxiliary
-    loss reads them outside the blocks, and a plan is to be right with and without it."""
-    benches = layouts.benches
-    first = benches[0]
-    if AUXILIARY not in vars(getattr(first.model, "config", None) or object):
-        return benches
-    try:
-        return (*benches, Workbench(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
-    except Exception:  # the model's own: configured without experts, it has none to give, and raises for every caller
-        return benches
 
 
 def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:

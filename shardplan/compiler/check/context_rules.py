@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.layout import P
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import PLAIN, ResolvedPlan, Rule
+from shardplan.core.tree import ancestors
 from shardplan.styles import STYLES
 from shardplan.styles.backends import BACKENDS
 from shardplan.styles.boundary import boundary
@@ -47,6 +49,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield _style(facts, rule, why, tuple(names))
     if facts.resolved.compile is not None:
         yield from _hollow(facts, on_cp)
+    yield from _scattering(facts, on_cp)
     if not wrong:
         yield from _unsplit(facts)
     yield from _length(facts)
@@ -93,6 +96,32 @@ def _hollow(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
     for rule, modules in names.values():
         finding = _style(facts, rule, "`compile` does not trace its hollow argument", tuple(modules))
         yield replace(finding, help="leave `compile` out, or write `replicate_seq` in its place")
+
+
+def scattering(on_cp: ResolvedPlan) -> dict[str, str]:
+    """Modules whose heads are exchanged -> one below, whose rule for tp scatters sums: over cp it has the sums of a rank's own tokens."""
+    found: dict[str, str] = {}
+    for name, a in on_cp.modules.items():
+        output = boundary(a.rule).output
+        if a.section != "context_parallel" and output and (output.source, output.destination.kind) == (P, "V"):
+            mixers = (n for n in ancestors(name) if n in on_cp.modules)
+            found |= {n: name for n in mixers if STYLES[on_cp.modules[n].rule.style].exchanges_heads}
+    return found
+
+
+def _scattering(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
+    rules: dict[str, tuple[Rule, Rule, list[str]]] = {}
+    for mixer, name in scattering(on_cp).items():
+        rule = on_cp.modules[mixer].rule
+        rules.setdefault(rule.pattern, (rule, on_cp.modules[name].rule, []))[2].append(mixer)
+    for rule, below, mixers in rules.values():
+        why = f"`{below.pattern}` below it scatters its sums over the heads, for which cp has no move"
+        finding = _style(facts, rule, why, tuple(mixers))
+        yield replace(
+            finding,
+            related=(Label(below.location, "scatters"),),
+            help=f"write `{rule.pattern}: replicate_seq` in its place",
+        )
 
 
 def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
