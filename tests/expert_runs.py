@@ -70,6 +70,7 @@ class Case:
         exchange: of its experts, in place of the plan's.
         rules: under `tensor_parallel`, beside the plan's.
         sliced: under `expert_parallel: sequence_parallel:`, beside the plan's.
+        over_cp: under `context_parallel`; empty on a mesh with cp: derived.
         tokens: the shape of a batch.
         dtype: of the model.
         options: keyword arguments of `apply_plan`.
@@ -90,6 +91,7 @@ class Case:
     attention: str = "eager"
     rules: tuple[tuple[str, str], ...] = ()
     sliced: tuple[tuple[str, dict[str, Any]], ...] = ()
+    over_cp: tuple[tuple[str, str], ...] = ()
 
 
 def config_of(model: str, **settings: Any) -> transformers.PreTrainedConfig:
@@ -143,6 +145,8 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def plan_of(case: Case) -> Any:
     if case.rules:
         return {"version": "1", "extends": case.model, "tensor_parallel": dict(case.rules)}
+    if case.over_cp:
+        return {"version": "1", "extends": case.model, "context_parallel": dict(case.over_cp)}
     if case.sliced:
         return {
             "version": "1",

@@ -21,6 +21,11 @@ from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.runtime.training.expert_bias import _KEY, BIAS, _on_all_ranks
 
 STEPS, RATE = 3, 0.05
+WHOLE = (
+    ("model.layers.0", "split_seq_input"),
+    ("model.layers.*.self_attn", "replicate_seq"),
+    ("model.norm", "gather_seq_output"),
+)
 
 
 def tokens_of(model: nn.Module) -> list[Tensor]:
@@ -28,13 +33,18 @@ def tokens_of(model: nn.Module) -> list[Tensor]:
     return _on_all_ranks([module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__])
 
 
+def as_given(model: nn.Module, **inputs: Any) -> Any:
+    return nullcontext(inputs)
+
+
 def trained(
-    model: nn.Module, data_ranks: list[int], switched: Callable[[], Any] = nullcontext
+    model: nn.Module, data_ranks: list[int], switched: Callable[[], Any] = nullcontext, inputs_of: Any = as_given
 ) -> list[dict[str, Tensor]]:
     """The tokens of the experts and the biases after each step on the mean loss of these batches.
 
     Args:
         switched: makes the context of the second micro-batch.
+        inputs_of: makes that of the inputs.
     """
     optimizer, found = torch.optim.AdamW(model.parameters(), **ADAMW), []
     shardplan.count_expert_tokens(model)
@@ -43,7 +53,8 @@ def trained(
             with context():
                 for data_rank in data_ranks:
                     ids = batch(number, micro, data_rank)
-                    (model(input_ids=ids, labels=ids, use_cache=False).loss / (2 * len(data_ranks))).backward()
+                    with inputs_of(model, input_ids=ids, labels=ids) as inputs:
+                        (model(**inputs, use_cache=False).loss / (2 * len(data_ranks))).backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -59,7 +70,11 @@ def balanced_as_the_unsharded(cases: list[Case]) -> None:
     for case in cases:
         model, mesh = planned(case)
         own, data_ranks = data_rank_of(mesh)
-        found = trained(model, [own], partial(shardplan.without_sequence_parallel, model))
+        heads = (
+            "cp" in dict(case.mesh) and not case.over_cp
+        )  # exchanged by derived rules: every variant has a rank's tokens
+        switched = nullcontext if heads else partial(shardplan.without_sequence_parallel, model)
+        found = trained(model, [own], switched, shardplan.context_parallel)
         reference = build(case)
         expected = trained(reference, list(range(data_ranks)))
         for one, other in zip(found, expected, strict=True):
@@ -91,6 +106,8 @@ def test_four_ranks() -> None:
         double(dp_replicate=2, dp_shard=2, ep=2),
         double(dp_shard=2, tp=2, sequence_parallel=True),  # no experts are distributed
         double("full", dp_shard=4, ep=4),
+        double(dp_shard=1, cp=2, tp=2, ep=4, sequence_parallel=True),
+        replace(double(dp_shard=2, cp=2), over_cp=WHOLE),
     ]
     on_ranks(4, balanced_as_the_unsharded, cases)
 

@@ -1,8 +1,8 @@
-"""The tp layout of the tokens that a module reads, whose style follows it."""
+"""The layouts of the tokens that a module reads."""
 
 from __future__ import annotations
 
-from shardplan.core.layout import I, Layout, R, V
+from shardplan.core.layout import SEQ, I, Layout, R, V
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ancestors
 
@@ -25,3 +25,12 @@ def tokens_layout(plan: ResolvedPlan, module: str) -> Layout:
             if within in (I, R):
                 return within
     return V(0) if plan.sequence_parallel else I
+
+
+def has_own_tokens(plan: ResolvedPlan, module: str) -> bool:
+    """Whether each rank of cp has other tokens at a module: rules for cp split the sequence, and none gathers it there or around it."""
+    if plan.on_cp is None:
+        return False
+    assigned = (plan.on_cp.modules.get(name) for name in (module, *ancestors(module)))
+    inputs = (one for a in assigned if a is not None for one in boundary(a.rule).inputs)
+    return not any(one.destination.kind != "V" and V(SEQ) in one.sources for one in inputs)

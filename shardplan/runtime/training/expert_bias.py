@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardplan.core.layout import V
-from shardplan.core.mesh import DATA_PARALLEL
+from shardplan.core.mesh import BATCHES, Axis
 from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import full_name, parent
 from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.apply.applied import was_touched
 from shardplan.runtime.apply.model_parts import Parted, parts_of
 from shardplan.runtime.parallel.expert_calls import expert_call
-from shardplan.styles.token_layouts import tokens_layout
+from shardplan.styles.token_layouts import has_own_tokens, tokens_layout
 from shardplan.torchlib.private import private
 
 _current_graph_task_id = private("current_graph_task_id")
@@ -37,13 +37,13 @@ class _Counts:
         module: the name of the experts.
         bias: of their router, [E].
         record: of the plan; None where none was applied.
-        found: [E], by whether each tp rank counts tokens of its own.
+        found: [E], by whether each rank of tp, and each of cp, counts tokens of its own.
     """
 
     module: str
     bias: Tensor
     record: Applied | None
-    found: dict[bool, Tensor] = field(default_factory=dict)
+    found: dict[tuple[bool, bool], Tensor] = field(default_factory=dict)
 
     @torch.compiler.disable(reason="what runs is counted, not what is compiled")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,16 +57,16 @@ class _Counts:
             split = self._split()
             self.found[split] = self.found[split] + own if split in self.found else own
 
-    def _split(self) -> bool:
-        """Whether each tp rank has other tokens, in the variant that runs."""
+    def _split(self) -> tuple[bool, bool]:
+        """Whether each rank of tp, and each of cp, has other tokens, in the variant that runs."""
         if self.record is None or self.record.shared is None:
-            return False
+            return False, False
         resolved = self.record.program.resolved
         if self.record.shared.regime.variant == variant_name(without_sequence(resolved.overlays)):
-            return False
-        return tokens_layout(resolved, self.module) == V(0)
+            return False, False
+        return tokens_layout(resolved, self.module) == V(0), has_own_tokens(resolved, self.module)
 
-    def of(self, split: bool) -> Tensor:
+    def of(self, split: tuple[bool, bool]) -> Tensor:
         """[E] on the bias's device."""
         found = self.found.get(split)
         return torch.zeros_like(self.bias, dtype=torch.long) if found is None else found.to(self.bias.device)
@@ -196,14 +196,20 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
 
 def _on_all_ranks(routers: Sequence[_Counts]) -> list[Tensor]:
     """The counts of each router, [E]."""
-    whole, split = (torch.cat([router.of(one) for router in routers]) for one in (False, True))
-    record = routers[0].record
+    record, split = routers[0].record, (False, True)
+    found = [[torch.cat([router.of((tp, cp)) for router in routers]) for cp in split] for tp in split]
+    (whole, over_cp), over_tp = found[0], torch.stack(found[1])
     if record is not None:
         mesh = record.mesh
-        if mesh.tp is not None and mesh.tp_size > 1:
-            dist.all_reduce(split, group=mesh.tp.get_group())
-        whole = whole + split
-        for axis in DATA_PARALLEL:
+
+        def add_up(counts: Tensor, axis: Axis) -> None:
             if axis in mesh.names and mesh.sizes.of(axis) > 1:
-                dist.all_reduce(whole, group=mesh.mesh[mesh.names[axis]].get_group())
+                dist.all_reduce(counts, group=mesh.mesh[mesh.names[axis]].get_group())
+
+        add_up(over_tp, Axis.TP)
+        over_cp += over_tp[1]
+        add_up(over_cp, Axis.CP)
+        whole += over_tp[0] + over_cp
+        for axis in BATCHES:
+            add_up(whole, axis)
     return list(whole.split([router.bias.numel() for router in routers]))
