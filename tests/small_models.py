@@ -115,6 +115,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_size": 8,
     },
     "qwen3_5_text": {**_COMMON, **_LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {
+        **_COMMON,
+        **_LINEAR,
+        **_EXPERTS,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "recurrent_gemma": {
         **_COMMON,
         "lru_width": 64,

@@ -38,15 +38,21 @@ EXPERTS = {
 }
 
 
+DOCUMENTS = ((11, 13, 8), (16, 16))  # their lengths in each row: they end beside the cut and at it
+
+
 def inputs_of(case: dict[str, Any], share: int) -> dict[str, Tensor]:
-    """Some tokens do not count, more of them in the first half; documents end beside the cut and at it, or rows are padded on the left."""
+    """Some tokens do not count, more of them in the first half; rows are documents, of which the first token does not, or are padded on
+    the left."""
     ids = batch(share, length=LENGTH)
     labels = ids.clone()
     labels[:, 3:11] = labels[:, -2:] = -100
     given = {"input_ids": ids, "labels": labels}
-    if case.get("documents"):
-        rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((11, 13, 8), (16, 16))]
-        given["position_ids"] = torch.stack(rows)
+    if documents := case.get("documents"):
+        positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in documents])
+        labels[positions == 0] = -100
+        if case.get("positions", True):
+            given["position_ids"] = positions
     if case.get("padded"):
         given["attention_mask"] = torch.ones_like(ids)
         given["attention_mask"][1, :5] = 0
@@ -73,8 +79,14 @@ def applied(case: dict[str, Any]) -> tuple[nn.Module, DeviceMesh]:
 
 
 def compared(case: dict[str, Any]) -> None:
-    """One model and mesh: the loss, the logits, every gradient."""
+    """One model and mesh: the loss, the logits, every gradient; of each packing of documents, where there are several."""
     model, mesh = applied(case)
+    for documents in case.get("packings", [case.get("documents")]):
+        compared_step({**case, "documents": documents}, model, mesh)
+        model.zero_grad()
+
+
+def compared_step(case: dict[str, Any], model: nn.Module, mesh: DeviceMesh) -> None:
     share, shares = mesh.get_local_rank(0), case["sizes"][0]
     with shardplan.context_parallel(model, **inputs_of(case, share)) as given:
         output = model(**given, use_cache=False)
@@ -204,19 +216,19 @@ TWO = [
         "model": "llama",
         "sizes": (1, 2, 1),
         "mixers": ATTENTION,
-        "documents": True,
+        "documents": DOCUMENTS,
         "settings": {"attn_implementation": "eager"},
     },
-    {"model": "gemma3_text", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": True},
+    {"model": "gemma3_text", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": DOCUMENTS},
     {"model": "qwen3", "sizes": (1, 2, 1), "mixers": ATTENTION, "ends": START, "padded": True},
     {"model": "qwen3_moe", "sizes": (1, 2, 1), "mixers": EXPERTS, "settings": {"output_router_logits": True}},
     {"model": "llama", "plan": "auto", "sizes": (1, 2, 1), "settings": DYNAMIC},
-    {"model": "phi3", "sizes": (1, 2, 1), "documents": True, "settings": LONG},
+    {"model": "phi3", "sizes": (1, 2, 1), "documents": DOCUMENTS, "settings": LONG},
     {"model": "gpt2", "plan": "auto", "sizes": (1, 2, 1)},
-    {"model": "gemma3_text", "plan": "auto", "sizes": (1, 2, 1), "documents": True},
+    {"model": "gemma3_text", "plan": "auto", "sizes": (1, 2, 1), "documents": DOCUMENTS},
 ]
 FOUR = [
-    {"model": "llama", "sizes": (2, 2, 1), "mixers": ATTENTION, "ends": START, "documents": True},
+    {"model": "llama", "sizes": (2, 2, 1), "mixers": ATTENTION, "ends": START, "documents": DOCUMENTS},
     {
         "model": "qwen3",
         "sizes": (1, 2, 2),
@@ -226,7 +238,7 @@ FOUR = [
         "options": {"sequence_parallel": True},
     },
     {"model": "qwen3", "sizes": (1, 2, 2), "mixers": ATTENTION, "tied": True, "options": {"sequence_parallel": True}},
-    {"model": "phi3", "sizes": (1, 2, 2), "mixers": ATTENTION, "documents": True},
+    {"model": "phi3", "sizes": (1, 2, 2), "mixers": ATTENTION, "documents": DOCUMENTS},
     {
         "model": "qwen3",
         "sizes": (1, 4, 1),
@@ -249,18 +261,19 @@ FOUR = [
 
 
 @pytest.mark.slow
-@pytest.mark.proves("cp fsdp2")
+@pytest.mark.proves("cp fsdp2", "cp tokens fsdp2")
 def test_whole_batches_on_two_ranks():
     on_ranks(2, on_two, TWO, seconds=240)
 
 
 @pytest.mark.slow
 @pytest.mark.proves(
-    "cp fsdp2",
+    "cp tokens fsdp2",
     "tp sp cp fsdp2",
+    "tp sp cp tokens fsdp2",
     "tp cp fsdp2",
     "cp fsdp2 checkpointing compile",
-    "tp sp cp fsdp2 checkpointing compile",
+    "tp sp cp tokens fsdp2 checkpointing compile",
 )
 def test_whole_batches_on_four_ranks():
     on_ranks(4, on_four, FOUR, seconds=300)

@@ -20,20 +20,21 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 SP = {"sequence_parallel": True}
 TWO = [
     {"model": "minicpm3", "sizes": (1, 2, 1), "mixers": HEADS, "targets": LATENTS},
-    {"model": "qwen3_moe", "sizes": (1, 2, 1), "ep": 2, "mixers": {**EXPERTS, **HEADS}},
+    {"model": "qwen3_moe", "sizes": (1, 2, 1), "ep": 2, "mixers": {**EXPERTS, **HEADS}, "ends": START},
     {
         "model": "mistral",
         "sizes": (1, 2, 1),
         "mixers": HEADS,
+        "ends": START,
         "options": {"activation_checkpointing": {"mode": "selective"}},
     },
 ]
 FOUR = [
     {"model": "llama", "axes": ("dp_replicate", "cp", "tp"), "sizes": (2, 2, 1), "mixers": WHOLE},
-    {"model": "llama", "axes": ("dp_replicate", "cp", "tp"), "sizes": (2, 2, 1), "mixers": HEADS},
-    {"model": "llama", "sizes": (1, 2, 2), "mixers": HEADS, "targets": LINEAR, "options": SP},
+    {"model": "llama", "axes": ("dp_replicate", "cp", "tp"), "sizes": (2, 2, 1), "mixers": HEADS, "ends": START},
+    {"model": "llama", "sizes": (1, 2, 2), "mixers": HEADS, "targets": LINEAR, "ends": START, "options": SP},
     {"model": "llama", "sizes": (1, 2, 2), "mixers": WHOLE, "targets": LINEAR},
-    {"model": "qwen3_moe", "sizes": (1, 2, 2), "ep": 4, "mixers": {**EXPERTS, **HEADS}, "options": SP},
+    {"model": "qwen3_moe", "sizes": (1, 2, 2), "ep": 4, "mixers": {**EXPERTS, **HEADS}, "ends": START, "options": SP},
     {"model": "qwen3_moe", "sizes": (1, 2, 2), "ep": 2, "mixers": EXPERTS},
 ]
 
@@ -78,14 +79,20 @@ def on_four() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.proves("cp fsdp2 lora", "cp ep fsdp2", "cp fsdp2 checkpointing")
+@pytest.mark.proves("cp fsdp2 lora", "cp tokens ep fsdp2", "cp tokens fsdp2 checkpointing")
 def test_two_ranks() -> None:
     on_ranks(2, on_two, seconds=300)
 
 
 @pytest.mark.slow
 @pytest.mark.proves(
-    "cp hsdp", "tp sp cp fsdp2 lora", "tp cp fsdp2 lora", "tp sp cp ep fsdp2", "tp cp ep fsdp2", "cp fsdp2"
+    "cp hsdp",
+    "cp tokens hsdp",
+    "tp sp cp tokens fsdp2 lora",
+    "tp cp fsdp2 lora",
+    "tp sp cp tokens ep fsdp2",
+    "tp cp ep fsdp2",
+    "cp fsdp2",
 )
 def test_four_ranks() -> None:
     on_ranks(4, on_four, seconds=400)

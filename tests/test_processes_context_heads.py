@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import on_ranks
 from small_models import batch, small_model
-from test_processes_context_axis import AXES, LENGTH, compared, plan_of
+from test_processes_context_axis import AXES, DOCUMENTS, LENGTH, compared, plan_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,12 +25,12 @@ LINEAR = {"model.layers.*.{self_attn,linear_attn}": "exchange_heads"}
 BAMBA = {"model.layers.*.{self_attn,mamba}": "exchange_heads"}
 BAMBA_ENDS = {"model.layers.0": "split_seq_input", "model.final_layernorm": "gather_seq_output"}
 TWO = [
-    {"model": "llama", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": True, "settings": EAGER},
+    {"model": "llama", "sizes": (1, 2, 1), "mixers": ATTENTION, "documents": DOCUMENTS, "settings": EAGER},
     {
         "model": "mistral",
         "sizes": (1, 2, 1),
         "mixers": ATTENTION,
-        "documents": True,
+        "documents": DOCUMENTS,
         "settings": {"num_key_value_heads": 1},
     },
     {"model": "gemma3_text", "sizes": (1, 2, 1), "mixers": ATTENTION, "padded": True},
@@ -48,7 +48,7 @@ FOUR = [
         "settings": {"num_key_value_heads": 2},
         "options": {"sequence_parallel": True},
     },
-    {"model": "phi3_one_head", "plan": "phi3", "sizes": (1, 2, 2), "mixers": ATTENTION, "documents": True},
+    {"model": "phi3_one_head", "plan": "phi3", "sizes": (1, 2, 2), "mixers": ATTENTION, "documents": DOCUMENTS},
     {
         "model": "qwen3",
         "sizes": (2, 2, 1),

@@ -142,6 +142,6 @@ def sequences_over_cp() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.proves("tp cp ep fsdp2")
+@pytest.mark.proves("tp cp tokens ep fsdp2")
 def test_ranks_of_context_parallelism_send_their_tokens() -> None:
     on_ranks(4, sequences_over_cp, seconds=300.0)

@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 # In the order of the table: axes, how data parallelism wraps, and what is done to layers.
-WORDS = ("tp", "sp", "cp", "ep", "pp", "fsdp2", "hsdp", "ddp", "checkpointing", "compile", "lora")
+WORDS = ("tp", "sp", "cp", "tokens", "ep", "pp", "fsdp2", "hsdp", "ddp", "checkpointing", "compile", "lora")
 HEAD = """# What is proven together
 
 - [Pairs](#pairs), [sets](#sets), [refused](#refused), [right, and refused](#right-and-refused)
 
 Made from the marks of the tests; do not edit. Each test runs real processes (gloo, CPU) and compares the loss, every gradient and the
-norm or the optimizer's steps with the unsharded model, on every rank. They run in `make test`, `make test-all` and `make exhaustive`. `sp` is sequence parallelism, `hsdp` FSDP2 with replicas; `fsdp2`
-stands for both where a set has `hsdp`.
+norm or the optimizer's steps with the unsharded model, on every rank. They run in `make test`, `make test-all` and `make exhaustive`. `sp` is sequence parallelism; `tokens` says that
+each rank of cp has the logits and the loss of its own tokens, where it has those of the whole sequence without the word; `hsdp` is FSDP2 with replicas,
+and `fsdp2` stands for both where a set has `hsdp`.
 
 ## Pairs
 
