@@ -1,4 +1,4 @@
-"""Optimizers that were made before a plan was applied: their first step says so, and changes nothing."""
+"""Optimizers that were made before a plan was applied, and those that cannot step shards: their first step says so, and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from transformers.optimization import Adafactor
 
 from shardplan import apply_plan
+from shardplan.optimizers import Muon
 from tests.proofs import fake_mesh, reduced_model
 
 
@@ -92,22 +94,78 @@ def test_a_compiled_step(mesh):
         torch.compile(early.step, backend="eager")()
 
 
-def test_the_hook_goes_once_nobody_holds_what_was_replaced(mesh):
-    model = reduced_model("llama", 4).build()
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    planned(model, mesh)
+def test_the_hook_goes_with_the_model(mesh):
+    planned(reduced_model("llama", 4).build(), mesh)  # `compiled_once` keeps the first one
+    _global_optimizer_pre_hooks.clear()
+    planned(model := reduced_model("llama", 4).build(), mesh)
     assert len(_global_optimizer_pre_hooks) == 1
-    del early
+    other = torch.optim.SGD(with_gradients(nn.Linear(2, 2)).parameters(), lr=0.1)
+    other.step()
+    assert len(_global_optimizer_pre_hooks) == 1
+    del model
     gc.collect()
-    torch.optim.SGD(with_gradients(nn.Linear(2, 2)).parameters(), lr=0.1).step()
+    other.step()
     assert not _global_optimizer_pre_hooks
 
 
-def test_without_such_an_optimizer_nothing_is_registered_or_kept_alive(mesh):
+def test_the_hook_stays_until_all_parameters_have_an_optimizer(mesh):
+    planned(model := with_gradients(reduced_model("llama", 4).build()), mesh)
+    with_gradients(model)
+    head = model.lm_head.weight
+    torch.optim.SGD([p for p in model.parameters() if p is not head], lr=0.1).step()
+    with pytest.raises(ValueError, match="Adafactor cannot step"):
+        torch.optim.Adafactor([head]).step()
+    torch.optim.SGD([head], lr=0.1).step()
+    assert not _global_optimizer_pre_hooks
+
+
+def test_nothing_is_kept_alive(mesh):
     gone = weakref.ref((model := reduced_model("llama", 4).build()).lm_head.weight)
     planned(model, mesh)
     gc.collect()
-    assert gone() is None and not _global_optimizer_pre_hooks
+    assert gone() is None
+
+
+def local_tensors(model, optimizer):
+    states = [value for entries in optimizer.state.values() for value in entries.values()]
+    return [x.to_local() if hasattr(x, "placements") else x.detach() for x in (*model.parameters(), *states)]
+
+
+UNFIT = {
+    "torch": (lambda p: torch.optim.Adafactor(p), "Adafactor cannot step .* takes means of rows and columns in place"),
+    "transformers": (lambda p: Adafactor(p), r"Adafactor cannot step .*Write torch.optim.AdamW\(...\)"),
+    "Rprop": (lambda p: torch.optim.Rprop(p), "Rprop cannot step .* at places that a mask chooses"),
+    "SGD": (
+        lambda p: torch.optim.SGD(p, fused=True),
+        r"SGD\(..., fused=True\) cannot .*Write SGD\(..., foreach=True\)",
+    ),
+    "Adagrad": (lambda p: torch.optim.Adagrad(p, fused=True), r"Write Adagrad\(..., foreach=True\)"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_cannot_step_shards_is_refused_before_anything_changes(mesh, kind):
+    make, words = UNFIT[kind]
+    model = reduced_model("llama", 4).build()
+    planned(model, mesh)
+    with_gradients(model)
+    optimizer = make(list(model.parameters()))
+    before = copy.deepcopy(local_tensors(model, optimizer))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            optimizer.step()
+    with pytest.raises(ValueError, match=words):
+        Muon(model, rest=lambda groups: make(groups[0]["params"]))
+    assert all(torch.equal(*pair) for pair in zip(local_tensors(model, optimizer), before, strict=True))
+    # Without the refusal: a torch that has learned it is to be told here.
+    _global_optimizer_pre_hooks.clear()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        optimizer.step()
+
+
+def test_what_is_whole_is_stepped(mesh):
+    for make, _ in UNFIT.values():
+        make(list(with_gradients(nn.Linear(2, 2)).parameters())).step()
 
 
 def test_nothing_is_registered_where_no_parameter_is_replaced(mesh):

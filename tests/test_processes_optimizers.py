@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_runs import Run, given_gradients, muon, newton_schulz, same, trained
+from optimizer_runs import Run, given_gradients, muon, newton_schulz, same, set_gradients, trained
 from processes import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -22,8 +22,11 @@ PLAIN = {**DOUBLE, "output_router_logits": False}  # its term of the loss is no 
 
 def share_of(model) -> int:
     mesh = (model.layout.mesh if isinstance(model, shardplan.Pipeline) else shardplan.applied(model).mesh).mesh
-    names = mesh.mesh_dim_names or ()
-    return mesh.get_local_rank("dp_shard") if "dp_shard" in names else 0
+    share = 0
+    for axis in ("dp_replicate", "dp_shard"):
+        if axis in (mesh.mesh_dim_names or ()):
+            share = share * mesh[axis].size() + mesh.get_local_rank(axis)
+    return share
 
 
 def given(runs: list[Run]):
@@ -73,6 +76,34 @@ def test_three_real_steps_of_two_ranks():
             assert not wrong, (run, wrong)
 
 
+def gradients_of_some(run: Run) -> list[str]:
+    """What the steps say of a gradient that one rank has not, of one that only one has, and after that."""
+    model = run.planned()
+    optimizer = muon(model, whole_matrix=newton_schulz)
+    matrix = next(p for name, p in model.named_parameters() if name.endswith("q_proj.weight"))
+    set_gradients(model, 0)
+    before, said = matrix.to_local().clone(), []
+    for missing in (dist.get_rank() == 1, dist.get_rank() != 1):
+        given, matrix.grad = matrix.grad, None if missing else matrix.grad
+        with pytest.raises(ValueError) as raised:
+            optimizer.step()
+        said.append(str(raised.value))
+        matrix.grad = given
+        assert torch.equal(matrix.to_local(), before) and not optimizer.state
+    optimizer.step()
+    assert not torch.equal(matrix.to_local(), before)
+    return said
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_gradients_that_some_ranks_have_are_named_on_all(mesh):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    first, second = on_ranks(2, gradients_of_some, Run("llama", mesh), seconds=60)
+    assert f"have no gradient of {name} (1 of 2 ranks have one, this rank has). Nothing was changed" in first[0]
+    assert f"{name} (1 of 2 ranks have one, this rank has none)" in second[0]
+    assert "this rank has none" in first[1] and "this rank has)" in second[1]
+
+
 def a_state_is_read_on_another_mesh(folder: Path) -> None:
     first, second = Run("phi3", {"tp": 2}), Run("phi3", {"dp_shard": 2})
     model = first.planned()
@@ -110,3 +141,24 @@ def a_state_is_read_on_another_mesh(folder: Path) -> None:
 
 def test_the_training_state_is_read_on_another_mesh(tmp_path):
     on_ranks(2, a_state_is_read_on_another_mesh, tmp_path / "state")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp_shard": 2, "tp": 2},
+        {"tp": 4},
+        {"dp_shard": 4},
+        {"dp_replicate": 2, "tp": 2},
+        {"dp_replicate": 2, "dp_shard": 2},
+    ],
+    ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.items()),
+)
+def test_three_real_steps_of_four_ranks(mesh):
+    runs = [Run(model, mesh, settings=DOUBLE) for model in ("llama", "phi3", "gpt2", "gemma3_text")]
+    runs.append(Run("qwen3_moe", mesh, settings=PLAIN))
+    for found in on_ranks(4, steps, runs):
+        for run, errors in zip(runs, found, strict=True):
+            wrong = {name: error for name, error in errors.items() if error > LIMIT}
+            assert not wrong, (run, wrong)

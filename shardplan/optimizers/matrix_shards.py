@@ -95,12 +95,13 @@ class Groups:
     """The process groups of what is split over several mesh axes, each made once. All ranks of a group ask for it."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], ProcessGroup] = {}
+        self._made: dict[tuple[tuple[int, ...], str | None], ProcessGroup] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._made[ranks]
+    def of(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
+        """That of these ranks, in ascending order, with the default group's backend, or this one."""
+        if (key := (ranks, backend)) not in self._made:
+            self._made[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        return self._made[key]
 
 
 def stack_of(

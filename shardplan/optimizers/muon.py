@@ -19,10 +19,12 @@ from shardplan.runtime.apply.applied import applied, was_touched
 from shardplan.runtime.apply.model_parts import Parted, parts_of
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.apply.unfit_optimizers import refuse_unfit
 from shardplan.torchlib.private import private
 
 from .matrix_shards import Groups, Stack, stack_of
 from .owned_matrices import Owned, buckets, exchanged, owned
+from .same_gradients import check_same_gradients, ranks_of
 
 _newton_schulz = private("muon_newton_schulz")
 _adjusted_rate = private("muon_adjusted_rate")
@@ -62,8 +64,8 @@ class Muon(Optimizer):
             its defaults.
 
     Raises:
-        ValueError: a pattern fits nothing, or no matrix, parts are not as long as their parameter, or an option has a value that torch's Muon
-            refuses.
+        ValueError: a pattern fits nothing, or no matrix, parts are not as long as their parameter, an option has a value that torch's Muon
+            refuses, or the other optimizer cannot step sharded parameters.
         TypeError: an option that it does not have.
     """
 
@@ -91,10 +93,12 @@ class Muon(Optimizer):
         self._stacks = [
             stack_of(name, p, packed.get(name), tp, sizes.get(name, ()), groups) for name, p in chosen.items()
         ]
+        self._ranks = ranks_of(parts_of(model), self._stacks, groups)
         self._pieces, self._whole_matrix, self._bucket_size = owned(self._stacks), whole_matrix, bucket_size
         self._rest: Optimizer | None = None
         others = [p for name, p in named.items() if name not in chosen]
         rest_optimizer = rest([{"params": others}])
+        refuse_unfit(rest_optimizer)
         super().__init__([{"params": list(chosen.values()), **_DEFAULTS, **options}, *rest_optimizer.param_groups], {})
         self._rest = rest_optimizer
         self._rest.state = self.state
@@ -111,7 +115,11 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters. To be called on all ranks."""
+        """Update all parameters. To be called on all ranks.
+
+        Raises:
+            ValueError: some ranks have a gradient of a matrix and others have none. Nothing was changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,6 +130,8 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self) -> None:
+        if self._ranks is not None:
+            check_same_gradients(self._stacks, self._ranks)
         present = [one for one in self._pieces if one.stack.parameter.grad is not None]
         left = Counter(one.stack for one in present)
         values: dict[Stack, Tensor] = {}

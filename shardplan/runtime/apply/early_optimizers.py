@@ -1,4 +1,4 @@
-"""Optimizers that were made before a plan was applied: they hold parameters that the model no longer has."""
+"""The first step of a model's optimizers: those that were made before a plan was applied hold parameters that it no longer has."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .model_parts import Parted, parts_of
+from .unfit_optimizers import refuse_unfit
 
 SHOWN = 3
 
@@ -23,25 +25,30 @@ class Originals:
         self.names = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
 
     def refuse_optimizers(self, model: nn.Module | Parted) -> None:
-        """Make the first step of an optimizer that holds a replaced parameter raise ValueError, before it changes anything.
+        """Make the first step of an optimizer that holds a replaced parameter, or that cannot step the new ones, raise ValueError, before
+        it changes anything.
 
-        torch calls the hook for the optimizers of all models; those that hold no parameter of this one pass. The hook goes
-        with the first step of an optimizer over the model's parameters, or once nobody holds a replaced one.
+        torch calls the hook for the optimizers of all models; those that hold no parameter of this one pass. The hook goes once
+        optimizers of all trained parameters have stepped, or with the model.
 
         Args:
             model: the same one, after the plan was applied.
         """
         for parameter in _parameters(model):
             self.names.pop(parameter, None)  # no weak reference may stay on it: torch moves such a tensor nowhere
-        if not self.names:
+        if not self.names and not any(isinstance(p, DTensor) for p in _parameters(model)):
             return
         replaced, planned = self.names, weakref.ref(model)
+        waiting = {id(p) for p in _parameters(model) if p.requires_grad}
 
         def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             held = [p for group in optimizer.param_groups for p in group["params"]]
             if dead := [replaced[p] for p in held if p in replaced]:
                 raise ValueError(_message(dead, len(held)))
-            if not replaced or _trains(held, planned()):
+            if planned() is not None and not waiting.isdisjoint(own := set(map(id, held))):
+                refuse_unfit(optimizer)
+                waiting.difference_update(own)
+            if planned() is None or not waiting:
                 # torch is in the middle of its list of hooks here: they are removed after the step.
                 optimizer.register_step_post_hook(lambda *_: handle.remove())
 
@@ -50,12 +57,6 @@ class Originals:
 
 def _parameters(model: nn.Module | Parted) -> Iterator[nn.Parameter]:
     return (parameter for part in parts_of(model) for parameter in part.parameters())
-
-
-def _trains(held: list[Tensor], model: nn.Module | Parted | None) -> bool:
-    """Whether any of these tensors is a parameter of the model."""
-    parameters = {id(p) for p in _parameters(model)} if model is not None else set()
-    return any(id(p) in parameters for p in held)
 
 
 def _message(dead: list[str], count: int) -> str:

@@ -1,0 +1,51 @@
+"""Whether all ranks are about to step the same matrices: one that leaves out a collective would have the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardplan.runtime.apply.applied import applied, was_touched
+
+from .matrix_shards import Groups, Stack
+
+SHOWN = 3
+
+
+def ranks_of(parts: Iterable[nn.Module], stacks: Iterable[Stack], groups: Groups) -> ProcessGroup | None:
+    """All ranks that have a model's parameters, in shards or copies, to agree on what their hosts know; None where none is shared.
+
+    Its collectives are those of the hosts, which then do not wait for the devices.
+    """
+    meshes = [applied(part).mesh.mesh for part in parts if was_touched(part)]
+    if not meshes or all(stack.group is None for stack in stacks):
+        return None
+    on_cpu = meshes[0].device_type == "cpu"
+    return groups.of(tuple(sorted(meshes[0].mesh.flatten().tolist())), None if on_cpu else "gloo")
+
+
+def check_same_gradients(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
+    """A collective of `ranks`: an all-reduce of a number for each parameter.
+
+    Raises:
+        ValueError: on all ranks, some have a gradient of a parameter and others have none.
+    """
+    own = [stack.parameter.grad is not None for stack in stacks]
+    counts = torch.tensor(own, dtype=torch.int32)
+    dist.all_reduce(counts, group=ranks)
+    partly = [
+        f"{stack.name} ({count} of {ranks.size()} ranks have one, this rank {'has' if has else 'has none'})"
+        for stack, has, count in zip(stacks, own, counts.tolist(), strict=True)
+        if count not in (0, ranks.size())
+    ]
+    if partly:
+        more = f" and {len(partly) - SHOWN} more" if len(partly) > SHOWN else ""
+        raise ValueError(
+            f"ranks step matrices together, and some have no gradient of {', '.join(partly[:SHOWN])}{more}. "
+            f"Nothing was changed. Where a rank's gradient is zero, "
+            "write `p.grad = torch.zeros_like(p)` for it before step(); where the parameter is not to be stepped, set p.grad = None on all ranks"
+        )
