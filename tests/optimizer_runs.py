@@ -90,6 +90,35 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+def soap(gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """SOAP (arXiv 2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo's preconditioners, which every second step turns on by one power iteration.
+    As in the published code, the first step only begins them."""
+    rate, eps = 0.95, 1e-8
+    sides = {"left": gradient @ gradient.T, "right": gradient.T @ gradient}
+    if not state:
+        for side, gram in sides.items():
+            state[side] = (1 - rate) * gram
+            state[f"{side} basis"] = torch.linalg.eigh(gram).eigenvectors
+        state |= {"step": torch.zeros((), dtype=torch.int64), "mean": torch.zeros_like(gradient)}
+        state["square"] = torch.zeros_like(gradient)
+        return torch.zeros_like(gradient)
+    left, right = state["left basis"], state["right basis"]
+    state["step"] += 1
+    state["mean"].lerp_(gradient, 1 - rate)
+    state["square"].lerp_((left.T @ gradient @ right).square(), 1 - rate)
+    correction = 1 - rate ** state["step"].double()
+    turned = (left.T @ state["mean"] @ right / correction) / ((state["square"] / correction).sqrt() + eps)
+    update = left @ turned @ right.T
+    for side, gram in sides.items():
+        state[side].lerp_(gram, 1 - rate)
+        if state["step"] % 2 == 0:
+            state[f"{side} basis"] = torch.linalg.qr(state[side] @ state[f"{side} basis"]).Q
+    return update.to(gradient.dtype)
+
+
+SOAP = {"whole_matrix": soap, "stateful": True, "momentum": 0.0, "nesterov": False}
+
+
 def drawn(name: str, value: Tensor, step: int) -> Tensor:
     """A gradient that is the same on all ranks."""
     seed = sum(map(ord, name)) * 7919 + len(name) * 31 + step

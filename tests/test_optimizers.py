@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from optimizer_runs import RATES, Run, muon, newton_schulz, same_given_gradients
+from optimizer_runs import RATES, SOAP, Run, drawn, muon, newton_schulz, same_given_gradients, soap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -73,13 +76,11 @@ def test_the_same_gradients_have_the_same_update_to_the_bit(model, mesh):
 
 
 def test_parts_are_matrices_of_their_own():
-    """Those of Phi-3's packed rows, whose ranks have a share of each: the rate follows from the shape of a part, too."""
-    parts = {"**.qkv_proj.weight": (64, 32, 32), "**.gate_up_proj.weight": (96, 96)}
-    split = {
-        f"model.layers.{i}.{name}.weight": (list(sizes), 0)
-        for i in range(2)
-        for name, sizes in (("self_attn.qkv_proj", (64, 32, 32)), ("mlp.gate_up_proj", (96, 96)))
-    }
+    """Those of Phi-3's packed rows, whose ranks have a share of each, and heads: the rate follows from the shape of a part, too."""
+    attention, mlp = (f"model.layers.{{}}.{name}.weight" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
+    parts = {attention.format(0): (64, 32, 32), attention.format(1): 16, "**.gate_up_proj.weight": (96, 96)}
+    split = {attention.format(0): ([64, 32, 32], 0), attention.format(1): (16, 0)}
+    split |= {mlp.format(i): ([96, 96], 0) for i in range(2)}
     same_given_gradients(Run("phi3", {"tp": 2}, optimizer={"parts": parts}), split)
 
 
@@ -116,23 +117,19 @@ def test_the_work_of_ranks_is_balanced(compiled_once):
     assert heaviest(work, owners, [0] * 4) <= 1.1 * max(sum(work) / 4, *work)
 
 
-def uneven(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+class Own(nn.Module):
     """Rows that three ranks do not divide, one row alone, columns, a stack, and a plain parameter."""
 
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            generator = torch.Generator().manual_seed(0)
-            for name, shape in (
-                ("rows", (7, 5)),
-                ("one", (1, 6)),
-                ("columns", (5, 7)),
-                ("stack", (4, 5, 3)),
-                ("plain", (3, 4)),
-            ):
-                setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"rows": (7, 5), "one": (1, 6), "columns": (5, 7), "stack": (4, 5, 3), "plain": (3, 4)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
 
-    options = {"matrices": ["*"], "whole_matrix": newton_schulz}
+
+def uneven(options: dict[str, Any], rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    options = {"matrices": ["*"], **options}
     plain, model = Own(), Own()
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
     model.columns = nn.Parameter(distribute_tensor(model.columns.data, mesh, [Shard(1)], src_data_rank=None))
@@ -140,7 +137,7 @@ def uneven(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         value = distribute_tensor(getattr(model, name).data, mesh, [Shard(0)], src_data_rank=None)
         setattr(model, name, nn.Parameter(value))
     optimizers = [muon(one, **options) for one in (plain, model)]
-    for step in range(2):
+    for step in range(4):
         for name, parameter in plain.named_parameters():
             parameter.grad = torch.randn(
                 parameter.shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64
@@ -152,8 +149,13 @@ def uneven(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
                 if split
                 else parameter.grad.clone()
             )
-        if step:
+        if step == 1:
             plain.rows.grad = model.rows.grad = None  # what has no gradient stays as it is, its momentum too
+        if step == 2:  # from here on with others, which have what these had
+            fresh = [muon(one, **options) for one in (plain, model)]
+            for optimizer, other in zip(optimizers, fresh, strict=True):
+                other.load_state_dict(optimizer.state_dict())
+            optimizers = fresh
         for optimizer in optimizers:
             optimizer.step()
     return {
@@ -164,10 +166,41 @@ def uneven(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-def test_uneven_shards():
-    for found in on_threads(3, uneven):
+@pytest.mark.parametrize(
+    "options", [{"whole_matrix": newton_schulz}, {**SOAP, "parts": {"rows": (4, 3), "stack": 5}}], ids=["step", "state"]
+)
+def test_uneven_shards(options):
+    for found in on_threads(3, partial(uneven, options)):
         for name, (expected, value) in found.items():
             assert torch.allclose(value, expected, rtol=1e-11, atol=1e-13), name
+
+
+def test_a_step_with_a_state_is_that_of_the_function():
+    """SOAP as it was published, without shards: a dict for each matrix, and the rate as it is."""
+    model, states = Own(), defaultdict(dict)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Muon(model, matrices=["*"], lr=0.1, weight_decay=0.0, **SOAP)
+    for step in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = drawn(name, parameter, step)
+            for i in range(parameter.shape[0] if parameter.ndim == 3 else 1):
+                one = (
+                    (expected[name], parameter.grad) if parameter.ndim == 2 else (expected[name][i], parameter.grad[i])
+                )
+                one[0].sub_(soap(one[1].clone(), states[name, i]), alpha=0.1)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter, expected[name], rtol=1e-12, atol=0), name
+
+
+def test_a_state_is_of_tensors():
+    model = Tower()
+    optimizer = Muon(model, whole_matrix=lambda matrix, state: state.update(step=1) or matrix, stateful=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(TypeError, match="whole_matrix keeps 'step' of experts, which is 1: keep tensors"):
+        optimizer.state_dict()
 
 
 class Tower(nn.Module):
@@ -203,6 +236,8 @@ def test_which_parameters_are_matrices():
         ),
         ({"matrices": ["layer.*"]}, ValueError, "layer.bias has 1 dims: a matrix has 2"),
         ({"parts": {"layer.weight": (2, 2, 1)}}, ValueError, r"6 rows and 4 columns, and its parts \[2, 2, 1\] are 5"),
+        ({"parts": {"layer.weight": 5}}, ValueError, "6 rows and 4 columns, and its parts have 5 each"),
+        ({"stateful": True}, ValueError, "stateful is of whole_matrix"),
         ({"parts": {"layers.*": (2, 2, 1)}}, ValueError, r"parts: layers.\* fits no matrix"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_runs import Run, given_gradients, muon, newton_schulz, same, set_gradients, trained
+from optimizer_runs import SOAP, Run, given_gradients, muon, newton_schulz, same, set_gradients, trained
 from processes import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -107,21 +107,23 @@ def test_gradients_that_some_ranks_have_are_named_on_all(mesh):
 def a_state_is_read_on_another_mesh(folder: Path) -> None:
     first, second = Run("phi3", {"tp": 2}), Run("phi3", {"dp_shard": 2})
     model = first.planned()
-    optimizer = muon(model)
+    options = {**SOAP, "parts": {"**.qkv_proj.weight": (64, 32, 32)}}
+    optimizer = muon(model, **options)
     trained(model, optimizer, first, 0, 1)
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.01, 0.002  # as a schedule leaves them
     shardplan.save_training_state(model, optimizer, folder)
 
     other = second.planned()
-    again = muon(other)
+    again = muon(other, **options)
     shardplan.load_training_state(other, again, folder)
     whole = partial(get_optimizer_state_dict, options=StateDictOptions(full_state_dict=True))
     expected, state = whole(model, optimizer)["state"], whole(other, again)["state"]
     if dist.get_rank() == 0:
         assert state.keys() == expected.keys()
-        assert {"momentum_buffer"} in [set(one) for one in state.values()] and {"step", "exp_avg", "exp_avg_sq"} in [
-            set(one) for one in state.values()
-        ]
+        assert {"step", "exp_avg", "exp_avg_sq"} in [set(one) for one in state.values()]
+        packed = state["model.layers.1.self_attn.qkv_proj.weight"]
+        assert {"momentum_buffer", "whole_matrix.0.left basis", "whole_matrix.2.square"} < packed.keys()
+        assert packed["whole_matrix.0.left basis"].shape == (1, 1, 1, 1, 64, 64)
         for name, entries in expected.items():
             for key, value in entries.items():
                 assert torch.equal(state[name][key], value), (name, key)
@@ -129,11 +131,11 @@ def a_state_is_read_on_another_mesh(folder: Path) -> None:
     assert all(again._rest.state[p] is again.state[p] for group in again._rest.param_groups for p in group["params"])
     buffer = again.state[again.param_groups[0]["params"][0]]["momentum_buffer"]
     assert buffer.placements == again.param_groups[0]["params"][0].placements
-    # The loaded rates and moments are those that both parts step with.
+    # The loaded rates, moments and bases are those that both parts step with.
     for one, run in ((optimizer, model), (again, other)):
-        for parameter in run.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        one.step()
+        for step in range(2):
+            set_gradients(run, step)
+            one.step()
     left, right = (dict(shardplan.full_parameters(run)) for run in (model, other))
     for name, value in left.items():
         assert relative_error(right[name], value) < 1e-5, name

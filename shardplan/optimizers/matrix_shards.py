@@ -105,7 +105,7 @@ class Groups:
 
 
 def stack_of(
-    name: str, parameter: Tensor, packing: Packing | None, tp: int, parts: Sequence[int], groups: Groups
+    name: str, parameter: Tensor, packing: Packing | None, tp: int, sizes: Sequence[int] | int, groups: Groups
 ) -> Stack:
     """How a parameter of 2 or 3 dims is shared.
 
@@ -116,9 +116,9 @@ def stack_of(
     whole: Box = ((0, shape[0]), (0, shape[1]), (0, shape[2]))
     if packing is not None:
         packing = Packing(packing.dim + 3 - parameter.ndim, packing.parts)
-    dim = _part_dim(name, shape, tuple(parts), packing)
+    parts, dim = _parts(name, shape, sizes, packing)
     if not isinstance(parameter, DTensor):
-        return Stack(name, parameter, shape, None, (whole,), 0, packing, tp, tuple(parts), dim)
+        return Stack(name, parameter, shape, None, (whole,), 0, packing, tp, parts, dim)
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinate is not None, name
     split = [(axis, dim + 3 - parameter.ndim) for axis, dim in cuts(parameter)]
@@ -141,7 +141,7 @@ def stack_of(
         group = groups.of(tuple(sorted(held)))
     ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
     boxes = tuple(held[rank] for rank in ranks)
-    stack = Stack(name, parameter, shape, group, boxes, ranks.index(dist.get_rank()), packing, tp, tuple(parts), dim)
+    stack = Stack(name, parameter, shape, group, boxes, ranks.index(dist.get_rank()), packing, tp, parts, dim)
     if (found := tuple(stack.local(parameter).shape)) != tuple(end - start for start, end in stack.box):
         raise ValueError(
             f"{name}: this rank has {found} of {shape}, which is not how torch shards {parameter.placements}: whole matrices are gathered "
@@ -150,12 +150,19 @@ def stack_of(
     return stack
 
 
-def _part_dim(name: str, shape: tuple[int, int, int], parts: tuple[int, ...], packing: Packing | None) -> int:
-    if not parts:
-        return 1
-    dims = [dim for dim in (1, 2) if shape[dim] == sum(parts)]
+def _parts(
+    name: str, shape: tuple[int, int, int], sizes: Sequence[int] | int, packing: Packing | None
+) -> tuple[tuple[int, ...], int]:
+    """The sizes of the matrices of their own, and the dim along which they lie."""
+    if isinstance(sizes, int):
+        dims = [dim for dim in (1, 2) if sizes > 0 and shape[dim] % sizes == 0]
+        said = f"its parts have {sizes} each"
+    elif sizes:
+        dims = [dim for dim in (1, 2) if shape[dim] == sum(sizes)]
+        said = f"its parts {list(sizes)} are {sum(sizes)}"
+    else:
+        return (), 1
     if not dims:
-        raise ValueError(
-            f"{name} has {shape[1]} rows and {shape[2]} columns, and its parts {list(parts)} are {sum(parts)}"
-        )
-    return packing.dim if packing is not None and packing.dim in dims else dims[0]
+        raise ValueError(f"{name} has {shape[1]} rows and {shape[2]} columns, and {said}")
+    dim = packing.dim if packing is not None and packing.dim in dims else dims[0]
+    return (sizes,) * (shape[dim] // sizes) if isinstance(sizes, int) else tuple(sizes), dim

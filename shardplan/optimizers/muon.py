@@ -23,6 +23,7 @@ from shardplan.runtime.apply.unfit_optimizers import refuse_unfit
 from shardplan.torchlib.private import private
 
 from .matrix_shards import Groups, Stack, stack_of
+from .matrix_states import MatrixStates
 from .owned_matrices import Owned, buckets, exchanged, owned
 from .same_gradients import check_same_gradients, ranks_of
 
@@ -56,9 +57,11 @@ class Muon(Optimizer):
         matrices: patterns of the names of parameters of 2 dims, or of 3 dims for stacks of matrices (experts). By default the weights of
             linear layers but for the output head, and stacks of parameters that are no layer of torch's, such as experts.
         parts: pattern of names -> the sizes of matrices of their own that lie next to each other in one parameter, in the order of the
-            unsharded model, such as queries, keys and values. By default a parameter is one matrix.
+            unsharded model, such as queries, keys and values; or one size, of all of them, such as heads. By default a parameter is one
+            matrix.
         whole_matrix: in place of Newton-Schulz, a function of the gradient with momentum [rows, columns] that returns its update, of the
-            same shape and dtype. It is called at the owner alone.
+            same shape and dtype. It is called at the owner alone, and its update is taken `lr` times where `adjust_lr_fn` is not given.
+        stateful: `whole_matrix` takes a dict too, of the matrix, in which it keeps tensors: Shampoo, SOAP.
         bucket_size: elements of the matrices that are on their way at a time.
         options: `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and `adjust_lr_fn` of torch.optim.Muon, with
             its defaults.
@@ -75,8 +78,9 @@ class Muon(Optimizer):
         *,
         rest: Rest = torch.optim.AdamW,
         matrices: Sequence[str] | None = None,
-        parts: Mapping[str, Sequence[int]] | None = None,
-        whole_matrix: Callable[[Tensor], Tensor] | None = None,
+        parts: Mapping[str, Sequence[int] | int] | None = None,
+        whole_matrix: Callable[..., Tensor] | None = None,
+        stateful: bool = False,
         bucket_size: int = BUCKET,
         **options: Any,
     ):
@@ -95,6 +99,8 @@ class Muon(Optimizer):
         ]
         self._ranks = ranks_of(parts_of(model), self._stacks, groups)
         self._pieces, self._whole_matrix, self._bucket_size = owned(self._stacks), whole_matrix, bucket_size
+        if stateful and whole_matrix is None:
+            raise ValueError("stateful is of whole_matrix: pass the function that takes a matrix and its dict")
         self._rest: Optimizer | None = None
         others = [p for name, p in named.items() if name not in chosen]
         rest_optimizer = rest([{"params": others}])
@@ -102,6 +108,7 @@ class Muon(Optimizer):
         super().__init__([{"params": list(chosen.values()), **_DEFAULTS, **options}, *rest_optimizer.param_groups], {})
         self._rest = rest_optimizer
         self._rest.state = self.state
+        self._states = MatrixStates(self, self._stacks, self._pieces) if stateful else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.__dict__.get("_rest") is not None:
@@ -151,7 +158,7 @@ class Muon(Optimizer):
         if not bucket[0].alone:
             return exchanged(bucket, [values[one.stack] for one in bucket], self._stepped)
         own = bucket[0].own(values[bucket[0].stack])
-        return [None if own is None else self._stepped(bucket[0].stack, own)]
+        return [None if own is None else self._stepped(bucket[0], own)]
 
     def _begun(self, stack: Stack) -> Tensor:
         """Decay a parameter and its momentum; returns what is to be orthogonalised of this rank's part."""
@@ -172,20 +179,23 @@ class Muon(Optimizer):
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else update.device
         return update.to(device)  # FSDP2 may keep it on the CPU
 
-    def _stepped(self, stack: Stack, whole: Tensor) -> Tensor:
-        return stack.in_one([self._orthogonal(part) for part in stack.in_parts(whole)])
+    def _stepped(self, one: Owned, whole: Tensor) -> Tensor:
+        return one.stack.in_one([self._update(one, i, part) for i, part in enumerate(one.stack.in_parts(whole))])
 
-    def _orthogonal(self, matrices: Tensor) -> Tensor:
-        """[n, rows, columns] to updates of the same shape. On a CPU a batch would be no faster, and add in another order."""
-        group = self.param_groups[0]
+    def _update(self, one: Owned, part: int, matrices: Tensor) -> Tensor:
+        """Of a part of each matrix, [n, rows, columns]. On a CPU a batch would be no faster, and add in another order."""
+        group, step, states = self.param_groups[0], self._whole_matrix, self._states
 
         def newton_schulz(matrix: Tensor) -> Tensor:
             return _newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        if self._whole_matrix is None and matrices.shape[0] > 1 and matrices.device.type != "cpu":
+        if step is None and matrices.shape[0] > 1 and matrices.device.type != "cpu":
             return torch.vmap(newton_schulz)(matrices)
-        step = self._whole_matrix or newton_schulz
-        return torch.stack([step(matrix) for matrix in matrices]).to(matrices.dtype)
+        updates = []
+        for i, matrix in enumerate(matrices, one.which[0]):
+            kept = () if states is None else (states.of(one.stack, i, part),)
+            updates.append((step or newton_schulz)(matrix, *kept))
+        return torch.stack(updates).to(matrices.dtype)
 
     def _apply(self, one: Owned, update: Tensor) -> None:
         group, stack = self.param_groups[0], one.stack
@@ -193,7 +203,9 @@ class Muon(Optimizer):
         assert target is not None
         update = update.to(target.device)
         for (start, end), shape in stack.stripes:
-            rate = _adjusted_rate(float(group["lr"]), group["adjust_lr_fn"], torch.Size(shape))
+            rate = float(group["lr"])
+            if self._whole_matrix is None or group["adjust_lr_fn"] is not None:
+                rate = _adjusted_rate(rate, group["adjust_lr_fn"], torch.Size(shape))
             rows = (slice(None),) * stack.part_dim + (slice(start, end),)
             target[rows].add_(update[rows], alpha=-rate)
 
@@ -251,12 +263,10 @@ def _fitting(
 
 
 def _sizes(
-    parts: Mapping[str, Sequence[int]], chosen: Mapping[str, nn.Parameter], model: nn.Module | Parted
-) -> dict[str, tuple[int, ...]]:
+    parts: Mapping[str, Sequence[int] | int], chosen: Mapping[str, nn.Parameter], model: nn.Module | Parted
+) -> dict[str, Sequence[int] | int]:
     return {
-        name: tuple(sizes)
-        for pattern, sizes in parts.items()
-        for name in _fitting("parts", pattern, chosen, model, "matrix")
+        name: sizes for pattern, sizes in parts.items() for name in _fitting("parts", pattern, chosen, model, "matrix")
     }
 
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from .assignment import assign
 from .matrix_shards import Box, Range, Stack
 
-Step = Callable[[Stack, Tensor], Tensor]  # matrices [n, rows, columns] in the stored order, and what they become
+Step = Callable[["Owned", Tensor], Tensor]  # matrices [n, rows, columns] in the stored order, and what they become
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def exchanged(bucket: Sequence[Owned], values: Sequence[Tensor], step: Step) -> 
             if (target := one.cut(whole, origin, place)) is not None:
                 target.copy_(gathered[place][taken[place] : taken[place] + target.numel()].view(target.shape))
                 taken[place] += target.numel()
-        result = step(one.stack, whole)
+        result = step(one, whole)
         for place in range(ranks):
             if (part := one.cut(result, origin, place)) is not None:
                 results[place].append(part)
