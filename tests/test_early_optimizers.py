@@ -128,7 +128,8 @@ def test_nothing_is_kept_alive(mesh):
 
 def local_tensors(model, optimizer):
     states = [value for entries in optimizer.state.values() for value in entries.values()]
-    return [x.to_local() if hasattr(x, "placements") else x.detach() for x in (*model.parameters(), *states)]
+    found = [x.detach() for x in (*model.parameters(), *states)]
+    return [x.to_local() if hasattr(x, "placements") else x for x in found]
 
 
 UNFIT = {
