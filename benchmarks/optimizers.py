@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Make] = {
 TEXT = """## Steps of optimizers
 
 `python -m benchmarks.optimizers`: the collectives of a step and the numbers that a rank puts into them, in parts of the numbers that it stores of the matrices, for a Llama
-with two layers (14 matrices) in float32. "refused": a ValueError at the first step. The one all-reduce of shardplan's Muon has a number for each matrix. torch's Muon sends float32, that of shardplan bfloat16.
+with two layers (14 matrices) in float32. "refused": a ValueError at the first step. The one all-reduce of shardplan's Muon has two numbers for each matrix. torch's Muon sends float32, that of shardplan bfloat16.
 """
 
 

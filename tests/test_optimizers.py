@@ -101,7 +101,7 @@ def test_a_bucket_takes_two_collectives(shape, names, compiled_once):
         counter = stepped(optimizer)
         assert dict(counter.counts) == {"all_to_all": 2, "all_reduce": 1}
         agreed, sent, returned = (call.elements for call in counter.calls)
-        assert agreed == 14  # a number for each matrix
+        assert agreed == 28  # two numbers for each matrix
         assert stepped(muon(model, bucket_size=1)).counts["all_to_all"] == 8  # 14 matrices in turns of 4 ranks
         assert max(sent, returned) <= 1.1 * max(
             sum(p.to_local().numel() for p in optimizer.param_groups[0]["params"]),

@@ -29,23 +29,24 @@ def ranks_of(parts: Iterable[nn.Module], stacks: Iterable[Stack], groups: Groups
 
 
 def check_same_gradients(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
-    """A collective of `ranks`: an all-reduce of a number for each parameter.
+    """A collective of `ranks`: an all-reduce of two numbers for each parameter.
 
     Raises:
         ValueError: on all ranks, some have a gradient of a parameter and others have none.
     """
     own = [stack.parameter.grad is not None for stack in stacks]
-    counts = torch.tensor(own, dtype=torch.int32)
-    dist.all_reduce(counts, group=ranks)
+    of_all = torch.tensor([*own, *(not has for has in own)], dtype=torch.int32)
+    dist.all_reduce(of_all, dist.ReduceOp.MIN, group=ranks)
+    have, lack = of_all.view(2, -1).tolist()
     partly = [
-        f"{stack.name} ({count} of {ranks.size()} ranks have one, this rank {'has' if has else 'has none'})"
-        for stack, has, count in zip(stacks, own, counts.tolist(), strict=True)
-        if count not in (0, ranks.size())
+        f"{stack.name} (this rank has {'one' if has else 'none'})"
+        for stack, has, all_have, all_lack in zip(stacks, own, have, lack, strict=True)
+        if not all_have and not all_lack
     ]
     if partly:
         more = f" and {len(partly) - SHOWN} more" if len(partly) > SHOWN else ""
         raise ValueError(
-            f"ranks step matrices together, and some have no gradient of {', '.join(partly[:SHOWN])}{more}. "
-            f"Nothing was changed. Where a rank's gradient is zero, "
-            "write `p.grad = torch.zeros_like(p)` for it before step(); where the parameter is not to be stepped, set p.grad = None on all ranks"
+            f"ranks step matrices together, and only some of them have a gradient of {', '.join(partly[:SHOWN])}{more}. Nothing was changed. "
+            "Where a rank's gradient is zero, write `p.grad = torch.zeros_like(p)` for it before step(); where the parameter is not to be "
+            "stepped, set p.grad = None on all ranks"
         )
