@@ -17,7 +17,7 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.runtime.training import causal_lm_loss, cross_entropy, fused_logits, log_probabilities
+from shardplan.runtime.training import causal_lm_loss, cross_entropy, entropy, fused_logits, log_probabilities
 from tests.collective_counter import CollectiveCounter
 
 TOKENS, FEATURES = (2, 7), 6
@@ -127,6 +127,7 @@ def check_tokens(mesh: DeviceMesh | None) -> None:
             / 5,
         ),
         (lambda: cross_entropy(fused[ids > 3], ids[ids > 3]), torchs(logits[ids > 3], ids[ids > 3], {})),
+        (lambda: entropy(fused, temperature=0.7, chunk_size=3), -(logs.exp() * logs).sum(-1)),
     )
     for call, wanted in asked:
         with CollectiveCounter() as counter:

@@ -24,7 +24,7 @@ POINTWISE = CASTS | {
 }  # fmt: skip
 IN_PLACE = {"imul": "mul", "itruediv": "div", "iadd": "add", "isub": "sub"}
 SHAPES = frozenset({"view", "reshape", "flatten", "getitem", "detach"})
-READERS = "cross_entropy, causal_lm_loss, log_probabilities"
+READERS = "cross_entropy, causal_lm_loss, log_probabilities, entropy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,6 @@ class _Change:
             return x if value.place is None else operands[value.place]
 
         return self.function(*map(real, self.args), **{name: real(value) for name, value in self.kwargs.items()})
-
-
-def _divided(x: Tensor, temperature: float) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32)) / temperature
 
 
 def _all_of(changes: Sequence[_Change]) -> Callable[[Tensor, Sequence[Tensor]], Tensor] | None:
@@ -95,12 +91,9 @@ class FusedLogits(Tensor):
 
     def rows(self, temperature: float = 1.0) -> Rows:
         """What the sums of each token are made from, which are in float32 at least anyway: a cast to that at the end is left to them."""
-        changes = self.changes
-        if temperature != 1.0:
-            changes = (*changes, _Change(_divided, (_Operand(None), temperature), {}))
-        elif changes and changes[-1].widens:
-            changes = changes[:-1]
-        return Rows(self.hidden, len(self.head.weight), self.vocabulary, replace(self.head, change=_all_of(changes)))
+        changes = self.changes[:-1] if self.changes and self.changes[-1].widens else self.changes
+        head = replace(self.head, change=_all_of(changes))
+        return Rows(self.hidden, len(self.head.weight), self.vocabulary, head, temperature)
 
     def make(self) -> Tensor:
         """All logits at once, differentiable: a DTensor Shard(-1) where the vocabulary is split over a mesh, a rank's columns where
@@ -196,7 +189,7 @@ def fused_logits(
 ) -> FusedLogits:
     """Logits of a head, `hidden @ weight.T + bias`, that are not made: a loss makes them a chunk of tokens at a time.
 
-    `torch.nn.functional.cross_entropy`, `cross_entropy`, `causal_lm_loss` and `log_probabilities` take them. Scales, caps
+    `torch.nn.functional.cross_entropy`, `cross_entropy`, `causal_lm_loss`, `log_probabilities` and `entropy` take them. Scales, caps
     (`torch.tanh(logits / cap) * cap`), casts, and slices of the tokens are noted; anything else is a RuntimeError, and `make()`
     gives the logits themselves. With a group every rank needs all tokens, and the gradient of `hidden` is a partial sum over it.
 

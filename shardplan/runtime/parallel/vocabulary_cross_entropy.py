@@ -43,7 +43,7 @@ def cross_entropy_of(
     sums = sums_of(rows, ids.unsqueeze(-1), every, chunk)
     weights = None if weight is None else weight.to(sums.total.dtype)
     of_target = torch.ones_like(sums.total) if weights is None else weights[ids.clamp(0, size - 1)]
-    losses = (1 - label_smoothing) * of_target * (sums.total - sums.chosen.squeeze(-1))
+    losses = -(1 - label_smoothing) * of_target * sums.logs.squeeze(-1)
     if label_smoothing:
         mass = size if weights is None else weights.sum()
         losses = losses + label_smoothing / size * (mass * sums.total - sums.weighed)

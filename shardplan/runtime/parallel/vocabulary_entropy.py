@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from shardplan.torchlib.private import private
-
+from .fused_logits import FusedLogits
 from .process_groups import Group
-from .vocabulary_logits import Split, read_chunk, read_logits, read_temperature
-from .vocabulary_probabilities import log_probabilities_of_piece, normalizers, pieces
-
-
-def _gradient(
-    x: Tensor, maximum: Tensor, log_total: Tensor, result: Tensor, gradient: Tensor, temperature: float, chunk: int
-) -> Tensor:
-    into = torch.empty_like(x)
-    for out, piece, m, t, h, g in pieces(chunk, into, x, maximum, log_total, result, gradient):
-        logs = log_probabilities_of_piece(piece, m, t, temperature).clamp_min_(torch.finfo(h.dtype).min)
-        out.copy_(logs.exp().mul_(logs.add_(h)).mul_(g).div_(-temperature))
-    return into
-
-
-_gradient_per_rank = private("run_per_rank")(_gradient)
-
-
-class _Entropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, temperature: float, chunk: int) -> Tensor:
-        known = normalizers(x, split, temperature, chunk, moment=True)
-        assert known.moment is not None  # it was asked for
-        result = known.log_total - known.moment
-        ctx.save_for_backward(x, known.maximum, known.log_total, result)
-        ctx.options = (temperature, chunk)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient_per_rank(*ctx.saved_tensors, gradient, *ctx.options), None, None, None
+from .vocabulary_logits import read_chunk, read_logits, read_temperature
+from .vocabulary_sums import Rows, sums_of
 
 
 def entropy(
@@ -70,9 +37,17 @@ def entropy(
         TypeError: a DTensor that is split otherwise.
         ValueError: shapes or sizes that do not fit.
     """
-    x, split = read_logits(logits, group, vocab_size)
-    chunk = read_chunk(chunk_size, x.shape[-2])
-    if mask is not None and mask.shape != x.shape[:-1]:
+    temperature = read_temperature(temperature)
+    chunk: int | None = read_chunk(chunk_size, logits.shape[-2] if logits.ndim > 1 else 1)
+    if isinstance(logits, FusedLogits):
+        if group is not None:
+            raise TypeError("fused logits take no group: pass logits.make()")
+        rows, chunk = logits.rows(temperature), chunk_size
+    else:
+        x, split = read_logits(logits, group, vocab_size)
+        rows = Rows(x, x.shape[-1], split, temperature=temperature)
+    if mask is not None and mask.shape != rows.values.shape[:-1]:
         raise ValueError(f"the mask's shape is {tuple(mask.shape)}, for logits of {tuple(logits.shape)}")
-    result = _Entropy.apply(x, split, read_temperature(temperature), chunk).squeeze(-1)
+    none = torch.empty((*rows.values.shape[:-1], 0), dtype=torch.int64, device=rows.values.device)
+    result = sums_of(rows, none, chunk=chunk, entropy=True).entropy
     return result if mask is None else result.masked_fill(~mask.bool(), 0.0)

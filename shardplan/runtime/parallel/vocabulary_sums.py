@@ -1,5 +1,6 @@
-"""What losses need of each token's logits, made a chunk of tokens at a time: the logarithm of the sum of their exponentials, those of
-some ids, a weighted sum of all.
+"""What losses need of each token's logits, which may be split over the vocabulary (Megatron-LM's vocabulary-parallel loss, arXiv
+1909.08053) and are made a chunk of tokens at a time: the logarithm of the sum of their exponentials, the log-probabilities of some ids, a
+weighted sum of all, the entropy.
 
 Two all-reduces of one and a few numbers per token, whatever the chunks are; backward communicates nothing. Nothing of the size of
 the logits is kept for it: it makes each chunk anew.
@@ -8,13 +9,16 @@ the logits is kept for it: it makes each chunk anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from shardplan.torchlib.private import private
 
 from .vocabulary_logits import Split
 
@@ -60,12 +64,16 @@ class Rows:
         values: [..., tokens, columns], this rank's; with a head hidden states, [..., tokens, features].
         columns: this rank's.
         split: how the vocabulary is.
+        temperature: the logits are divided by it.
+        least: [..., tokens, 1], the least logit that counts, before that; those below it are -inf. Without a head.
     """
 
     values: Tensor
     columns: int
     split: Split
     head: Head | None = None
+    temperature: float = 1.0
+    least: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,115 +82,217 @@ class Sums:
 
     Args:
         total: [..., tokens], the logarithm of the sum of the exponentials of all logits.
-        chosen: [..., tokens, n], the logits of the ids; 0 for an id that is no token of the vocabulary.
+        logs: [..., tokens, n], the log-probabilities of the ids; anything for an id that is no token of the vocabulary.
         weighed: [..., tokens], the sum of all logits, each times its weight; zeros without weights.
+        entropy: [..., tokens], in nats, where it was asked for, else zeros.
     """
 
     total: Tensor
-    chosen: Tensor
+    logs: Tensor
     weighed: Tensor
+    entropy: Tensor
 
 
-def sums_of(rows: Rows, ids: Tensor, weights: Tensor | None = None, chunk: int | None = None) -> Sums:
+def sums_of(
+    rows: Rows, ids: Tensor, weights: Tensor | None = None, chunk: int | None = None, *, entropy: bool = False
+) -> Sums:
     """Differentiable in the values, and in the tensors of the head.
 
     Args:
         ids: [..., tokens, n], of the whole vocabulary.
         weights: [vocabulary], or a scalar for all tokens of the vocabulary.
         chunk: tokens of each sequence that are worked on at a time; None: as many as `tokens_of_chunk` says of all.
+        entropy: whether it is needed; it takes a second chunk.
     """
-    shape, head = ids.shape[:-1], rows.head
-    values, flat = rows.values.flatten(0, -2), ids.flatten(0, -2)
+    shape, sequences, head = ids.shape[:-1], max(math.prod(ids.shape[:-2]), 1), rows.head
     if weights is not None and weights.ndim:
         weights = weights[rows.split.first : rows.split.first + rows.columns]
-    tensors = () if head is None else (head.weight, head.bias, *head.operands)
-    per_chunk = chunk * math.prod(shape[:-1]) if chunk else tokens_of_chunk(rows.columns)
-    total, chosen, weighed = _Sums.apply(values, flat, weights, rows, per_chunk, *tensors)
-    return Sums(total.view(shape), chosen.view(ids.shape), weighed.view(shape))
+    values, flat = rows.values, ids
+    tensors: tuple[Tensor | None, ...] = ()
+    if head is not None:  # its products are of matrices: all sequences are one
+        values, flat, tensors = values.flatten(0, -2), ids.flatten(0, -2), (head.weight, head.bias, *head.operands)
+        chunk, sequences = chunk and chunk * sequences, 1
+    how = _How(
+        None if head is None else head.change,
+        rows.temperature,
+        chunk or max(1, tokens_of_chunk(rows.columns) // sequences),
+        entropy,
+    )
+    total, logs, weighed, entropies = _Sums.apply(values, flat, weights, rows, how, *tensors)
+    return Sums(total.view(shape), logs.view(ids.shape), weighed.view(shape), entropies.view(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What is no tensor: the change of the head, the temperature, tokens of a chunk, and whether the entropy is needed."""
+
+    change: Callable[[Tensor, Sequence[Tensor]], Tensor] | None
+    temperature: float
+    chunk: int
+    entropy: bool
+
+    def head(self, tensors: Sequence[Tensor | None]) -> Head | None:
+        """The head with these tensors, which autograd knows."""
+        if not tensors:
+            return None
+        weight, bias, *operands = tensors
+        assert weight is not None
+        return Head(weight, bias, self.change, tuple(x for x in operands if x is not None))
+
+    def wide(self, logits: Tensor, fresh: bool, least: Tensor | None) -> tuple[Tensor, bool]:
+        """Logits as they count, in float32 at least, and whether they may be changed, as those that are given may be if they are fresh."""
+        wide = logits.to(_accumulating(logits.dtype))
+        fresh = fresh or wide is not logits
+        if self.temperature != 1.0:
+            wide, fresh = wide.div_(self.temperature) if fresh else wide / self.temperature, True
+        if least is not None:
+            below = logits < least
+            wide, fresh = (wide.masked_fill_ if fresh else wide.masked_fill)(below, -torch.inf), True
+        return wide, fresh
+
+    def pieces(self, least: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """The chunks along the tokens; `least` comes last."""
+        split = [x.split(self.chunk, -2) for x in tensors]
+        parts = [None] * len(split[0]) if least is None else least.split(self.chunk, -2)
+        return zip(*split, parts, strict=True)
 
 
 class _Sums(torch.autograd.Function):
-    """Saves what the logits are made of, and a number for each token."""
+    """Saves what the logits are made of, and a few numbers for each token."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, ids: Tensor, weights: Tensor | None, rows: Rows, chunk: int, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        head = None if rows.head is None else _with(rows.head, tensors)
+        ctx: Any, values: Tensor, ids: Tensor, weights: Tensor | None, rows: Rows, how: _How, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         column, elsewhere = rows.split.locate(ids, rows.columns)
-        pieces = zip(values.split(chunk), column.split(chunk), strict=True)
-        found = [_of_piece(*_wide(piece, head), at, weights) for piece, at in pieces]
-        own, exponentials, chosen, weighed = (torch.cat(parts) for parts in zip(*found, strict=True))
+        own, exponentials, chosen, *others = _own_sums_per_rank(how, values, column, weights, rows.least, *tensors)
         maximum = rows.split.reduce(own, "max")
-        exponentials = exponentials * (own - maximum).exp()
-        addends = [exponentials, chosen.masked_fill(elsewhere, 0.0), *([weighed] if weights is not None else [])]
-        summed = rows.split.reduce(torch.cat(addends, -1))
-        total, chosen = maximum + summed[:, :1].log(), summed[:, 1 : 1 + ids.shape[1]]
-        weighed = summed[:, -1] if weights is not None else torch.zeros_like(total[:, 0])
-        ctx.save_for_backward(values, total, column, elsewhere, weights, *tensors)
-        ctx.head, ctx.chunk = rows.head, chunk
-        return total[:, 0], chosen.contiguous(), weighed
+        scale = (own - maximum).exp()
+        addends = [exponentials * scale, (chosen - maximum).masked_fill(elsewhere, 0.0)]
+        if weights is not None:
+            addends.append(others[0])
+        if how.entropy:
+            below = (own - maximum).clamp_min(torch.finfo(own.dtype).min)
+            addends.append((others[-1] + exponentials * below) * scale)
+        total, *summed = rows.split.reduce(torch.cat(addends, -1)).split([x.shape[-1] for x in addends], -1)
+        log_total = total.log()
+        none = torch.zeros_like(log_total)
+        weighed = none if weights is None else summed[1]
+        entropies = log_total - summed[-1] / total if how.entropy else none
+        known = (maximum, log_total, entropies if how.entropy else log_total)
+        ctx.save_for_backward(values, column, elsewhere, weights, rows.least, *known, *tensors)
+        ctx.how = how
+        logs = summed[0] - log_total
+        return (maximum + log_total).squeeze(-1), logs, weighed.squeeze(-1), entropies.squeeze(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_total: Tensor, of_chosen: Tensor, of_weighed: Tensor) -> tuple[Tensor | None, ...]:
-        values, total, column, elsewhere, weights, *tensors = ctx.saved_tensors
-        head = None if ctx.head is None else _with(ctx.head, tensors)
+    def backward(
+        ctx: Any, of_total: Tensor, of_logs: Tensor, of_weighed: Tensor, of_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        given = (of_total.unsqueeze(-1), of_logs, of_weighed.unsqueeze(-1), of_entropy.unsqueeze(-1))
         needed = ctx.needs_input_grad
-        found = _Gradients(head, values if needed[0] else None, needed[5:])
-        of_chosen = of_chosen.masked_fill(elsewhere, 0.0)
-        every = (values, total, column, of_total.unsqueeze(-1), of_chosen, of_weighed.unsqueeze(-1))
-        pieces = zip(*(part.split(ctx.chunk) for part in every), strict=True)
-        for i, (x, t, at, g_total, g_chosen, g_weighed) in enumerate(pieces):
-
-            def gradient(
-                wide: Tensor,
-                fresh: bool,
-                t: Tensor = t,
-                at: Tensor = at,
-                g_total: Tensor = g_total,
-                g_chosen: Tensor = g_chosen,
-                g_weighed: Tensor = g_weighed,
-            ) -> Tensor:
-                made = (wide.sub_(t) if fresh else wide - t).exp_().mul_(g_total)
-                if wide.shape[-1]:
-                    made.scatter_add_(-1, at, g_chosen)
-                return made if weights is None else made.add_(g_weighed * weights.to(made.dtype))
-
-            found.add(i * ctx.chunk, x, gradient)
+        if len(needed) == FIRST_TENSOR:
+            of_values: Tensor | None = _logits_gradient_per_rank(ctx.how, given, *ctx.saved_tensors)
+            return of_values, None, None, None, None
+        found = _gradients(ctx.how, given, needed, *ctx.saved_tensors)
         return (found.of_values, None, None, None, None, *found.of_tensors())
 
 
-def _with(head: Head, tensors: Sequence[Tensor | None]) -> Head:
-    """The head with these tensors, which autograd knows."""
-    weight, bias, *operands = tensors
-    assert weight is not None
-    return Head(weight, bias, head.change, tuple(x for x in operands if x is not None))
+FIRST_TENSOR = 5  # of the head, among the arguments of `_Sums`
+
+
+def _own_sums(
+    how: _How, values: Tensor, column: Tensor, weights: Tensor | None, least: Tensor | None, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Of this rank's columns, and each token: the maximum, the sum of exponentials below it, the logits of the columns, the weighed sum, and
+    where the entropy is needed the sum of how far logits are below the maximum, each times its exponential."""
+    head = how.head(tensors)
+    found = [
+        _of_piece(*how.wide(x if head is None else head.logits(x), head is not None, part), at, weights, how.entropy)
+        for x, at, part in how.pieces(least, values, column)
+    ]
+    return tuple(torch.cat(parts, -2) for parts in zip(*found, strict=True))
+
+
+_own_sums_per_rank = private("run_per_rank")(_own_sums)
+
+
+def _gradients(
+    how: _How,
+    given: Sequence[Tensor],
+    needed: Sequence[bool],
+    values: Tensor,
+    column: Tensor,
+    elsewhere: Tensor,
+    weights: Tensor | None,
+    least: Tensor | None,
+    maximum: Tensor,
+    log_total: Tensor,
+    entropies: Tensor,
+    *tensors: Tensor | None,
+) -> _Gradients:
+    found = _Gradients(how.head(tensors), values if needed[0] else None, needed[FIRST_TENSOR:])
+    of_total, of_logs, of_weighed, of_entropy = given
+    of_total = of_total - of_logs.sum(-1, keepdim=True)
+    of_logs = of_logs.masked_fill(elsewhere, 0.0)
+    if least is not None and values.shape[-1]:
+        of_logs = of_logs.masked_fill(values.gather(-1, column) < least, 0.0)
+    every = (values, column, maximum, log_total, entropies, of_total, of_logs, of_weighed, of_entropy)
+    for i, (x, *known, part) in enumerate(how.pieces(least, *every)):
+        found.add(i * how.chunk, x, partial(_of_logits, how, weights, known, part))
+    return found
+
+
+def _of_logits(
+    how: _How, weights: Tensor | None, known: Sequence[Tensor], least: Tensor | None, logits: Tensor, fresh: bool
+) -> Tensor:
+    """The gradient of a chunk of logits, of which this may change fresh ones; in float32 at least."""
+    column, maximum, log_total, entropies, of_total, of_logs, of_weighed, of_entropy = known
+    wide, fresh = how.wide(logits, fresh, least)
+    logs = (wide.sub_(maximum) if fresh else wide - maximum).sub_(log_total)
+    if how.entropy:
+        logs.clamp_min_(torch.finfo(logs.dtype).min)  # a logit of -inf weighs nothing
+        made = logs.exp()
+        made.mul_(logs.add_(entropies).mul_(of_entropy).neg_().add_(of_total))
+    else:
+        made = logs.exp_().mul_(of_total)
+    if made.shape[-1]:
+        made.scatter_add_(-1, column, of_logs)
+    if weights is not None:
+        made.add_(of_weighed * weights.to(made.dtype))
+    return made if how.temperature == 1.0 else made.div_(how.temperature)
+
+
+def _logits_gradient(how: _How, given: Sequence[Tensor], *saved: Any) -> Tensor:
+    made = _gradients(how, given, (True,), *saved).of_values
+    assert made is not None
+    return made
+
+
+_logits_gradient_per_rank = private("run_per_rank")(_logits_gradient)
 
 
 def _accumulating(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _wide(values: Tensor, head: Head | None) -> tuple[Tensor, bool]:
-    """Logits in float32 at least, and whether they may be changed."""
-    logits = values if head is None else head.logits(values)
-    wide = logits.to(_accumulating(logits.dtype))
-    return wide, head is not None or wide is not logits
-
-
-def _of_piece(x: Tensor, fresh: bool, column: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The maximum, the sum of exponentials below it, the logits of the columns, the weighed sum."""
-    none = x.new_zeros(len(x), 1)
+def _of_piece(x: Tensor, fresh: bool, column: Tensor, weights: Tensor | None, entropy: bool) -> tuple[Tensor, ...]:
+    none = x.new_zeros(*x.shape[:-1], 1)
     if not x.shape[-1]:
-        return none - torch.inf, none, x.new_zeros(column.shape), none
+        made = (none - torch.inf, none, x.new_zeros(column.shape), none)
+        return (*made, none) if entropy else made
     chosen, weighed = x.gather(-1, column), none
     if weights is not None:
-        weighed = (x.mv(weights.to(x.dtype)) if weights.ndim else x.sum(-1) * weights).unsqueeze(-1)
+        weighed = (x @ weights.to(x.dtype) if weights.ndim else x.sum(-1) * weights).unsqueeze(-1)
     maximum = x.amax(-1, keepdim=True)
     shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
     below = x.sub_(shift) if fresh else x - shift
-    return maximum, below.exp_().sum(-1, keepdim=True), chosen, weighed
+    if not entropy:
+        return maximum, below.exp_().sum(-1, keepdim=True), chosen, weighed
+    exponentials = below.exp()
+    moment = below.clamp_min_(torch.finfo(x.dtype).min).mul_(exponentials).sum(-1, keepdim=True)
+    return maximum, exponentials.sum(-1, keepdim=True), chosen, weighed, moment
 
 
 class _Gradients:
@@ -195,15 +305,15 @@ class _Gradients:
 
     def add(self, start: int, x: Tensor, gradient: Callable[[Tensor, bool], Tensor]) -> None:
         """A chunk of the values from a token on, and from its logits, in float32 at least, their gradient."""
-        head, of_x = self.head, None if self.of_values is None else self.of_values.narrow(0, start, len(x))
+        head, of_x = self.head, None if self.of_values is None else self.of_values.narrow(-2, start, x.shape[-2])
         if head is None:
             if of_x is not None:
-                of_x.copy_(gradient(*_wide(x, None)))
+                of_x.copy_(gradient(x, False))
             return
         made = head.linear(x)
         of_operands: list[tuple[int, Tensor]] = []
         if head.change is None:
-            of_made = gradient(made.to(_accumulating(made.dtype)), True).to(made.dtype)
+            of_made = gradient(made, True).to(made.dtype)
         else:
             of_made, of_operands = self._through(head.change, made, gradient)
         del made
