@@ -108,6 +108,14 @@ def hook(n: int) -> nn.Module:
     return model
 
 
+def own_hooks(n: int) -> nn.Module:
+    """An attribute with the name of torch's, such as transformers' `_require_grads_hooks`: a list, and a dict whose keys are read."""
+    model = Block(lambda module: min(module.width_hooks))
+    model._require_grads_hooks = []
+    model.width_hooks = {n: None}
+    return model
+
+
 def of_a_global(n: int) -> nn.Module:
     CHOSEN[0] = n
     return Block(lambda module: CHOSEN[0])
@@ -145,6 +153,7 @@ FORMS: dict[str, Callable[[int], nn.Module]] = {
     "a closure in a closure": lambda n: Block((lambda inner: lambda module: inner())(lambda: n)),
     "a partial": lambda n: Block(functools.partial(width_of, n=n)),
     "a hook": hook,
+    "what is called hooks": own_hooks,
     "a global": of_a_global,
     "a name in another module": of_a_module,
     "a forward of an instance": instance,

@@ -22,6 +22,7 @@ NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.d
 UNSEEN = frozenset(("eval", "exec", "globals", "locals", "__import__", "import_module", "open"))
 INSTALLED = (str(Path(logging.__file__).parent.parent), str(Path(__file__).parents[1]), "<frozen")
 PACKAGES = ("/site-packages/", "/dist-packages/")
+HOOKS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))  # torch's own, by numbers of a process
 _CODES: dict[int, tuple[int, CodeType]] = {}
 
 
@@ -77,7 +78,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, nn.Module):
         yield type(value)
         for key, one in vars(value).items():
-            yield from (key, _hooks(one) if key.endswith("_hooks") else one)
+            yield from (key, _hooks(one) if key in HOOKS else one)
     elif isinstance(value, np.ndarray):
         yield from (value.shape, value.dtype.str, value.tolist() if value.dtype.hasobject else value.tobytes())
     elif isinstance(value, FunctionType):

@@ -262,15 +262,6 @@ CASES = (
             codes=REENTRANT.get(name, ()),
         )
         for name, build in MODELS.items()
-        if name != "reentrant_layers"
-    ),
-    _adversary(
-        "reentrant_layers/sequence",
-        MODELS["reentrant_layers"],
-        NORMS,
-        "wrong",
-        "a re-entrant checkpoint runs the block input again on a copy of its input, which raises",
-        BLOCK_SEQUENCE,
     ),
     *(
         _adversary(

@@ -35,6 +35,12 @@ REASONS = {
         "apply_stages.py",
         "",
         "argument",
+        "compare=",
+    ): "the default compares inputs and weights, which are the same here (test_same_inputs)",
+    (
+        "apply_stages.py",
+        "",
+        "argument",
         "ranks=",
     ): "tells ranks of a failure, and none fails (test_processes_pipeline_steps)",
     (
