@@ -3,8 +3,9 @@
     results = on_ranks(4, function, *arguments)  # function(*arguments) on every rank; what each returned, by rank
 
 The function is a module's own (it is pickled), and asks `torch.distributed` for its rank. A group is kept until
-another number of ranks is asked for or a call goes wrong. The imports, several seconds of them, are paid once: the
-processes are forked from a server that has torch, transformers and shardplan loaded and runs nothing.
+another number of ranks is asked for, a call goes wrong, or calls have made many groups of their own. The imports,
+several seconds of them, are paid once: the processes are forked from a server that has torch, transformers and
+shardplan loaded and runs nothing.
 
 Runs that are held against the unsharded model here are applied with `prove=False`: they are the proof.
 """
@@ -64,7 +65,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(LOADED))
         self.folder = tempfile.TemporaryDirectory()
-        self.connections, self.processes = [], []
+        self.connections, self.processes, self.made = [], [], 0
         for rank in range(count):
             ours, theirs = context.Pipe()
             arguments = (rank, count, Path(self.folder.name), theirs)
@@ -97,7 +98,7 @@ class Ranks:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    fine, value = pickle.loads(connection.recv_bytes())
+                    fine, value, self.made = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(GRACE)
                     fine, value = False, f"died with exit code {self.processes[rank].exitcode}"
@@ -126,6 +127,9 @@ class Ranks:
 
 
 _group: Ranks | None = None
+# Process groups of a rank before it is replaced: one of gloo has a thread that wakes 100 times a second. A call's groups cannot
+# be ended after it: DTensor's caches give later meshes of the same shape the earlier one.
+MOST_MADE = 24
 
 
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300.0) -> list[Any]:
@@ -141,7 +145,7 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, seconds:
         RanksFailed: it raised, died or hung on some rank.
     """
     global _group
-    if _group is None or len(_group.processes) != count:
+    if _group is None or len(_group.processes) != count or _group.made > MOST_MADE:
         stop()
         _group = Ranks(count)
     try:
@@ -188,7 +192,7 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
         timeout=timedelta(seconds=300),
     )
     compile_once()
-    connection.send_bytes(pickle.dumps((True, None)))
+    connection.send_bytes(pickle.dumps((True, None, 0)))
     while True:
         try:
             function, arguments = pickle.loads(connection.recv_bytes())
@@ -198,4 +202,4 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
             answer = (True, function(*arguments))
         except BaseException:  # pytest's own failures are no Exception
             answer = (False, traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickle.dumps((*answer, len(dist.distributed_c10d._world.pg_map))))

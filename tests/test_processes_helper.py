@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RanksFailed, on_ranks
+from processes import MOST_MADE, RanksFailed, on_ranks
 
 
 def total(x: int) -> int:
@@ -25,6 +25,18 @@ def go_wrong(how: str) -> None:
             os._exit(7)
         time.sleep(60)
     dist.barrier()
+
+
+def with_groups(number: int) -> int:
+    for _ in range(number):
+        dist.new_group()
+    return os.getpid()
+
+
+@pytest.mark.slow
+def test_ranks_with_many_process_groups_are_replaced():
+    first, second, third = (on_ranks(2, with_groups, number)[0] for number in (0, MOST_MADE, 0))
+    assert first == second != third
 
 
 @pytest.mark.slow
