@@ -44,6 +44,12 @@ REASONS = {
         "ranks=",
     ): "tells ranks of a failure, and none fails (test_processes_pipeline_steps)",
     (
+        "stage_forward.py",
+        "__call__",
+        "drop",
+        "_Taken.apply(*received)",
+    ): "this torch sends zeros itself where nothing read a value; torch 2.11 raises there",
+    (
         "pipelined_model.py",
         "__init__",
         "argument",

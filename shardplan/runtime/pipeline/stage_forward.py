@@ -56,7 +56,8 @@ class StageForward:
 
 
 class _Taken(torch.autograd.Function):
-    """The same values; their gradients are sent, and so must be contiguous, and zeros where nothing read a value."""
+    """The same values; their gradients are sent, and so must be contiguous, and zeros where nothing read a value (torch 2.11
+    raises there; later releases send zeros)."""
 
     @staticmethod
     def forward(ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
