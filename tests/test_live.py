@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import types
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,65 @@ def test_a_patched_forward_that_the_plan_breaks_is_refused():
     for layer in model.model.layers:
         layer.mlp.forward = types.MethodType(normalising, layer.mlp)
     assert broken(model)
+
+
+WHOLE_STREAM = {
+    "self_attn.{q,k,v}_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+    "mlp.{gate,up}_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+
+
+class Keeper:
+    """Hooks that keep what a module returns, and add it to another's."""
+
+    def __init__(self) -> None:
+        self.kept = None
+
+    def keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.kept = output
+
+    def add(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output + self.kept
+
+
+def by_methods() -> tuple[Any, Any]:
+    keeper = Keeper()
+    return keeper.keep, keeper.add
+
+
+def by_a_variable() -> tuple[Any, Any]:
+    kept = None
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal kept
+        kept = output
+
+    return keep, lambda module, args, output: output + kept
+
+
+def by_a_list() -> tuple[Any, Any]:
+    kept = [None]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept[0] = output
+
+    return keep, lambda module, args, output: output + kept[0]
+
+
+@pytest.mark.parametrize("hooks", [by_methods, by_a_variable, by_a_list])
+def test_hooks_of_several_modules_share_what_one_keeps(hooks: Any):
+    """An embedding that a later layer adds, in the reduced model and in its copies; with `inputs_embeds` there is none."""
+    model = llama()
+    keep, add = hooks()
+    model.model.embed_tokens.register_forward_hook(keep)
+    model.model.layers[1].register_forward_hook(add)
+    rules = {f"model.layers.*.{name}": style for name, style in WHOLE_STREAM.items()}
+    plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
+    report = shardplan.validate(model, plan, {"tp": 2})
+    assert report.ok and report.proven, report
+    assert "backward through the graph a second time" in report.proof.calls[0].left_out["inputs_embeds"]
 
 
 def test_a_hook_that_the_plan_breaks_is_refused():

@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
+from torch.utils.module_tracker import ModuleTracker
 
 from shardplan import apply_plan
 from tests.proofs import fake_mesh
@@ -133,6 +140,29 @@ def test_a_change_is_told_at_the_next_forward(model: nn.Module, what: str) -> No
     if what != "a module less":
         with pytest.raises(RuntimeError, match=words):
             model.model(input_ids=IDS, use_cache=False)  # a part that is called by itself
+
+
+@pytest.mark.parametrize("model", ["sp"], indirect=True)
+@pytest.mark.parametrize(
+    "register",
+    [
+        register_module_forward_pre_hook,
+        register_module_forward_hook,
+        register_module_full_backward_pre_hook,
+        register_module_full_backward_hook,
+    ],
+)
+def test_a_hook_of_all_modules_is_told_at_the_next_forward(model: nn.Module, register: Callable[..., Any]) -> None:
+    run(model)
+    handle = register(lambda *values: None)
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="every module got a .*hook .*Register it before apply_plan"):
+                run(model)
+    finally:
+        handle.remove()
+    with ModuleTracker():  # torch's own, which notes where a forward is
+        run(model)
 
 
 def checkpointed(model: nn.Module) -> None:

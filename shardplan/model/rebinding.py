@@ -214,6 +214,7 @@ class Rebinding:
         self.names = names_of(original)
         self._done: dict[int, Any] = {}
         self._cells: dict[int, CellType] = {}
+        self._assigned = frozenset() if cells else frozenset(_assigned_cells(original))
         self._kept: list[Any] = []  # an id is valid while its object is alive
 
     def in_place(self, attributes: dict[str, Any]) -> None:
@@ -301,6 +302,7 @@ class Rebinding:
             all(a is b for a, b in zip(old, rebound, strict=True))
             and keywords is function.__kwdefaults__
             and wrapped is vars(function).get("__wrapped__")
+            and self._assigned.isdisjoint(map(id, cells))
             and (self.cells or not _assigns(function.__code__))
         ):
             return function
@@ -310,7 +312,7 @@ class Rebinding:
             function.__globals__,
             function.__name__,
             None,
-            tuple(self._cell(cell, next(contents)) if _filled(cell) else CellType() for cell in cells),
+            tuple(self._cell(cell, next(contents)) if _filled(cell) else self._empty(cell) for cell in cells),
         )
         new.__defaults__ = tuple(contents) or None
         new.__kwdefaults__ = keywords
@@ -326,6 +328,10 @@ class Rebinding:
             return cell
         self._kept.append(cell)
         return self._cells.setdefault(id(cell), CellType(content))
+
+    def _empty(self, cell: CellType) -> CellType:
+        self._kept.append(cell)
+        return self._cells.setdefault(id(cell), CellType())
 
     def _state(self, value: Any, depth: int) -> Any:
         """What functions keep between their calls in a list, a dict or a set: the copy's functions keep their own, and leave the original's."""
@@ -370,10 +376,33 @@ def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
     return (cell.cell_contents for cell in cells if _filled(cell))
 
 
+def _assigned_cells(model: nn.Module) -> Iterator[int]:
+    """The ids of the variables that a function of a module, or a hook, captured and assigns to: all that read one share its copy."""
+    pending = [value for module in model.modules() for key, value in vars(module).items() if key not in STATE]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, MethodType):
+            pending.append(value.__func__)
+        elif isinstance(value, partial):
+            pending += [value.func, *value.args, *value.keywords.values()]
+        elif type(value) in (dict, OrderedDict):
+            pending += [one for one in value.values() if callable(one)]
+        elif isinstance(value, FunctionType) and value.__closure__ and id(value) not in seen:
+            seen.add(id(value))
+            assigned = _assigns(value.__code__)
+            yield from (
+                id(c) for n, c in zip(value.__code__.co_freevars, value.__closure__, strict=True) if n in assigned
+            )
+            pending += [one for one in _contents(value.__closure__) if callable(one)]
+
+
 @cache
-def _assigns(code: CodeType) -> bool:
-    """Whether a function assigns to a variable that it captured."""
-    return any(one.opname == "STORE_DEREF" and one.argval in code.co_freevars for one in dis.get_instructions(code))
+def _assigns(code: CodeType) -> frozenset[str]:
+    """The variables that a function captured, and that it or one in it assigns to."""
+    own = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own).union(*map(_assigns, inner)).intersection(code.co_freevars)
 
 
 @cache

@@ -153,7 +153,7 @@ def calls_of(
             }
             left_out |= refused if reduced_model.tp > 1 or under.own_heads else {}
             found = {name: change for name, change in found.items() if name not in left_out}
-            running = partial(_running, model, given, left_out=left_out, again=bool(under.modules))
+            running = partial(_running, model, given, left_out=left_out)
             second = running({**found, **_padding(model, given)})
             third = running(_embeddings(model, given))
         known[kind, under] = Calls(kind, inputs, second, third, left_out)
@@ -232,10 +232,10 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]
 
 
 def _running(
-    model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str], *, again: bool
+    model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str]
 ) -> Mapping[str, Change]:
     """Those with which a model runs in one call: all, or one after the other those that run with the ones before."""
-    obstacle = partial(_obstacle, model, given, again=again)
+    obstacle = partial(_obstacle, model, given)
     if not changes or not obstacle(changes.values()):
         return changes
     alone = {name: obstacle([change]) for name, change in changes.items()}
@@ -251,22 +251,21 @@ def _running(
     return {name: change for name, change in changes.items() if name in kept}
 
 
-def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change], *, again: bool) -> str:
-    """Why the unsharded model does not run with changes to its call; empty where it does.
+def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change]) -> str:
+    """Why the unsharded model does not run with changes to its call, forward and backward; empty where it does.
 
-    Args:
-        again: also backward, where checkpointed modules run again.
+    Backward, as checkpointed modules run again there, and as a hook may have kept what a module returned that this call does not run.
     """
     made = dict(given)
     try:
         for change in changes:
             made = change(made)
-        with torch.set_grad_enabled(again), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             before = torch.get_rng_state()
             results = results_of(model(**made))
             drew = not torch.equal(before, torch.get_rng_state())
-            if again:
-                torch.autograd.backward([value.sum() for value in results.values() if value.requires_grad])
+            if trained := [value.sum() for value in results.values() if value.requires_grad]:
+                torch.autograd.backward(trained)
     except Exception as error:  # whatever the modelling code raises
         return f"the model raises {reason(error)}"
     if drew:

@@ -72,6 +72,10 @@ NAMES: dict[str, Private] = {
     "below_autograd": Private(
         (("torch._C", "_AutoDispatchBelowAutograd"),), "collectives without autograd's Python part"
     ),
+    **{
+        f"global{kind}": Private((("torch.nn.modules.module", f"_global{kind}"),), "hooks of all modules")
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    },
     "compile_fx": Private((("torch._inductor.compile_fx", "compile_fx"),), "compiled graphs that run below autograd"),
     "compile_fx_inner": Private(
         (("torch._inductor.compile_fx", "compile_fx_inner"),), "compiled graphs that run below autograd"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from math import prod
 from typing import Any, Literal
@@ -81,6 +82,7 @@ class Adversary:
         known: why `validate` does not see what is wrong; counted apart.
         stirred: noise is added to every parameter, as those at zero or one hide wrong gradients.
         own_inputs: `validate` makes inputs itself (a model of transformers).
+        around: what is around all of it, `validate` and training.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Adversary:
     known: str = ""
     stirred: bool = True
     own_inputs: bool = False
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def ranks(self) -> int:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 
 from .adversary import Adversary, document
 from .parts import MLP, MLP_DOOR, MLP_SEQUENCE, Mlp, MlpBlock, Stack, features
@@ -168,6 +177,33 @@ def closed_over() -> nn.Module:
     return model
 
 
+@contextmanager
+def of_all_modules(register: Callable[[Any], Any], hook: Callable[..., Any], kinds: tuple[type, ...]) -> Iterator[None]:
+    """A hook of every module that there is, which acts on some kinds."""
+    handle = register(lambda module, *values: hook(module, *values) if isinstance(module, kinds) else None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _unit_before(module: nn.Module, grads: tuple) -> tuple:
+    return _unit_gradient(module, grads, ())
+
+
+def kept(by: str) -> nn.Module:
+    """One hook keeps what the first block returns, another adds it to what the last returns."""
+    model, held = blocks(), [None] if by == "list" else {}
+    place: Any = 0 if by == "list" else "x"
+
+    def keep(module: nn.Module, args: tuple, output: Tensor) -> None:
+        held[place] = output
+
+    model.layers[0].register_forward_hook(keep)
+    model.norm.register_forward_hook(lambda module, args, output: output + held[place])
+    return model
+
+
 def _adversary(name: str, build, verdict: str, why: str, rules=MLP, **options) -> Adversary:
     overlay = MLP_SEQUENCE if options.get("sequence_parallel") else None
     return Adversary(name, build, features, document(rules, overlay), verdict, why, **options)
@@ -223,5 +259,39 @@ CASES = (
         "split as the class's own",
         sequence_parallel=True,
         codes=LIVE,
+    ),
+    *(
+        _adversary(
+            f"of_all_modules/{name}", blocks, verdict, why, around=partial(of_all_modules, register, hook, kinds)
+        )
+        for name, register, hook, kinds, verdict, why in (
+            ("doubled", register_module_forward_hook, _doubled, (nn.Linear,), "right", "twice each slice or summand"),
+            ("shifted", register_module_forward_pre_hook, _shifted, (nn.LayerNorm,), "right", "norms are whole"),
+            (
+                "normalised",
+                register_module_forward_hook,
+                _normalised,
+                (nn.Linear,),
+                "wrong",
+                "a slice has another length",
+            ),
+            ("half", register_module_full_backward_hook, _scaled_gradient, (nn.Linear,), "right", "half of each"),
+            (
+                "unit",
+                register_module_full_backward_pre_hook,
+                _unit_before,
+                (nn.Linear,),
+                "wrong",
+                "of a slice or a whole",
+            ),
+        )
+    ),
+    *(_adversary(f"kept/{by}", partial(kept, by), "right", "both are whole") for by in ("list", "dict")),
+    _adversary(
+        "kept/sequence",
+        partial(kept, "list"),
+        "wrong",
+        "a slice is added to the whole sequence",
+        sequence_parallel=True,
     ),
 )

@@ -93,6 +93,12 @@ def said_by_us(text: str) -> bool:
 
 
 def errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dict[str, float], frozenset[str]]:
+    """As `_errors`."""
+    with adversary.around():
+        return _errors(adversary, dtype, anyway)
+
+
+def _errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dict[str, float], frozenset[str]]:
     """Of this rank: the error of every output, loss, gradient, buffer and parameter, the largest of all steps; and the names of
     the parameters and buffers that it does not have."""
     mesh = shardplan.build_mesh(**{"tp": 1, "dp_shard": 1, **adversary.mesh})

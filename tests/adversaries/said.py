@@ -35,13 +35,14 @@ def validate(adversary: Adversary, *, allow_unproven: bool = False) -> Said:
     """Ask for one variant, at the adversary's size. What it raises is the code "RAISED"."""
     start = time.process_time()
     try:
-        report = shardplan.validate(
-            shardplan.Model(adversary.model(validated=True), inputs=adversary.given_inputs),
-            adversary.plan,
-            {"tp": 1, **adversary.mesh},
-            sequence_parallel=adversary.sequence_parallel,
-            allow_unproven=allow_unproven,
-        )
+        with adversary.around():
+            report = shardplan.validate(
+                shardplan.Model(adversary.model(validated=True), inputs=adversary.given_inputs),
+                adversary.plan,
+                {"tp": 1, **adversary.mesh},
+                sequence_parallel=adversary.sequence_parallel,
+                allow_unproven=allow_unproven,
+            )
     except Exception as error:
         return Said(("RAISED",), f"{type(error).__name__}: {error}", time.process_time() - start)
     errors = [d for d in report.diagnostics if d.is_error]

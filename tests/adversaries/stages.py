@@ -149,6 +149,18 @@ def every_second() -> nn.Module:
     return model
 
 
+def kept() -> nn.Module:
+    """One hook keeps what the embedding returns, another adds it to what the last layer returns."""
+    model, held = llama(), [None]
+
+    def keep(module: nn.Module, args: tuple, output: Tensor) -> None:
+        held[0] = output
+
+    model.model.embed_tokens.register_forward_hook(keep)
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output + held[0])
+    return model
+
+
 def backward_hooked(name: str) -> nn.Module:
     """Hooks that halve, of a module, of what it returns and of what it gets."""
     model = llama()
@@ -163,6 +175,31 @@ def backward_hooked(name: str) -> nn.Module:
     module.register_full_backward_hook(lambda module, inputs, outputs: halved(*inputs))
     module.register_full_backward_pre_hook(lambda module, outputs: halved(*outputs))
     module.register_forward_hook(on_output)
+    return model
+
+
+def clamp_embedding(model: nn.Module) -> None:
+    """A hook on the table of embeddings, by whichever name a stage has it."""
+    for name, parameter in model.named_parameters():
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            hook_parameter(parameter, True)
+
+
+def _clamp(parameter: Tensor) -> None:
+    parameter.grad.clamp_(-1e-4, 1e-4)
+
+
+def hook_parameter(parameter: Tensor, accumulated: bool) -> None:
+    """A hook that cuts off what is large in the gradient of a parameter, or in what has been added up of it."""
+    if accumulated:
+        parameter.register_post_accumulate_grad_hook(_clamp)
+    else:
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+
+
+def tied_hooked(accumulated: bool) -> nn.Module:
+    model = llama(tie_word_embeddings=True)
+    hook_parameter(model.model.embed_tokens.weight, accumulated)
     return model
 
 
@@ -202,6 +239,12 @@ def squared(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - labels).square().sum()
 
 
+def own_hooked(accumulated: bool) -> nn.Module:
+    model = own()
+    hook_parameter(model.layers[1].mlp.up.weight, accumulated)
+    return model
+
+
 OWN_PLAN = {
     "version": "1",
     "name": "own",
@@ -209,6 +252,7 @@ OWN_PLAN = {
     "data_parallel": {"backend": "fsdp2", "units": ["layers.*"]},
     "pipeline_parallel": {"layers": "layers.*"},
 }
+WITHOUT_DATA = {name: one for name, one in OWN_PLAN.items() if name != "data_parallel"}  # parameters stay the same ones
 ONE_BY_ONE = "as the unsharded model on the same micro-batches"
 # Live models with code of their own: what cannot be carried over to the reduced model is said so by name.
 LIVE = {"codes": ("SP524",)}
@@ -246,6 +290,41 @@ CASES = (
             ("backward_hook_at_the_end", "pp_tp"),
         )
     ),
+    *(
+        on(
+            "pp",
+            "llama",
+            partial(tied_hooked, accumulated),
+            f"stage_tied_hook{'_accumulated' * accumulated}",
+            "refused",
+            "each copy of a tie has a part of the gradient",
+        )
+        for accumulated in (False, True)
+    ),
+    on(
+        "pp",
+        "llama",
+        partial(llama, tie_word_embeddings=True),
+        "stage_tied_hook_later",
+        "raises",
+        "each copy of a tie has a part of the gradient",
+        after=clamp_embedding,
+    ),
+    on(
+        "pp",
+        {
+            "version": "1",
+            "name": "mine",
+            "extends": "llama",
+            "pipeline_parallel": {"layers": "model.layers.*", "carry": ["model.embed_tokens"]},
+        },
+        kept,
+        "stage_kept",
+        "right",
+        "what is kept is carried",
+        **LIVE,
+    ),
+    on("pp", "llama", kept, "stage_kept_without_carry", "wrong", "the last stage has nothing of it", codes=("SP431",)),
     on(
         "pp",
         "llama",
@@ -292,5 +371,18 @@ CASES = (
             f"stage_own_loss/{mesh}", own, pairs, OWN_PLAN, "right", ONE_BY_ONE, mesh=MESHES[mesh], stage_loss=squared
         )
         for mesh in ("pp", *TWO)
+    ),
+    *(
+        Adversary(
+            f"stage_parameter_hook{'_accumulated' * accumulated}/pp",
+            partial(own_hooked, accumulated),
+            pairs,
+            WITHOUT_DATA,
+            "right",
+            ONE_BY_ONE,
+            mesh=MESHES["pp"],
+            stage_loss=squared,
+        )
+        for accumulated in (False, True)
     ),
 )

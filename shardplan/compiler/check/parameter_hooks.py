@@ -1,4 +1,4 @@
-"""Hooks on parameters that applying the plan replaces."""
+"""Hooks on parameters that applying the plan replaces, or of which several pipeline stages have copies."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import ancestors
 from shardplan.styles.backends import BACKENDS
 
 from .facts import Facts
 
 HOOKED = Code("SP525")
+AFTER_STEP = "remove them, and change `.grad` between the pipeline's step and optimizer.step()"
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for the model."""
-    if replaces(facts.resolved):
-        yield from hooked(facts.resolved)
+    resolved = facts.resolved
+    if replaces(resolved):
+        yield from hooked(resolved)
+    elif resolved.sizes.pp > 1:
+        yield from _of_copies(resolved)
 
 
 def replaces(resolved: ResolvedPlan) -> bool:
@@ -37,5 +42,22 @@ def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
             message=f"hooks are registered on {resolved.tree.named(names)}, but applying the plan replaces these parameters: the hooks "
             "would never run",
             help="register them after apply_plan, on the parameters that the model has then: register_post_accumulate_grad_hook under FSDP2",
+            modules=names,
+        )
+
+
+def _of_copies(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
+    """The finding about tied parameters with hooks whose names are not all in one block."""
+    tree, blocks = resolved.tree, frozenset(resolved.pp_blocks)
+    homes = {name: next((one for one in ancestors(name) if one in blocks), name) for tie in tree.tied for name in tie}
+    apart = {name for tie in tree.tied if len({homes[name] for name in tie}) > 1 for name in tie}
+    names = tuple(name for name, (_, parameter) in tree.parameters.items() if parameter.hooked and name in apart)
+    if names:
+        yield Diagnostic(
+            code=HOOKED,
+            severity=Severity.ERROR,
+            message=f"hooks are registered on {tree.named(names)}, of which several pipeline stages have a copy: each would meet a part of "
+            "the gradient",
+            help=AFTER_STEP,
             modules=names,
         )

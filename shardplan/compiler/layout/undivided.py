@@ -61,10 +61,16 @@ def _splits(plan: ResolvedPlan, module: str) -> bool:
 
 
 def _read_counts(module: ModuleInfo, layer: nn.Module, tp: int) -> tuple[list[str], list[str]]:
-    """The module's own numbers that its code reads and tp divides, and those of its configuration; no sizes of a head."""
+    """The module's own numbers that its code reads and tp divides, and those of its configuration; no sizes of a head, and no numbers of
+    layers, of which each rank runs all."""
     reads = forward_reads(type(layer))
+    layers = {len(child) for child in layer.children() if isinstance(child, nn.ModuleList)}
     own, config = (
-        [name for name, value in numbers.items() if name in reads and is_count(value) and value > 1 and value % tp == 0]
+        [
+            n
+            for n, value in numbers.items()
+            if n in reads and is_count(value) and value > 1 and value % tp == 0 and value not in layers
+        ]
         for numbers in (module.numbers, module.config or {})
     )
     configured = [f"{CONFIG}{name}" for name in config if name not in HEAD_SIZES] if "config" in reads else []

@@ -47,6 +47,7 @@ class _Carrying:
         for _, own, _, reduced in self.triples:
             self._know(own, reduced)
         self.rebinding = Rebinding(self.counterparts, live.model)
+        self.memo: dict[int, Any] = {}  # hooks of several modules may share an object
         reference = next(p for p in target.parameters() if p.is_floating_point())
         self.device, self.dtype = reference.device, reference.dtype
 
@@ -146,9 +147,13 @@ class _Carrying:
 
     def _object(self, key: str, value: Any) -> Any:
         new = self.rebinding.value(value)
-        memo = {**self.counterparts, **{id(one): one for one in self.counterparts.values()}, **handles_in([value])}
+        self.memo |= {
+            **self.counterparts,
+            **{id(one): one for one in self.counterparts.values()},
+            **handles_in([value]),
+        }
         try:
-            return copy.deepcopy(new, memo)
+            return copy.deepcopy(new, self.memo)
         except Exception as error:  # whatever a foreign object raises when it is copied
             raise NotBound(f"the attribute {key} cannot be copied ({type(error).__name__}: {error})") from error
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import ancestors, full_name, parent
 from shardplan.runtime.parallel.whole_values import whole_values
+from shardplan.torchlib.private import private
 
 from .refusals import adapters_of
 from .watched import Looks, Watched
@@ -70,8 +71,11 @@ class _Modules:
         self.attributes = [vars(module) for module in inside]
         self.forwards = ["forward" in one for one in self.attributes]
         whole = _whole(watched, self.names.values())
-        self.hooked = [(m, kind) for m in inside if self.names[m] not in whole for kind in HOOKS]
-        self.hooks = [vars(module)[kind] for module, kind in self.hooked]
+        split = [module for module in inside if self.names[module] not in whole]
+        self.hooked = [(self.names[module], kind, vars(module)[kind]) for module in split for kind in HOOKS]
+        if split:
+            self.hooked += [("", kind, private(f"global{kind}")) for kind in HOOKS]
+        self.hooks = [hooks for *_, hooks in self.hooked]
         self.known = list(map(tuple, self.hooks))
         self.registered = RemovableHandle.next_id
 
@@ -117,11 +121,11 @@ class _Modules:
         self.forwards = forwards
 
     def _other_hooks(self, hooks: list[tuple[int, ...]]) -> None:
-        for (module, kind), before, now in zip(self.hooked, self.known, hooks, strict=True):
+        for (name, kind, there), before, now in zip(self.hooked, self.known, hooks, strict=True):
             for number in now:
-                if number not in before and not _is_known(hook := vars(module)[kind][number]):
+                if number not in before and not _is_known(hook := there[number]):
                     raise RuntimeError(
-                        f"{self.names[module]} got a {HOOKS[kind]} ({_shown(hook)}) after apply_plan: there it meets this rank's share of the "
+                        f"{name or 'every module'} got a {HOOKS[kind]} ({_shown(hook)}) after apply_plan: there it meets this rank's share of the "
                         "values, and it is not proven. Register it before apply_plan, which then proves the plan with it; or on a module "
                         "whose values are whole, such as the model"
                     )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardplan.compiler.check.parameter_hooks import AFTER_STEP
 from shardplan.core.mesh import Axis
 from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
@@ -217,7 +218,7 @@ class Pipeline(Parted):
             `tokens`. Under `torch.no_grad()` nothing but the loss is computed.
 
         Raises:
-            ValueError: gradients of an earlier step are there; `requires_grad` of a parameter changed; no labels; a batch that the micro-batches do not divide; caches
+            ValueError: gradients of an earlier step are there; `requires_grad` of a parameter changed; a hook on a tied parameter; no labels; a batch that the micro-batches do not divide; caches
                 or hidden states are asked for; with several calls, no `tokens`.
             RuntimeError: a stage failed, here or on another rank.
         """
@@ -305,6 +306,13 @@ class Pipeline(Parted):
                 "model was cut. Set requires_grad before apply_plan"
             )
             self._failures.tell(error)  # ranks with other stages do not know
+            raise error
+        if hooked := next(filter(None, (copies.hooked for copies in self.copies)), None):
+            error = ValueError(
+                f"hooks are registered on {hooked}, of which another stage has a copy: they would meet a part of the gradient. Please "
+                f"{AFTER_STEP}"
+            )
+            self._failures.tell(error)
             raise error
         if self._more_to_come:
             return

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardplan.model.build_tree import has_hooks
 from shardplan.runtime.apply.same_weights import checksum
 from shardplan.torchlib.local_parts import to_local_if_dtensor
 
@@ -39,6 +40,11 @@ class Copies:
         first = next(iter(self.names))
         own = self.own
         return tuple(one for stage, one in own.items() if stage != first and one is not own.get(first))
+
+    @property
+    def hooked(self) -> str | None:
+        """The name of one of this rank's with a hook on its gradient, which is a part of the whole."""
+        return next((self.names[stage] for stage, parameter in self.own.items() if has_hooks(parameter)), None)
 
     def share(self) -> None:
         """Make the copies of this rank one parameter. Not for FSDP2, which manages each model's parameters by itself."""
