@@ -38,9 +38,8 @@ sequence_parallel section.
 - "pp": what crosses a cut between two blocks, where the plan's section pipeline_parallel is proven: nothing else does in the recorded run of
   the reduced model, and its blocks, a stage each, compute the unsharded model's outputs, gradients and buffers. "a tie": a parameter
   that stands in two stages (`python -m tests.zoo --pipelines`).
-- "cp": over the axis cp (`python -m tests.zoo --context`), the modules that need all tokens, by the rules that `shardplan init --context-parallel`
-  writes for the type: "heads": each rank computes a share of its heads or channels, "whole": all of it. Proven at cp 2, alone and with TP + SP at tp 2;
-  otherwise what is said against it.
+- "cp": over the axis cp (`python -m tests.zoo --context`), the modules that need all tokens, by the rules that `auto` derives for the mesh:
+  "heads": each rank computes a share of its heads or channels, "whole": all of it. Proven with all ranks of the mesh; otherwise what is said against it.
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
   ranks; what is whole is named where it is at least a hundredth of them.
 - "collectives": of a step of the reduced model at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
@@ -58,8 +57,8 @@ parallelism too, {wrong} wrong; {experts} right with expert parallelism, {pipeli
 for {init_sp}, wrong for {init_wrong}; with TP it communicates at the minimum for {init_least}, {init_fewest} of them with the
 fewest collectives.
 
-Over cp {context} of the {context_run} types for which it was run are right, {context_heads} of them with all that mixes tokens by heads
-(`--context --share 7 --seed 7`, and types beside them).
+Over cp {context} of the {context_run} types for which it was run are right, {context_heads} of them with all that mixes tokens by heads. By mesh:
+{context_meshes} (with `--unjudged` it goes on with the others).
 
 {checkpoints} published checkpoints of {checkpoint_types} types: {checkpoints_tp} proven with tensor parallelism, {checkpoints_sp} of them with
 sequence parallelism too. The others are refused, for the reasons below the table.
@@ -176,6 +175,7 @@ def page(found: Sequence[Entry]) -> str:
             pipelines=sum(proven(e.pipeline) for e in found),
             context=sum(map(context.proven, found)),
             context_run=sum(bool(e.context) for e in found),
+            context_meshes="; ".join(context.counted(found)),
             context_heads=sum(context.proven(e) and set(e.mixers.values()) == {"heads"} for e in found),
             init=sum(bool(e.init) for e in found),
             init_tp=sum(has(e.init, "tp") for e in found),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import yaml
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import shardplan
 from shardplan.authoring.context_section import MIXERS
@@ -24,6 +26,7 @@ from .experts import config_of
 
 # In the order in which they are judged, over all types.
 MESHES = ({"cp": 2, "tp": 1}, {"cp": 2, "tp": 2}, {"cp": 4, "tp": 1}, {"cp": 4, "tp": 2})
+PLANS = Path(__file__).parents[2] / "plans"
 WORDS = {"exchange_heads": "heads", "replicate_seq": "whole"}
 OTHERS = "; whole: "  # behind "right": mixers that have all heads on this mesh, and shares of them on the first
 
@@ -49,12 +52,17 @@ def with_context(before: Entry, mesh: dict[str, int]) -> Entry:
 def judged(e: Entry, mesh: dict[str, int]) -> tuple[str, dict[str, str]]:
     """ "right", "size SPnnn", or what is wrong; and what the module of each kind that mixes tokens has."""
     config = without_dropout(config_of(e.name))
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # else that of a part, which the type alone leads to
     try:
         with every_rank():
-            report = shardplan.validate(config, e.plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None)
+            report = shardplan.validate(
+                config if known else e.name, e.plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None
+            )
     except PlanError as error:
         return _said(error.diagnostics[0]), {}
-    ways = {} if report.derived is None else mixers(yaml.safe_load(report.derived.text)["context_parallel"])
+    file = PLANS / f"{e.plan}.yaml"
+    text = file.read_text("utf-8") if report.derived is None else report.derived.text
+    ways = mixers(yaml.safe_load(text)["context_parallel"])
     if report.ok:
         return ("right" if report.proven and report.proof is not None else "nothing was compared"), ways
     errors = [d for d in report.diagnostics if d.is_error]
@@ -87,12 +95,19 @@ def cell(e: Entry) -> str:
         return wrong[0].replace("|", "\\|")[:160]
     ways = ", ".join(f"`{part}` {way}" for part, way in e.mixers.items())
     sizes = [f"{mesh}: {text.removeprefix('right; ')}" for mesh, text in e.context.items() if text != "right"]
-    return "; ".join([ways or "all token by token", *sizes])
+    return "; ".join([ways or "what mixes tokens is not among what is split", *sizes])
 
 
 def proven(e: Entry) -> bool:
     """Whether the type is right on a mesh with cp, and wrong on none."""
     return any(map(is_right, e.context.values())) and all(map(fits, e.context.values()))
+
+
+def counted(found: Iterable[Entry]) -> Iterator[str]:
+    """How many types are right on each mesh."""
+    for mesh in map(name_of, MESHES):
+        texts = [e.context[mesh] for e in found if mesh in e.context]
+        yield f"{mesh} {sum(map(is_right, texts))} of {len(texts)}"
 
 
 def is_right(text: str) -> bool:
