@@ -10,11 +10,11 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 ROOT = Path(__file__).parents[1]
-# What files import whose tests start several processes. Two of them at a time would fight for the cores, and every step that
+# What files have whose tests start several processes. Two of them at a time would fight for the cores, and every step that
 # waits for the slowest rank would take many times as long; and each worker has a server of processes of its own, with torch and
 # transformers. So the first worker begins with them, the others with the rest.
 STARTS = re.compile(
-    r"^from (tests\.)?(processes|scripts|pipeline_runs|training_runs) import|get_context\(", re.MULTILINE
+    r"^from (tests\.)?(processes|scripts|pipeline_runs|training_runs) import|get_context\(|processes=True", re.MULTILINE
 )
 COMMANDS = ("test_adversaries", "test_demo", "test_mutants")  # which start them by a command
 

@@ -116,7 +116,8 @@ def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator
             if not reached and not rule.optional and not restated:
                 lenient = layer.plan.lenient_dead_rules
                 inherited = layer.plan is not plan
-                yield dead(names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited)
+                glob = parse_glob(rule.pattern)
+                yield dead(names, glob, rule.location, lenient=lenient, inherited=inherited, having=rule.having)
             if reached.modules and reached.parameters:
                 yield _both(rule, reached)
         yield from _clashes(layer)

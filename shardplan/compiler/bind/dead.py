@@ -21,6 +21,7 @@ def dead(
     lenient: bool = False,
     inherited: bool = False,
     modules_only: bool = False,
+    having: str | None = None,
 ) -> Diagnostic:
     """The finding that a pattern matches nothing.
 
@@ -31,10 +32,12 @@ def dead(
         lenient: a warning, for plans that were not written for this very model.
         inherited: the pattern stands in a plan that the plan in question extends.
         modules_only: whether only modules could have matched.
+        having: what those that match would need below them.
     """
     nothing = "no module" if modules_only else "no module and no parameter"
     model = names.tree.class_names[0] if names.tree.class_names else "the model"
-    close = suggestions(glob, names.starred(modules_only))
+    lacks = having is not None and bool(names.reach(glob))
+    close = () if lacks else suggestions(glob, names.starred(modules_only))
     # One name for each alternative: they are one key again.
     as_one = len(close) == len(glob.alternatives) and " and " not in named(close)
     keys = [named(close)] if as_one else close
@@ -44,14 +47,17 @@ def dead(
         section = section_at(location.path)
         proposals = (Edit(section, glob.pattern, "none"),) if section is not None else ()
         help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")
+    elif lacks:
+        help = f"remove `having: {having}`, or name what is below them, or write `optional: true` if only some models have it"
     else:
         help = f"write {near}" if near else "remove it"
         proposals = tuple(Rewrite(location, key) for key in keys) or (Rewrite(location, None),)
         help += "" if modules_only else ", or write `optional: true` if only some models have it"
+    what = f"`{glob.pattern}` matches no module of {model} that has `{having}`" if lacks else None
     return Diagnostic(
         code=DEAD,
         severity=Severity.WARNING if lenient else Severity.ERROR,
-        message=f"`{glob.pattern}` matches {nothing} of {model}",
+        message=what or f"`{glob.pattern}` matches {nothing} of {model}",
         primary=Label(location, "matches nothing"),
         help=help,
         proposals=proposals,

@@ -38,9 +38,8 @@ def declared_sums(
     for file, rule in rules:
         reached = names.reach_of(rule)
         if not reached.modules and not rule.styled and not rule.optional:
-            wrong.append(
-                dead(names, parse_glob(rule.pattern), rule.location, inherited=file is not plan, modules_only=True)
-            )
+            glob, inherited = parse_glob(rule.pattern), file is not plan
+            wrong.append(dead(names, glob, rule.location, inherited=inherited, modules_only=True, having=rule.having))
         in_force.update(dict.fromkeys(reached.modules, rule))
     found: list[SummedOutputs] = []
     used: set[str] = set()
