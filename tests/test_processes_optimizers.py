@@ -94,6 +94,7 @@ def judged(run: Run) -> None:
 
 
 CASES = [(model, mesh) for model in TYPES for mesh in MESHES if "ep" not in MESHES[mesh][0] or model in EXPERTS]
+CASES.remove(("codegen", "tp4"))  # it stores four groups of heads, here of two heads, which four ranks do not divide
 
 
 @pytest.mark.parametrize(
