@@ -136,12 +136,13 @@ def peaks_of_steps(made: Callable[[], tuple[Iterable[nn.Module], Step]], steps: 
     others = _tensors()  # held, so that their addresses stay theirs
     before = _storages(others)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        models, step = made()
-        pausing = {module for model in models for module in model.modules()}
-        # Of all modules: a planned model refuses later hooks where a rank has a share of the values.
+        pausing: set[nn.Module] = set()
+        # Of all modules, and before the plan: a planned model refuses later hooks where a rank has a share of the values.
         nn.modules.module.register_module_forward_hook(
             lambda module, *_: time.sleep(PAUSE) if module in pausing else None
         )
+        models, step = made()
+        pausing.update(module for model in models for module in model.modules())
         alive = []
         for _ in range(steps):
             gc.collect()  # nor what building left in circles

@@ -144,17 +144,12 @@ def gathered_at(depths: list[tuple[int | None, int | None]]) -> list[tuple[list[
     results = []
     for forward, backward in depths:
         ahead = {key: n for key, n in (("forward", forward), ("backward", backward)) if n is not None}
-        model = planned("llama", mesh, reshard_after_forward=True, prefetch=ahead)
-        layers = list(model.model.layers)
-        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
         seen: dict[str, dict[int, int]] = {"forward": {}, "backward": {}}
+        first: dict[nn.Module, int] = {}
+        last: dict[nn.Module, int] = {}
 
         def there(which: range) -> int:
             return sum(groups[i].is_unsharded or groups[i]._all_gather_result is not None for i in which)
-
-        # In a layer, its first norm is the first to compute forward, and its last matrix backward.
-        first = {layer.input_layernorm: i for i, layer in enumerate(layers)}
-        last = {layer.mlp.down_proj: i for i, layer in enumerate(layers)}
 
         def forward_begins(module: nn.Module, args: Any) -> None:
             if module in first:
@@ -164,13 +159,19 @@ def gathered_at(depths: list[tuple[int | None, int | None]]) -> list[tuple[list[
             if module in last:
                 seen["backward"].setdefault(last[module], there(range(last[module])))
 
-        ids = batch(mesh.get_local_rank("dp_shard"))
-        # Of all modules: a planned model refuses hooks of its own where a rank has a share of the values.
+        # Of all modules, and before the plan: a planned model refuses later hooks where a rank has a share of the values.
         every = nn.modules.module
         hooks = (
             every.register_module_forward_pre_hook(forward_begins),
             every.register_module_full_backward_hook(backward_begins),
         )
+        model = planned("llama", mesh, reshard_after_forward=True, prefetch=ahead)
+        layers = list(model.model.layers)
+        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
+        # In a layer, its first norm is the first to compute forward, and its last matrix backward.
+        first.update((layer.input_layernorm, i) for i, layer in enumerate(layers))
+        last.update((layer.mlp.down_proj, i) for i, layer in enumerate(layers))
+        ids = batch(mesh.get_local_rank("dp_shard"))
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         for hook in hooks:
             hook.remove()

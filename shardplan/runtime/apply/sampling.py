@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 
 def sample_alike(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -32,7 +33,9 @@ def end_together(model: nn.Module) -> None:
         model: whose parameters are sharded over ranks with batches of their own.
     """
     for module in model.modules():
-        module.__dict__["_is_fsdp_managed_module"] = True
+        if module is model or any(isinstance(below, FSDPModule) for below in module.modules() if below is not module):
+            # As FSDP2 marks a module; not what is in a unit, which torch.compile treats otherwise with the mark.
+            vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def _generate(generate: Callable[..., Any], mesh: DeviceMesh, *args: Any, **options: Any) -> Any:
