@@ -139,7 +139,7 @@ def among_ranks(ranks: Sequence[Sequence[Ran]], tp: int) -> Difference | None:
 
 
 def _of_updates(own: Ran, one: Ran) -> Difference | None:
-    if (own.updates, len(own.rates)) != (one.updates, len(one.rates)):
+    if own.updates != one.updates:
         text = f"optimizers step {own.updates} times, on one process {one.updates}"
         help = "whether to skip a step must be decided on all ranks together: reduce what it is decided by"
         return Difference(text, help, own.lines.get("update"))
@@ -164,8 +164,11 @@ def _of_step(
     if (worst := _worst(own.update, one.update)) is not None:
         text = f"the gradient of {worst[0]} is right after backward, and {worst[1]:.1e} off at the optimizer's step"
         return _of_clipping(text, own, one, ranks, experts)
-    if any(not isclose(a, b, rel_tol=1e-9) for a, b in zip(own.rates, one.rates, strict=True)):
-        text = f"the learning rate is {own.rates[0]:.6g}, on one process {one.rates[0]:.6g}"
+    both = (
+        (rate, one.rates[key]) for key, rate in own.rates.items() if key in one.rates
+    )  # a stage has groups of its own
+    if other := next(((a, b) for a, b in both if not isclose(a, b, rel_tol=1e-9)), None):
+        text = f"the learning rate is {other[0]:.6g}, on one process {other[1]:.6g}"
         return Difference(
             text,
             "step the schedule once for each optimizer step, not once for each process or micro-batch",

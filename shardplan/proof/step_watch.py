@@ -39,7 +39,7 @@ class Ran:
         offsets: how far behind its position the target of a token is, each with how many tokens say so.
         zeroed: whether gradients were lost between two backwards.
         updates: how often optimizers stepped.
-        rates: their learning rates then.
+        rates: which of these steps, and of which parameter (of a group, where it is not the model's) -> the learning rate.
         backward: the gradients after the last backward; `update`: in front of the optimizer's step; `after`: the parameters after it.
         state: what else the script keeps of a parameter's shape.
         buffers: those of the model that changed after its last forward and backward.
@@ -55,7 +55,7 @@ class Ran:
     offsets: dict[int, int] = field(default_factory=dict)
     zeroed: bool = False
     updates: int = 0
-    rates: list[float] = field(default_factory=list)
+    rates: dict[tuple[int, str], float] = field(default_factory=dict)
     backward: Tensors = field(default_factory=dict)
     update: Tensors = field(default_factory=dict)
     after: Tensors = field(default_factory=dict)
@@ -170,7 +170,10 @@ class Watch(TorchFunctionMode):
         """In front of an optimizer's step; where it calls a closure, behind that, which makes the gradients."""
         self._note("update")
         self.ran.updates += 1
-        self.ran.rates += [float(group["lr"]) for group in optimizer.param_groups]
+        names = {id(p): name for name, p in self.parameters.items()}
+        for i, group in enumerate(optimizer.param_groups):
+            of = {names.get(id(p), f"group {i}") for p in group["params"]}
+            self.ran.rates |= dict.fromkeys(((self.ran.updates, name) for name in of), float(group["lr"]))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
