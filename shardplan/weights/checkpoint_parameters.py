@@ -15,7 +15,7 @@ from shardplan.runtime.pipeline import Pipeline
 from .all_ranks import of_all
 from .lazy import Lazy, read
 from .slices_sent import Round, exchange, rounds_of, unit_of
-from .whole_tensors import Arrived, WholeTensor, merged, own_of, stored_parts, under_checkpoint_names
+from .whole_tensors import Arrived, WholeTensor, merged, numbers_of, own_of, stored_parts, under_checkpoint_names
 
 
 def checkpoint_parameters(model: nn.Module | Pipeline, ranks: Sequence[int] | None) -> Iterator[tuple[str, Tensor]]:
@@ -31,10 +31,9 @@ def checkpoint_parameters(model: nn.Module | Pipeline, ranks: Sequence[int] | No
         group = dist.new_group(members, use_local_synchronization=True)
     wholes, arrived = merged(of_all([one.described for one in own], group)), Arrived()
     sources = under_checkpoint_names(wholes, arrived, inner, tied=False)
-    number = {name: key for key, one in enumerate(wholes) for name in one.names}
+    number = numbers_of(wholes)
     held = {number[one.names[0]]: one for one in own}
     receivers = [members.index(rank) for rank in dict.fromkeys(chosen)]
-
     place = torch.device(mesh.device_type)
 
     def send(one: Round) -> None:

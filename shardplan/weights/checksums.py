@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from .all_ranks import all_or_none, is_first
+from .all_ranks import all_or_none, is_first, of_all
 
 CHECKSUMS = "checksums.json"
 Written = tuple[int, str]  # a file's length and SHA-256
@@ -73,8 +73,7 @@ def write_checksums(folder: Path, mine: Mapping[str, Written]) -> None:
     Raises:
         RuntimeError, OSError: a rank failed, or wrote into another folder. Every rank raises.
     """
-    shares: list[Mapping[str, Written]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(shares, dict(mine))
+    shares = of_all(dict(mine))
     with all_or_none(None, f"writing {CHECKSUMS}"):
         if is_first(None):
             found = {name: file for share in shares for name, file in share.items()}

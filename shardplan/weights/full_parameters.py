@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +19,7 @@ from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
 
+from .all_ranks import of_all
 from .checkpoint_names import without_wrapper
 from .checkpoint_parameters import checkpoint_parameters
 
@@ -136,9 +136,7 @@ def _of_stages(
         pipeline.ties,
     )
     here = {id(one.tensor): one for rows in found.values() for one in rows}
-    present: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
-    mine = {one.name: one.tensor.grad is not None for one in here.values()}
-    dist.all_gather_object(present, mine, group=pipeline.group)
+    present = of_all({one.name: one.tensor.grad is not None for one in here.values()}, pipeline.group)
     has = {name for part in present for name, there in part.items() if there}
     return _sent(pipeline, tensors, here, has if gradients else None)
 

@@ -26,6 +26,7 @@ from .whole_tensors import (
     Own,
     Want,
     merged,
+    numbers_of,
     own_of,
     stored_parts,
     under_checkpoint_names,
@@ -209,7 +210,7 @@ def refit(
         bound = sum(min(amounts(unit, rank).total(), size) for unit, size in zip(units, least, strict=True))
     asked = dict(enumerate(of_all((units, bound))))
     wanted = {receiver: its for receiver, (its, _) in asked.items() if its}
-    number = {name: key for key, one in enumerate(wholes) for name in one.names}
+    number = numbers_of(wholes)
     used = {want.key for its in wanted.values() for unit in its for want, *_ in unit}
     return Refit(
         sent=sent_by_pairs(wanted),

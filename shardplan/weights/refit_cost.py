@@ -10,7 +10,7 @@ from torch import nn
 
 from .slices_sent import Unit, sent_by_pairs, unit_of
 from .stored_parts import ranges_of
-from .whole_tensors import Described, Want, merged, stored_parts
+from .whole_tensors import Described, Want, merged, numbers_of, stored_parts
 
 
 def of_every_rank(model: nn.Module, ranks: int) -> list[list[Described]]:
@@ -32,7 +32,7 @@ def refit_bytes(
         dtype: the engine's, of what is floating point.
     """
     wholes = merged(trainer)
-    number = {name: key for key, one in enumerate(wholes) for name in one.names}
+    number = numbers_of(wholes)
     asked: dict[int, list[Unit]] = {}
     for rank, rows in enumerate(engine, first):
         wants = [

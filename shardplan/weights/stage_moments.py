@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from shardplan.runtime.pipeline import Pipeline
+
+from .all_ranks import of_all
 
 State = dict[str, Any]
 
@@ -31,8 +32,7 @@ def to_save(pipeline: Pipeline, moments: State) -> State:
 
 
 def _all_groups(pipeline: Pipeline, groups: list[State], other: dict[str, str]) -> list[State]:
-    gathered: list[list[State]] = [[] for _ in range(dist.get_world_size(pipeline.group))]
-    dist.all_gather_object(gathered, groups, group=pipeline.group)
+    gathered = of_all(groups, pipeline.group)
     count = max(map(len, gathered))
     made = []
     for i in range(count):

@@ -8,11 +8,11 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardplan.runtime.apply.applied import was_touched
 from shardplan.runtime.apply.model_parts import parts_of
 from shardplan.runtime.pipeline import Pipeline
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 from .checkpoint_names import inner_model, kept_name, saved_names
 from .lazy import Box, Expression, Lazy, lazy
@@ -40,7 +40,7 @@ class Own:
 
     @property
     def local(self) -> Tensor:
-        return local_part(self.tensor)
+        return to_local_if_dtensor(self.tensor).detach()
 
     def take(self, box: Box) -> Tensor:
         """A view of a box of the whole tensor, all of which this rank holds without a gap."""
@@ -52,10 +52,6 @@ class Own:
 
 
 Described = tuple[tuple[str, ...], tuple[int, ...], torch.dtype, tuple[Ranges, ...]]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def stored_parts(model: nn.Module | Pipeline) -> list[StoredPart]:
@@ -133,6 +129,11 @@ def merged(ranks: Sequence[Sequence[Described]]) -> list[WholeTensor]:
             one.holders.setdefault(ranges, []).append(rank)
             found |= dict.fromkeys((*names, *one.names), one)
     return list(dict.fromkeys(found.values()))
+
+
+def numbers_of(wholes: Sequence[WholeTensor]) -> dict[str, int]:
+    """Each name of each tensor -> the tensor's number."""
+    return {name: key for key, one in enumerate(wholes) for name in one.names}
 
 
 def overlap(one: Box, other: Box) -> Box | None:

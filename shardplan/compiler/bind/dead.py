@@ -34,7 +34,6 @@ def dead(
         modules_only: whether only modules could have matched.
         having: what those that match would need below them.
     """
-    nothing = "no module" if modules_only else "no module and no parameter"
     model = names.tree.class_names[0] if names.tree.class_names else "the model"
     lacks = having is not None and bool(names.reach(glob))
     close = () if lacks else suggestions(glob, names.starred(modules_only))
@@ -53,11 +52,12 @@ def dead(
         help = f"write {near}" if near else "remove it"
         proposals = tuple(Rewrite(location, key) for key in keys) or (Rewrite(location, None),)
         help += "" if modules_only else ", or write `optional: true` if only some models have it"
-    what = f"`{glob.pattern}` matches no module of {model} that has `{having}`" if lacks else None
+    nothing = f"no module of {model}" if modules_only or lacks else f"no module and no parameter of {model}"
+    nothing += f" that has `{having}`" if lacks else ""
     return Diagnostic(
         code=DEAD,
         severity=Severity.WARNING if lenient else Severity.ERROR,
-        message=what or f"`{glob.pattern}` matches {nothing} of {model}",
+        message=f"`{glob.pattern}` matches {nothing}",
         primary=Label(location, "matches nothing"),
         help=help,
         proposals=proposals,
