@@ -132,6 +132,13 @@ NAMES: dict[str, Private] = {
     "fake_collectives": Private(
         (("torch.distributed._tools.fake_collectives", ""),), "collectives on tensors without memory"
     ),
+    "stored_place": Private(
+        (("torch.distributed.checkpoint.filesystem", "_StorageInfo"),), "training states that are read as data"
+    ),
+    "stored_form": Private(
+        (("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),), "training states that are read as data"
+    ),
+    "layout_of": Private((("torch.serialization", "_get_layout"),), "training states that are read as data"),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
     "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -91,8 +91,11 @@ def identity(folder: Path) -> str | None:
         return None
 
 
-def check_checksums(folder: Path) -> None:
+def check_checksums(folder: Path) -> Collection[str]:
     """Compare this rank's share of the files with what was written. No collective.
+
+    Returns:
+        The names of all files.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -107,6 +110,7 @@ def check_checksums(folder: Path) -> None:
     for name in _share(list(written)):
         if _digest(folder / name) != written[name][1]:
             raise ValueError(f"{folder / name} is damaged: its contents are not what was written ({CHECKSUMS})")
+    return written.keys()
 
 
 def _read(file: Path) -> Mapping[str, tuple[int, str]]:

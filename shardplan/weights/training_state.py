@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -27,8 +27,9 @@ from .checkpoint_names import without_wrapper
 from .checksums import CHECKSUMS, SummedFiles, check_checksums, identity, write_checksums
 from .folders import begin, commit, repair, saving
 from .stage_moments import loaded, to_load, to_save
+from .state_files import METADATA, StatePlanner, StateReader, check_metadata, foreign, read_file
 
-METADATA, EXTRA, RANDOM, SCHEDULES = ".metadata", "extra.pt", "random.pt", "schedules.pt"
+EXTRA, RANDOM, SCHEDULES = "extra.pt", "random.pt", "schedules.pt"
 _seen: dict[Path, str | None] = {}  # on the first rank: what it last saved or loaded at a place
 
 
@@ -122,7 +123,8 @@ def load_training_state(
     called on all ranks.
 
     Every file is compared with the checksum that was saved with it, each by one rank, before anything is changed. If reading
-    fails after that, model and optimizer hold parts of the checkpoint and are not to be used.
+    fails after that, model and optimizer hold parts of the checkpoint and are not to be used. The files are read as data: no code
+    that is pickled in one runs.
 
     Args:
         optimizer, schedulers: one or several, as they were saved.
@@ -132,7 +134,7 @@ def load_training_state(
 
     Raises:
         ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, other schedules were
-            saved, or a file is not as it was written.
+            saved, or a file is not as it was written, or holds something else than `save_training_state` writes.
         FileNotFoundError: the folder or a file of it is missing.
         TypeError: `optimizer` or `schedulers` is something else.
         RuntimeError: names or shapes do not fit, another rank failed, or another job saved the folder meanwhile. Every rank
@@ -140,6 +142,7 @@ def load_training_state(
     """
     folder = Path(folder).resolve()
     found: str | None = None
+    files: Collection[str] = ()
     with all_or_none(None, f"looking for {folder}", "load_training_state"):
         if is_first(None):
             repair(folder)
@@ -149,16 +152,17 @@ def load_training_state(
         schedules = _schedulers(schedulers, optimizers)
         for one in optimizers:
             applied(model).keep_checkpoints_portable(one)
-        _check_files(folder)
+        files = _check_files(folder)
     with all_or_none(None, f"preparing to load {folder}"):
-        extra = torch.load(folder / EXTRA, weights_only=True)
-        random = torch.load(folder / RANDOM, weights_only=True) if (folder / RANDOM).is_file() else None
+        check_metadata(folder, files)
+        extra = read_file(folder / EXTRA)
+        random = _read_random(folder / RANDOM)
         read_schedules = _read_schedules(folder, schedules)
     named = _named(model)
     weights, moments = get_state_dict(named, optimizers)
     wanted = to_load(model, moments) if isinstance(model, Pipeline) else moments
     with _named_rank(f"loading {folder}"):
-        dcp.load({"model": weights, "optimizer": wanted}, checkpoint_id=folder)
+        dcp.load({"model": weights, "optimizer": wanted}, storage_reader=StateReader(folder), planner=StatePlanner())
     with all_or_none(None, f"reading {folder}"):
         if is_first(None) and identity(folder) != found:
             raise RuntimeError(f"another job saved {folder} while it was being read: load it again")
@@ -198,10 +202,24 @@ def _schedulers(given: Any, optimizers: Sequence[Optimizer]) -> list[LRScheduler
     return schedules
 
 
+def _read_random(path: Path) -> dict[str, int] | None:
+    """The place of the random numbers, if it was saved."""
+    if not path.is_file():
+        return None
+    found = read_file(path)
+    if {"seed", "calls"} - found.keys() or not all(type(found[name]) is int for name in ("seed", "calls")):
+        raise foreign(path, "it has no place of random numbers")
+    return found
+
+
 def _read_schedules(folder: Path, schedules: Sequence[LRScheduler]) -> list[tuple[str, dict[str, Any]]]:
     """The states of the schedules in a folder. Raises ValueError where others were saved."""
     path = folder / SCHEDULES
-    saved = torch.load(path, weights_only=True)["schedules"] if path.is_file() else []
+    saved = read_file(path).get("schedules") if path.is_file() else []
+    if not isinstance(saved, list) or not all(
+        isinstance(one, tuple) and [*map(type, one)] == [str, dict] for one in saved
+    ):
+        raise foreign(path, "it has no schedules")
     names, wanted = [name for name, _ in saved], [type(one).__name__ for one in schedules]
     if names != wanted:
         raise ValueError(
@@ -226,8 +244,9 @@ def _named_rank(doing: str) -> Iterator[None]:
         raise RuntimeError(f"{doing} failed on rank {rank}: {type(failure).__name__}: {failure}") from error
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path) -> Collection[str]:
+    """The names of all files of a state."""
     for name in (METADATA, EXTRA, CHECKSUMS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: save_training_state did not write it, or did not finish")
-    check_checksums(folder)
+    return check_checksums(folder)

@@ -1,0 +1,142 @@
+"""The files of a training state, read as data: torch's own reader runs what is pickled in them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    FileSystemReader,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import ReadItem
+
+from shardplan.torchlib.private import NAMES, private
+
+METADATA = ".metadata"
+_PUBLIC = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    torch.Size,
+)
+_PRIVATE = ("stored_place", "stored_form", "layout_of")
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # of where it was written, which nobody reads
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What `torch.save` wrote: a dict of numbers, texts, tensors, and lists and dicts of them.
+
+    Raises:
+        ValueError: it holds anything else, or is no such file.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a pickle asks for can fail with any
+        raise foreign(path, _first_line(error)) from error
+    if not isinstance(found, dict):
+        raise foreign(path, f"it holds a {type(found).__name__}")
+    return found
+
+
+def foreign(path: Path, why: str) -> ValueError:
+    """The error of a file that was not written for a training state."""
+    return ValueError(f"{path} is not what save_training_state writes: {why}")
+
+
+def check_metadata(folder: Path, files: Collection[str]) -> None:
+    """Look at what torch reads first: which file has which tensor.
+
+    Args:
+        files: that may be named.
+
+    Raises:
+        ValueError: it holds anything but the places of tensors, or names another file.
+    """
+    _check_places(folder, _metadata(folder), files)
+
+
+class StateReader(FileSystemReader):
+    """torch's reader of a folder, without its `pickle.load`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = _metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class StatePlanner(DefaultLoadPlanner):
+    """torch's planner, which loads what is no tensor as `weights_only`."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{name} is no number, text or tensor, and nothing else is read ({_first_line(error)}); "
+                "torch.serialization.add_safe_globals allows a class"
+            ) from error
+        again = BytesIO()
+        torch.save(found, again)
+        again.seek(0)
+        super().load_bytes(read_item, again)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {(one.__module__, one.__name__): one for one in _PUBLIC}
+        allowed |= {place: private(key) for key in _PRIVATE for place in NAMES[key].places}
+        if (module, name) in allowed:
+            return allowed[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return _as_text
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and nothing of it is run")
+
+
+def _as_text(*parts: object) -> str:
+    return "/".join(map(str, parts))
+
+
+def _metadata(folder: Path) -> Metadata:
+    path = folder / METADATA
+    try:
+        with path.open("rb") as stream:
+            found = _Unpickler(stream).load()
+    except Exception as error:  # a pickle can fail with any
+        raise foreign(path, _first_line(error)) from error
+    if not isinstance(found, Metadata):
+        raise foreign(path, f"it holds a {type(found).__name__}")
+    return found
+
+
+def _check_places(folder: Path, metadata: Metadata, files: Collection[str]) -> None:
+    places = metadata.storage_data
+    if not isinstance(places, dict) or not isinstance(metadata.state_dict_metadata, dict):
+        raise ValueError(f"{folder / METADATA} is damaged: it has no places of tensors")
+    for place in places.values():
+        name = getattr(place, "relative_path", None)
+        if name not in files:
+            raise ValueError(
+                f"{folder / METADATA} names {name!r}, which was not saved in this folder: nothing is read there"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
