@@ -323,29 +323,32 @@ def apply_program(
                 'data_parallel={"backend": "fsdp2"}'
             )
     before = names_of(model)
-    for name, phase in PHASES:
+    name = ""
+    try:
+        for name, phase in PHASES:
+            mark_unusable(model, name)
+            try:
+                with ranks.step():
+                    acted = phase(work)
+                    if acted or name == PHASES[-1][0]:
+                        check_unchanged(before, model, name)
+            except Exception as error:
+                module = None if isinstance(error, OtherRankFailed) else module_of(error)
+                where = f" at {module}" if module else ""
+                raise RuntimeError(
+                    f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}{where}: {error}"
+                ) from error
+            if acted:
+                work.steps.append(name)
+        result = work.result if work.result is not None else model
+        split, regime = work.moves or work.result is not None, None if work.shared is None else work.shared.regime
+        guard(Watched(result, work.inner, mesh, split, work.parts, program, regime), kind, compare=compare)
+        order_hooks(result)
+        steps = tuple(work.steps)
+        record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)
+        remember(record, model)
+    except BaseException:  # an interruption too, wherever it comes
         mark_unusable(model, name)
-        try:
-            with ranks.step():
-                acted = phase(work)
-                if acted or name == PHASES[-1][0]:
-                    check_unchanged(before, model, name)
-        except BaseException as error:
-            refuse_forwards(model, name)
-            if not isinstance(error, Exception):  # an interruption is no failure of the step
-                raise
-            module = None if isinstance(error, OtherRankFailed) else module_of(error)
-            where = f" at {module}" if module else ""
-            raise RuntimeError(
-                f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}{where}: {error}"
-            ) from error
-        if acted:
-            work.steps.append(name)
-    result = work.result if work.result is not None else model
-    split, regime = work.moves or work.result is not None, None if work.shared is None else work.shared.regime
-    guard(Watched(result, work.inner, mesh, split, work.parts, program, regime), kind, compare=compare)
-    order_hooks(result)
-    steps = tuple(work.steps)
-    record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)
-    remember(record, model)
+        refuse_forwards(model, name)
+        raise
     return result
