@@ -11,6 +11,7 @@ from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 
 from .deciding import Asked, decide, program_or_raise, prove_decided
 from .keywords import AnyMesh, model_of, sizes_of
+from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,7 @@ class ApplyOptions(TypedDict, total=False):
     patch_is_packed_sequence: bool
 
 
+@one_at_a_time
 def compile_plan(
     model: AnyModel,
     mesh: AnyMesh,

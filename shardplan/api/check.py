@@ -19,6 +19,7 @@ from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
+from .one_at_a_time import one_at_a_time
 from .step_files import check_step_file
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 NOTHING = "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
 
 
+@one_at_a_time
 def validate(
     model: AnyModel,
     plan: AnyPlan,
@@ -98,6 +100,7 @@ def validate(
     return _checked(asked, strict=strict)
 
 
+@one_at_a_time
 def verify(
     model: AnyModel,
     plan: AnyPlan,

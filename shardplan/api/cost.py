@@ -15,11 +15,13 @@ from shardplan.cost.step_options import check_load, modelled
 
 from .deciding import Asked, program_or_raise
 from .keywords import AnyMesh, model_of, sizes_of
+from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
     from shardplan.core.estimates import Device, EngineRanks, Estimate, TrainingStep
 
 
+@one_at_a_time
 def estimate(
     model: AnyModel,
     plan: AnyPlan,

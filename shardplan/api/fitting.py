@@ -12,6 +12,7 @@ from shardplan.core.size_bounds import MOST_RANKS, MOST_SEQUENCES, check_amount,
 from .fit_programs import Programs
 from .fit_search import Search
 from .keywords import model_of
+from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
     from shardplan.core.estimates import Device, OptimizerName, Precision
@@ -24,6 +25,7 @@ OF_A_ROW = 3  # what an estimate takes, in parts of the work of which tracing on
 FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
 
 
+@one_at_a_time
 def fit(
     model: AnyModel,
     plan: AnyPlan = "auto",

@@ -15,6 +15,7 @@ from shardplan.core.report import Report
 from shardplan.core.sources import SourceFile
 
 from .check import validate
+from .one_at_a_time import one_at_a_time
 
 ROUNDS = 32  # a change may bring to light what another finding had hidden
 
@@ -35,6 +36,7 @@ class FixedPlan:
     changes: int
 
 
+@one_at_a_time
 def fix_plan(
     model: AnyModel, file: str, *, progress: Callable[[str], None] = lambda text: None, **options: Any
 ) -> FixedPlan:

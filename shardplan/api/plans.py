@@ -17,6 +17,7 @@ from shardplan.core.sources import SourceMap
 
 from .check import Check, prove_variants
 from .keywords import model_of
+from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
     from shardplan.authoring.init.new import NewPlan
@@ -46,6 +47,7 @@ def load_plan(plan: AnyPlan) -> Plan:
     return Plan(parsed.plan, parsed.sources, parsed.diagnostics)
 
 
+@one_at_a_time
 def init_plan(
     model: AnyModel,
     *,
