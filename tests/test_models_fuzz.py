@@ -2,8 +2,10 @@
 
 import copy
 import json
+import resource
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -64,3 +66,42 @@ def test_any_configuration(tmp_path, data):
             assert all("\n" not in note for note in diagnostic.notes)
     else:
         assert found.tree.modules
+
+
+HUGE = {
+    "layers that a class lists": {"model_type": "qwen3", "num_hidden_layers": 10**9},
+    "layers of a part": {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+    "labels": {"model_type": "llama", "num_labels": 10**9},
+    "more labels than numbers": {"model_type": "llama", "num_labels": 1e30},
+    "experts": {"model_type": "mixtral", "num_local_experts": 10**9},
+    "negative layers": {"model_type": "qwen3", "num_hidden_layers": -(10**9)},
+    "hidden sizes": {"model_type": "llama", "hidden_size": 2**62},
+    "words": {"model_type": "llama", "vocab_size": 10**30},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_what_would_fill_the_memory_is_refused_before_it_is_made(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(HUGE[name]))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(PlanError) as error:
+        find_model(str(tmp_path))
+    assert error.value.diagnostics[0].code == "SP509"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 500_000  # KiB
+
+
+@pytest.mark.parametrize("name", ["num_labels", "num_hidden_layers"])
+def test_settings_are_bounded_alike(name):
+    with pytest.raises(PlanError, match=f"{name} is 1000000000, and at most"):
+        find_model("qwen3", overrides={name: 10**9})
+
+
+WORDS = ["x" * 100_000, "x" * 300, "/".join(["a" * 200] * 50), "\udcff", "a\0b", "-", "....", "/", "~nobody/x", "/proc/self/environ",
+         "/dev/zero", "/dev/stdin.json", "https://example.com/x", "file:///etc/passwd", "s3://a/b", "llama@main", "a--b/c", "x.py:make"]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(WORDS)))
+def test_any_word_is_a_finding(index):
+    with pytest.raises(PlanError) as error:
+        find_model(WORDS[index])
+    assert error.value.diagnostics[0].code.startswith("SP50")

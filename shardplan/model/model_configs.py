@@ -25,6 +25,7 @@ CANNOT_BUILD = Code("SP509")
 # it would take hours, not memory.
 MAX_LAYERS = 1_000  # the deepest models on the hub have some 130
 MAX_EXPERTS = 1_000_000  # layers times experts
+MAX_LABELS = 100_000  # ImageNet-21k has 21,841
 LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
 DROPOUT = re.compile(r"(dropout|pdrop|layerdrop)(_prob|_rate|_p)?$")
 EXPERTS = re.compile(r"(^|_)experts$|^expert_num$")
@@ -81,15 +82,22 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
 def _meant(word: str) -> str:
     """What to write for a word that is no model type: a folder or a Python file beside the user goes before a near word."""
     folder = f"for a folder in the current directory write ./{word}"
-    if Path(word).is_dir():
-        return folder
     module = word.removesuffix(".py")
-    if Path(f"{module}.py").is_file():
+    try:
+        is_folder, is_module = Path(word).is_dir(), Path(f"{module}.py").is_file()
+    except OSError:  # too long for a name
+        return "write a model type of transformers, a folder, or `module:callable`"
+    if is_folder:
+        return folder
+    if is_module:
         return f"write {module}:NAME, where NAME is a function of {module}.py without arguments that returns the model"
     return did_you_mean(word, CONFIG_MAPPING) or folder
 
 
 def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None) -> Any:
+    for given in (data, settings):
+        if (excess := next(_listed(given), None)) is not None:
+            raise refuse(CANNOT_BUILD, f"{shown} cannot be built: {excess}", file=file)
     try:
         with offline():
             config = make()
@@ -109,6 +117,18 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
     if excess is not None:
         raise refuse(CANNOT_BUILD, f"{shown} cannot be built: {excess}", file=file)
     return config
+
+
+def _listed(data: Any) -> Iterator[str]:
+    """Each number that is too large to make the configuration: its class lists what there is so many times."""
+    for name, value in data.items():
+        last = str(name).rpartition(".")[2]
+        if isinstance(value, Mapping):
+            yield from _listed(value)
+        elif isinstance(value, int | float) and LAYERS.search(last) and value > MAX_LAYERS:
+            yield f"{name} is {value}, and at most {MAX_LAYERS} layers can be built"
+        elif isinstance(value, int | float) and last == "num_labels" and value > MAX_LABELS:
+            yield f"{name} is {value}, and at most {MAX_LABELS} labels can be listed"
 
 
 def _excess(config: PreTrainedConfig) -> Iterator[str]:
