@@ -9,11 +9,15 @@ import sys
 
 import pytest
 
+from tests.mutants import of_code
 from tests.mutants.__main__ import Row, drawn
+from tests.mutants.by_tests import copied
+from tests.mutants.near_tests import near
 from tests.mutants.plans import CASES
 from tests.mutants.sites import OPERATORS, ROOT, Site, sites
 
 SITES = sites()
+CODE = sites("code")
 EXCHANGE = "shardplan/runtime/parallel/expert_exchange.py"
 
 
@@ -37,7 +41,11 @@ def test_each_operator_finds_what_moves_values():
     assert {site.operator for site in move} == {"drop", "swap"}
 
 
-@pytest.mark.parametrize("site", random.Random(5).sample(SITES, 12), ids=lambda site: f"{site.path}:{site.lines[0]}")
+@pytest.mark.parametrize(
+    "site",
+    random.Random(5).sample(SITES, 12) + random.Random(5).sample(CODE, 12),
+    ids=lambda site: f"{site.path}:{site.lines[0]}",
+)
 def test_a_mutant_is_the_code_with_one_change(site: Site):
     assert 0 < len(changed(site)) <= site.lines[1] - site.lines[0] + 4
 
@@ -48,6 +56,35 @@ def test_what_is_drawn_begins_with_all_parts_and_operators():
     strata = {(site.area, site.operator) for site in SITES}
     assert {(site.area, site.operator) for site in order[: len(strata)]} == strata
     assert len(order) == len({*order}) == len(SITES)
+
+
+def test_all_code_of_three_rooms_is_changed():
+    assert {site.operator for site in CODE} == {*of_code.OPERATORS}
+    assert {site.path.split("/")[1] for site in CODE} == {"weights", "runtime", "cli"}
+    assert not any(site.before == site.after for site in CODE)
+
+
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [
+        ("weights/folders", "folders"),
+        ("cli/fit_command", "fit"),
+        ("runtime/training/expert_bias", "processes_expert_bias"),
+    ],
+)
+def test_the_nearest_tests_are_asked_first(path, file):
+    assert f"tests/test_{file}.py" in near(f"shardplan/{path}.py")[:4]
+
+
+@pytest.mark.slow
+def test_a_test_kills_a_change_of_code_and_not_the_code():
+    path = "shardplan/weights/shared_folder.py"
+    file = "tests/test_sampling.py"
+    with copied() as copy:
+        share = ast.parse((ROOT / "tests/sampling.py").read_text())
+        assert copy.kills(path, ast.parse((ROOT / path).read_text()), [file]) == ""
+        broken = ast.parse(ast.unparse(share).replace("def share_of", "def shares_of"))
+        assert copy.kills("tests/sampling.py", broken, [file]).startswith(file)
 
 
 def test_one_that_passes_needs_a_reason():

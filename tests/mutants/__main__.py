@@ -1,4 +1,5 @@
-"""`python -m tests.mutants --count 40 --seed 7`: mutants of the run-time, each refused by `validate` for a plan that uses the line."""
+"""`python -m tests.mutants --count 40 --seed 7`: mutants of the run-time, each refused by `validate` for a plan that uses the line.
+`--tests`: of all code of the rooms weights, runtime and cli, each killed by a fast test."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -18,7 +20,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tests.sampling import add_share  # noqa: E402
 
 from .asked import preload, reached, reaching, verdict  # noqa: E402
+from .by_tests import copied  # noqa: E402
 from .equal import reason  # noqa: E402
+from .near_tests import near  # noqa: E402
 from .plans import CASES, Case  # noqa: E402
 from .sites import Site, by_stratum, sites  # noqa: E402
 
@@ -30,12 +34,12 @@ class Row:
     """A mutant and what was said of it.
 
     Args:
-        asked: the last plan that was asked: the one that is refused, where one is.
-        verdict: "refused", "raised", "passes", "hangs"; "unreached" where no plan uses it.
+        asked: the last plan that was asked: the one that is refused, where one is; the test that fails.
+        verdict: "refused", "raised", "passes", "hangs"; "unreached" where no plan uses it. Of tests: "killed", "passes".
     """
 
     site: Site
-    asked: Case | None
+    asked: Case | str | None
     verdict: str
     said: str
 
@@ -88,7 +92,7 @@ def judge(count: int, seed: int, cases: Sequence[Case], only: str = "") -> Itera
     """So many mutants that a plan uses, and those that none does, drawn before."""
     preload(cases)
     lines = {case: reached(case) for case in cases}
-    for site in drawn(seed, [site for site in sites() if only in f"{site.path}:{site.lines[0]} {site.operator}"]):
+    for site in drawn(seed, _sites("moves", only)):
         row = judged(site, lines)
         yield row
         count -= row.verdict != "unreached"
@@ -96,9 +100,25 @@ def judge(count: int, seed: int, cases: Sequence[Case], only: str = "") -> Itera
             return
 
 
+def tested(count: int, seed: int, only: str = "") -> Iterator[Row]:
+    """So many mutants of all code, and the fast test that kills each."""
+    preload([])
+    with copied() as copy:
+        for site in islice(drawn(seed, _sites("code", only)), count):
+            failed = copy.kills(site.path, site.tree(), near(site.path))
+            yield Row(site, failed, "killed" if failed else "passes", "" if failed else reason(site))
+
+
+def _sites(rules: str, only: str) -> list[Site]:
+    return [site for site in sites(rules) if only in f"{site.path}:{site.lines[0]} {site.operator}"]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--count", type=int, default=40, help="how many mutants that a plan uses (40)")
+    parser.add_argument("--count", type=int, default=40, help="how many mutants (that a plan uses) (40)")
+    parser.add_argument(
+        "--tests", action="store_true", help="mutants of all code of three rooms, killed by the fast tests"
+    )
     add_share(parser)
     parser.add_argument("--models", nargs="+", help="plans of these model types alone (all)")
     parser.add_argument("--only", default="", help="a part of 'FILE:LINE OPERATOR'")
@@ -106,7 +126,8 @@ def main(argv: list[str]) -> int:
     print("| place | operator | change | plan | verdict | said | problem |\n|---|---|---|---|---|---|---|", flush=True)
     start, verdicts, problems = time.monotonic(), Counter[str](), 0
     cases = [case for case in CASES if args.models is None or case.model in args.models]
-    for row in judge(-(-args.count // args.share), args.seed, cases, args.only):
+    count = -(-args.count // args.share)
+    for row in tested(count, args.seed, args.only) if args.tests else judge(count, args.seed, cases, args.only):
         verdicts[row.verdict] += 1
         problems += bool(row.problem)
         if row.verdict != "unreached":

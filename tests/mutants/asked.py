@@ -45,14 +45,14 @@ def preload(cases: Sequence[Case]) -> None:
 
 def reached(case: Case) -> dict[str, frozenset[int]]:
     """Which lines of functions of the run-time run, by file. The plan must pass."""
-    return _in_process(lambda: _traced(case))
+    return in_process(lambda: _traced(case))
 
 
 def verdict(site: Site, case: Case) -> tuple[str, str]:
     """What `validate` says of a case where the run-time is changed: ("refused", its codes), ("raised", the error), ("passes", ""),
     ("same", "") where the change was of no group, ("hangs", "")."""
     try:
-        return _in_process(lambda: _changed(site, case))
+        return in_process(lambda: _changed(site, case))
     except TimeoutError:
         return "hangs", f"after {LIMIT} s"
 
@@ -134,11 +134,18 @@ class _Loader(SourceFileLoader):
         return compile(self.site.tree(), self.path, "exec", dont_inherit=True)
 
 
-def _in_process(function: Callable[[], T]) -> T:
+def in_process(function: Callable[[], T], limit: float = LIMIT) -> T:
+    """What a function returns in a process of its own, which ends with all that it started.
+
+    Raises:
+        TimeoutError: it takes longer than so many seconds.
+        RuntimeError: it raises, or the process ends.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.close(read)
+        os.setsid()
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
@@ -151,16 +158,22 @@ def _in_process(function: Callable[[], T]) -> T:
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        if not select.select([pipe], [], [], LIMIT)[0]:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        if not select.select([pipe], [], [], limit)[0]:
+            _end(child)
             raise TimeoutError
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    good, value = pickle.loads(answer) if answer else (False, "the process ended")
+        try:
+            good, value = pickle.load(pipe)
+        except EOFError:
+            good, value = False, "the process ended"
+    _end(child)
     if not good:
         raise RuntimeError(value)
     return value
+
+
+def _end(child: int) -> None:
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def reaching(site: Site, lines: Mapping[Case, Mapping[str, frozenset[int]]]) -> list[Case]:

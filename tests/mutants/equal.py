@@ -1,12 +1,12 @@
-"""Mutants that change no number of a step that a plan runs."""
+"""Mutants that change no number of a step that a plan runs, and those of code that change nothing that anybody sees."""
 
 from __future__ import annotations
 
 from .sites import ROOT, Site
 
-# File, function, operator and a part of the line that the change takes away; "" is any -> why. What differs between ranks only after a user's mistake is made different
+# By the rules of a change: file, function, operator and a part of the line that the change takes away; "" is any -> why. What differs between ranks only after a user's mistake is made different
 # by tests of their own, which these name.
-REASONS = {
+_OF_MOVES = {
     ("same_weights.py", "", "", ""): "compares what ranks have loaded, which is the same here",
     ("same_inputs.py", "", "", ""): "compares what ranks are fed, which is the same here (test_same_inputs)",
     (
@@ -99,11 +99,14 @@ REASONS = {
     ): "tp divides what is moved: SP303 refuses other plans (test_gathered_parameters)",
 }
 
+_OF_CODE: dict[tuple[str, str, str, str], str] = {}
+REASONS = {"moves": _OF_MOVES, "code": _OF_CODE}
+
 
 def reason(site: Site) -> str:
-    """ "" where the proof must see a change."""
+    """ "" where the proof, or a test, must see a change."""
     line = (ROOT / site.path).read_text().splitlines()[site.lines[0] - 1].strip()
-    for (name, function, operator, code), why in REASONS.items():
+    for (name, function, operator, code), why in REASONS[site.rules].items():
         here = site.path.endswith(f"/{name}") and function in ("", site.function) and operator in ("", site.operator)
         if here and (not code or ((code == line or code in site.before) and code not in site.after)):
             return why

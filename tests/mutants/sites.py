@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from . import of_code
+
 N = TypeVar("N", bound=ast.AST)
 ROOT = Path(__file__).parents[2]
 MOVING = ("heads_of_weights", "local_parts", "gathering", "packing", "rms_norms")  # of torchlib
@@ -40,6 +42,7 @@ class Site:
         function: that it is in.
         lines: the first and the last one.
         before, after: the code.
+        rules: that the change is made by, of RULES.
     """
 
     path: str
@@ -49,6 +52,7 @@ class Site:
     lines: tuple[int, int]
     before: str
     after: str
+    rules: str = "moves"
 
     @property
     def module(self) -> str:
@@ -63,7 +67,7 @@ class Site:
     def tree(self) -> ast.Module:
         """The module with the change."""
         tree = _parsed(self.path)
-        changes = list(_changes(tree))
+        changes = list(RULES[self.rules][1](tree))
         _, old, new = changes[self.number]
         changed = _Put(old, new).visit(tree)
         return ast.fix_missing_locations(changed)
@@ -77,25 +81,31 @@ class _Put(ast.NodeTransformer):
         return self.new if node is self.old else self.generic_visit(node)
 
 
-def sites() -> list[Site]:
+def sites(rules: str = "moves") -> list[Site]:
     """All, in the order of files and lines."""
     found = []
-    for path in _files():
+    files, changes = RULES[rules]
+    for path in files():
         tree = _parsed(path)
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         inside = {
             one: function.name for function in functions for one in ast.walk(function)
         }  # the inner ones come later
-        for number, (operator, old, new) in enumerate(_changes(tree)):
+        for number, (operator, old, new) in enumerate(changes(tree)):
             lines = (old.lineno, old.end_lineno or old.lineno)  # type: ignore[attr-defined]
             function = inside.get(old, "")
-            found.append(Site(path, number, function, operator, lines, ast.unparse(old), ast.unparse(new)))
+            found.append(Site(path, number, function, operator, lines, ast.unparse(old), ast.unparse(new), rules))
     return sorted(found, key=lambda site: (site.path, site.lines, site.number))
 
 
 def _files() -> list[str]:
     runtime = sorted((ROOT / "shardplan/runtime").rglob("*.py"))
     return [str(p.relative_to(ROOT)) for p in (*runtime, *(ROOT / f"shardplan/torchlib/{name}.py" for name in MOVING))]
+
+
+def _files_of_code() -> list[str]:
+    rooms = ("weights", "runtime", "cli")
+    return [str(p.relative_to(ROOT)) for room in rooms for p in sorted((ROOT / "shardplan" / room).rglob("*.py"))]
 
 
 def _parsed(path: str) -> ast.Module:
@@ -278,3 +288,7 @@ def by_stratum(found: list[Site]) -> dict[tuple[str, str], list[Site]]:
     for site in found:
         strata[site.area, site.operator].append(site)
     return strata
+
+
+# By name: which files are changed, and how. "moves" are those that `validate` must see, "code" those that tests must.
+RULES = {"moves": (_files, _changes), "code": (_files_of_code, of_code.changes)}
