@@ -111,6 +111,44 @@ def test_an_engine_has_what_the_trainer_has(name):
         assert max(one[3] for one in ranks) <= 10_000
 
 
+# Stages
+
+
+def of_stages(name: str, others: Sizes) -> tuple[int, int, int]:
+    """A trainer of two stages on tp 2, an engine in bfloat16; then an engine of stages. Returns bytes: sent, the least, told."""
+    tied = name == "gpt2"
+    model = small_model(name, tied=tied, num_hidden_layers=4)
+    right = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    stages = shardplan.build_mesh(pp=2, tp=2)
+    options = shardplan.PipelineOptions("1f1b", 2)
+
+    def staged(one: nn.Module) -> shardplan.Pipeline:
+        return shardplan.apply_plan(one, stages, "auto", pipeline=options, prove=False)
+
+    trainer = staged(model)
+    engine = emptied(small_model(name, tied=tied, num_hidden_layers=4)).bfloat16()
+    shardplan.apply_plan(engine, on([0, 1, 2, 3], others), "auto", prove=False)
+    with pytest.MonkeyPatch.context() as patch:
+        refit, sent = shardplan.refit(trainer, engine, round_bytes=10_000), Sent(patch)
+        refit.run()
+    for key, value in shardplan.full_parameters(engine):
+        assert torch.equal(value, right[key].to(value.dtype)), key
+    assert not tied or engine.lm_head.weight is engine.get_input_embeddings().weight
+    back = staged(emptied(small_model(name, tied=tied, num_hidden_layers=4)))  # and the other way: an engine of stages
+    shardplan.refit(engine, back).run()
+    values = dict(shardplan.full_parameters(back))
+    assert values and all(torch.equal(value, right[key].bfloat16().float()) for key, value in values.items())
+    return sent.bytes, refit.bound, refit.bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral"])
+def test_stages_give_an_engine_what_they_have(name):
+    for others in (TWO[1],) if name == "phi3" else (FOUR[1], TWO[1]):
+        ranks = on_ranks(4, of_stages, name, others)
+        assert sum(one[0] for one in ranks) == ranks[0][2] <= 1.05 * ranks[0][1], (name, ranks)
+
+
 # Two classes
 
 
