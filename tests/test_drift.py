@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.drift.__main__ import main
 from tests.drift.changes import Drift
 from tests.drift.facts import Facts
+from tests.drift.known import found, table
 from tests.drift.sources import Release
 
 MODELS = "".join(
@@ -162,3 +164,32 @@ def test_source_distributions_are_read_and_other_packages_refused(tmp_path):
         Release(wheel(tmp_path, "x", {"x/__init__.py": ""}))
     with pytest.raises(ValueError, match=r"is of deepspeed, and .* of transformers"):
         Drift(Facts(release), Facts(Release(wheel(tmp_path, "y", OLD))))
+
+
+@pytest.mark.torch
+def test_what_is_known_of_two_releases_is_looked_for(tmp_path, capsys):
+    lines = [
+        "  ~ a._parallelize_qwen: q_norm: nothing -> ReplicatedWithGradAllReduce()",
+        "  + a.FSDP2Manager.__init__(moe_config): None",
+    ]
+    rows = found("nemo_automodel-0.6.0", "nemo_automodel-0.7.0", lines)
+    assert [line for line in rows.values() if line is not None] == [line.strip() for line in lines]
+    assert "| the default `mp_policy` | `none` |" in table(rows)
+    old, new = (wheel(tmp_path, name, files) for name, files in (("old", OLD), ("new", NEW)))
+    with pytest.raises(ValueError, match="nothing is known of old to new, but of "):
+        main([str(old), str(new), "--known"])
+
+
+@pytest.mark.torch
+def test_functions_that_make_plans_and_what_goes_are_said(tmp_path):
+    place = "nemo_automodel/components/distributed/"
+    old = {place + "tp_plans.py": "def _parallelize_phi(model):\n    return {f'{model}.q': Colwise()}\n"}
+    new = {
+        place + "tp_plans.py": "def _parallelize_phi(model):\n    return {f'{model}.q': Colwise(), 'norm': Summed()}\n",
+        place + "ddp.py": "class DDPManager:\n    def __init__(self):\n        warn('DDPManager is deprecated')\n",
+    }
+    tables = drift(tmp_path, old, new).tables
+    assert [(one.name.rpartition(".")[2], one.lines) for one in tables["plans"]] == [
+        ("_parallelize_phi", ("norm: nothing -> Summed()",))
+    ]
+    assert [one.after for one in tables["notices"]] == ["DDPManager is deprecated"]

@@ -14,6 +14,7 @@ from tests.sampling import add_share, share_of
 
 from .changes import Drift
 from .facts import Facts
+from .known import found, table
 from .sources import Release
 
 
@@ -25,9 +26,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--validate", action="store_true", help="then `validate TYPE auto --tp 2` with the newer release"
     )
+    parser.add_argument(
+        "--known", action="store_true", help="look for what is known of these releases, and print where"
+    )
     add_share(parser)
     args = parser.parse_args(argv)
     drift = Drift(Facts(Release(args.old)), Facts(Release(args.new)))
+    if args.known:
+        rows = found(drift.before.release.name, drift.after.release.name, [*drift.lines()])
+        print(table(rows))
+        return int(None in rows.values())
     print("\n".join(drift.model_types if args.types else drift.lines()), flush=True)
     if not args.validate:
         return 0

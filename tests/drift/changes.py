@@ -17,6 +17,7 @@ TABLES = {
     "modules": "modules, parameters and buffers that classes make",
     "fields": "fields and arguments of configurations, with their defaults",
     "names": "what modules of configurations and of ways to distribute offer",
+    "notices": "what says of itself that it goes",
     "private": "private names that shardplan reads",
 }
 COMMON = 20  # forwards whose argument has another name, for it to be a rename everywhere

@@ -11,6 +11,7 @@ from .sources import Release
 
 Table = dict[str, object]
 
+MAPPING = re.compile(r"(CONFIG|MODEL)_\w*MAPPING_NAMES$")
 # Files whose fields, defaults and names of a module concern us; of transformers, the configurations.
 CONFIGURED = {
     "transformers": re.compile(r"(^|/)configuration_\w+\.py$|distributed/configuration_utils\.py$"),
@@ -44,9 +45,7 @@ class Facts:
         for path, tree in self.release.trees.items():
             if path.startswith("models/auto/"):
                 for node in tree.body:
-                    if isinstance(node, ast.Assign | ast.AnnAssign) and (name := _target(node)).endswith(
-                        "_MAPPING_NAMES"
-                    ):
+                    if isinstance(node, ast.Assign | ast.AnnAssign) and MAPPING.match(name := _target(node)):
                         found |= {f"{name}[{key}]": said for key, said in _pairs(node.value)}
         return found
 
@@ -58,8 +57,8 @@ class Facts:
             for node in tree.body:
                 if isinstance(node, ast.Assign | ast.AnnAssign) and "plan" in (name := _target(node)).lower():
                     found[f"{_place(path)}.{name}"] = _value(node.value)
-                elif isinstance(node, ast.FunctionDef) and "plan" in node.name and self.package == "nemo_automodel":
-                    found[f"{_place(path)}.{node.name}"] = self._body(path, node)
+                elif isinstance(node, ast.FunctionDef) and self.package == "nemo_automodel" and _makes_plan(path, node):
+                    found[f"{_place(path)}.{node.name}"] = _pairs_of(node) or self._body(path, node)
                 elif isinstance(node, ast.ClassDef):
                     for one in node.body:
                         if isinstance(one, ast.Assign | ast.AnnAssign) and (name := _target(one)).endswith("_plan"):
@@ -139,6 +138,24 @@ class Facts:
         return found
 
     @cached_property
+    def notices(self) -> Table:
+        """What configurations and ways to distribute say of themselves that goes: class or function -> the text."""
+        found: Table = {}
+        for path, tree in self.release.trees.items():
+            if self._configured(path) or path.startswith("distributed/"):
+                for node in tree.body:
+                    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                        texts = [
+                            _joined(one) for one in ast.walk(node) if isinstance(one, ast.Constant | ast.JoinedStr)
+                        ]
+                        found |= {
+                            f"{_place(path)}.{node.name}": text
+                            for text in texts
+                            if re.search(r"deprecated|will be removed", text) and "\n" not in text
+                        }
+        return found
+
+    @cached_property
     def private(self) -> Table:
         """Private names that we read -> whether the release has them: in the module, or in a class of that name."""
         from shardplan.torchlib.private import NAMES
@@ -200,6 +217,21 @@ class Facts:
         return {folder: tuple(names) for folder, names in found.items()}
 
 
+def _makes_plan(path: str, node: ast.FunctionDef) -> bool:
+    return "plan" in node.name or "plan" in path.rpartition("/")[2]
+
+
+def _pairs_of(function: ast.FunctionDef) -> dict[str, str]:
+    """The entries of the dictionaries in a function: names of modules -> styles, as the code has them."""
+    return {
+        " ".join(ast.unparse(key).strip("f'\"").split()): ast.unparse(value)
+        for one in ast.walk(function)
+        if isinstance(one, ast.Dict)
+        for key, value in zip(one.keys, one.values, strict=True)
+        if isinstance(key, ast.Constant | ast.JoinedStr)
+    }
+
+
 def _place(path: str) -> str:
     return path.removesuffix(".pyi").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
@@ -243,6 +275,13 @@ def _pairs(node: ast.expr | None) -> Iterator[tuple[str, str]]:
             for key, said in zip(one.keys, one.values, strict=True):
                 if isinstance(key, ast.Constant):
                     yield str(key.value), ast.unparse(said).strip("'")
+
+
+def _joined(node: ast.Constant | ast.JoinedStr) -> str:
+    """The text of a string."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(one.value if isinstance(one, ast.Constant) else "..." for one in node.values)
 
 
 def _makes(value: ast.expr) -> bool:
