@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shardplan import Model, compile_plan, export_plan
+from shardplan import Model, export_plan
 from shardplan.cli.main import main
-from shardplan.convert import convert_plan
+from tests.exports.entry import Entry, configured, there_and_back
+from tests.exports.page import page
+from tests.sampling import sampled
+from tests.zoo.table import read
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def small(name: str, **settings: Any) -> Model:
@@ -48,25 +54,43 @@ def test_what_has_no_word_is_named_by_its_line(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.gate_proj" not in torch.entries
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
+TABLE = read(DOCS / "export-types.md", Entry)
+
+
+def test_the_table_has_every_type_and_is_the_page() -> None:
+    assert set(TABLE) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert (DOCS / "export-types.md").read_text("utf-8") == page(list(TABLE.values()))
+    assert sum(one.right for one in TABLE.values()) >= 60
+    assert all(one.tensors > 20 for one in TABLE.values() if one.right)
+    assert all("SP" in one.refused for one in TABLE.values() if one.refused)
+
+
+CROSSING = [name for name, one in TABLE.items() if not one.refused]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", *sampled([name for name in CROSSING if name != "qwen3_moe"], 4)])
 def test_there_and_back_is_the_same_program(name: str) -> None:
-    made = export_plan(small(name), "auto", "transformers", run=False)
-    back = convert_plan(json.loads(str(made.text)), model=small(name))
-    assert back.document is not None, back.report
-    plan = {key: value for key, value in back.document.items() if key in ("version", "tensor_parallel")}
-    again = export_plan(small(name), plan, "transformers", run=False)
-    assert again.entries == made.entries
-    ours, theirs = (compile_plan(small(name), {"tp": 2}, one) for one in ("auto", plan))
-    stored = [
-        {
-            (module, p.name): (p.stored, p.dim)
-            for module, what in program.modules.items()
-            for p in what.parameters
-            if p.dim is not None
-        }
-        for program in (ours, theirs)
-    ]
-    assert stored[0] == stored[1]
+    config = configured(name)
+    made = export_plan(config, "auto", "transformers", run=False)
+    assert made.text is not None, made.report
+    assert there_and_back(config, made) == ""
+
+
+def test_gradients_of_bare_parameters_are_added_up_by_their_module() -> None:
+    made = export_plan(small("diffllama"), "auto", "transformers", run=False)
+    assert made.entries["model.layers.*.self_attn"] == "replicated_with_grad_allreduce"
+    assert not [name for name in made.entries if "lambda" in name]
+    some = {
+        "version": "1",
+        "extends": "diffllama",
+        "tensor_parallel": {
+            "model.layers.*.self_attn.lambda_{q,k}{1,2}": "none",
+            "model.layers.*.self_attn.lambda_{q,k}1": "replicated_with_grad_allreduce",
+        },
+    }
+    made = export_plan(small("diffllama"), some, "transformers", run=False)
+    assert made.text is None
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan
-from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.diagnostics import Diagnostic, Label, Severity
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import ResolvedPlan
 from shardplan.core.report import Comparison, Report, ordered
 
 from .deciding import Asked
@@ -39,8 +40,9 @@ class ExportedPlan:
         """In words, what is known of it."""
         if not self.rows:
             return "not run there: nothing tells that it computes the same"
-        worst = max(row.error for row in self.rows)
-        return f"run there: {len(self.rows)} tensors as in the unsharded model (largest difference {worst:.1e})"
+        told = [row.error for row in self.rows if row.verdict != "unproven"]
+        zero = f"; {len(self.rows) - len(told)} more are zero in both" if len(told) < len(self.rows) else ""
+        return f"run there: {len(told)} tensors as in the unsharded model (largest difference {max(told):.1e}){zero}"
 
     @property
     def ok(self) -> bool:
@@ -107,18 +109,24 @@ def export_plan(
         failed = Diagnostic(CANNOT_CROSS, Severity.ERROR, f"{target.shown} cannot run the export: {error}")
         return ExportedPlan(None, made.entries, (), report(failed))
     what = f"{target.shown} computes something else than the unsharded model"
-    if (found := _differing(rows, what)) is not None:
+    resolved = compiled.program.resolved
+    if (found := _differing(rows, what, resolved)) is not None:
         return ExportedPlan(None, made.entries, rows, report(Diagnostic(CANNOT_CROSS, Severity.ERROR, *found)))
     what = "gradients that accumulate over micro-batches differ there: each optimizer step must have one backward"
-    if (found := _differing(accumulated, what)) is not None:
+    if (found := _differing(accumulated, what, resolved)) is not None:
         warning = Diagnostic(CANNOT_CROSS, Severity.WARNING, *found)
         return ExportedPlan(text, made.entries, rows, report(warning))
     return ExportedPlan(text, made.entries, rows, report())
 
 
-def _differing(rows: tuple[Comparison, ...], what: str) -> tuple[str, None, tuple[()], tuple[str, ...]] | None:
-    """A finding's message, place, related lines and notes; None where nothing differs."""
+def _differing(
+    rows: tuple[Comparison, ...], what: str, resolved: ResolvedPlan
+) -> tuple[str, Label | None, tuple[()], tuple[str, ...]] | None:
+    """A finding's message, the rule of the parameter that differs most, related lines and notes; None where nothing differs."""
     wrong = sorted((row for row in rows if row.verdict == "differs"), key=lambda row: -row.error)
     notes = [f"{row.kind} {row.name}: {row.error:.1e} ({row.where})" for row in wrong[:MOST_ROWS]]
     notes += [f"and {len(wrong) - MOST_ROWS} more"] if len(wrong) > MOST_ROWS else []
-    return (f"{what}: {len(wrong)} of {len(rows)} tensors", None, (), tuple(notes)) if wrong else None
+    owners = [(row.name, row.name.rpartition(".")[0]) for row in wrong if row.kind == "gradient"]
+    ruled = [resolved.assignments[name] for names in owners for name in names if name in resolved.assignments]
+    place = Label(ruled[0].rule.location, "its gradient differs") if ruled else None
+    return (f"{what}: {len(wrong)} of {len(rows)} tensors", place, (), tuple(notes)) if wrong else None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,6 +28,7 @@ SILENT = frozenset({"heads", "divides", "having", "fused"})
 INPUT = "input_with_grad_allreduce"
 LEFT_OUT = (INPUT, "replicate", "none")
 EXPERTS = "moe_tp_experts"
+SUMMED = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,36 @@ def lower_to(target: Target, program: Program, own: Mapping[str, str]) -> Lowere
         elif experts is not None:
             _none(target, assigned[region], made, "output")
     if target.name == "transformers":
+        _on_owners(made, alike, resolved, assigned)
         _complete(made, alike, resolved.tree.parameters, own)
     if not made.entries and not made.findings:
         message = f"there is no tensor-parallel rule that {target.shown} would apply"
         made.findings.append(Diagnostic(CANNOT_CROSS, Severity.ERROR, message))
     return made
+
+
+def _on_owners(
+    made: Lowered, alike: Mapping[str, list[str]], resolved: ResolvedPlan, assigned: Mapping[str, Assignment]
+) -> None:
+    """Bare parameters whose gradients are added up: transformers hooks a module, and adds up those of all its own parameters."""
+    tree = resolved.tree
+    shared = [key for key in made.entries if made.entries[key] == SUMMED and alike[key][0] in tree.parameters]
+    for pattern in shared:
+        rule, owner = assigned[alike[pattern][0]], pattern.rpartition(".")[0]
+        others = [
+            name
+            for name in tree.parameters
+            if tree.pattern(name.rpartition(".")[0]) == owner and tree.pattern(name) not in shared
+        ]
+        if others or made.entries.get(owner, SUMMED) != SUMMED:
+            what = f"`{others[0]}`" if others else f"`{owner}`"
+            made.findings.append(
+                _refused(f"transformers would add up the gradients of all parameters of `{owner}`, {what} too", rule)
+            )
+        else:
+            made.entries[owner] = SUMMED
+    for pattern in shared:
+        del made.entries[pattern]
 
 
 def _complete(
@@ -127,7 +154,7 @@ def _regions(resolved: ResolvedPlan) -> dict[str, str | None]:
 def _in_region(one: Assignment, regions: Mapping[str, str | None]) -> bool:
     """Whether a rule says what the targets' styles inside of such a module do."""
     with_experts = tuple(f"{name}." for name, experts in regions.items() if experts is not None)
-    router = one.rule.style == "replicated_with_grad_allreduce" and one.name.startswith(with_experts)
+    router = one.rule.style == SUMMED and one.name.startswith(with_experts)
     return one.name in regions or router
 
 
@@ -182,7 +209,18 @@ def _transformers(model: nn.Module, entries: Mapping[str, str], tp: int) -> nn.M
         dist.barrier()
         loaded = type(made).from_pretrained(folder[0], config=made.config, dtype=made.dtype, distributed_config=config)
         dist.barrier()
+    if made.dtype == torch.float64:
+        _as_built(loaded, dict(model.named_buffers()))
     return loaded.train(model.training)
+
+
+def _as_built(loaded: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Buffers that no file has are computed in the dtype that is loaded. Those of the unsharded model were computed in float32 and cast:
+    what differs by that rounding alone is made equal."""
+    for name, buffer in loaded.named_buffers():
+        if (other := buffers.get(name)) is not None and other.shape == buffer.shape and buffer.is_floating_point():
+            if torch.allclose(buffer.to(other.dtype), other, rtol=1e-6, atol=0.0):
+                buffer.data = other.detach().clone()
 
 
 def _torch(model: nn.Module, entries: Mapping[str, str], tp: int) -> nn.Module:
@@ -207,7 +245,7 @@ SAME = (
     *("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise"),
     *(
         "packed_colwise",
-        "replicated_with_grad_allreduce",
+        SUMMED,
         "mla_kv_a_proj",
         EXPERTS,
         "moe_identity_expert",

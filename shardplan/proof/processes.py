@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing import set_forkserver_preload
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -135,9 +136,15 @@ def _result(folder: str, rank: int) -> Path:
 
 
 def _last_line(trace: str) -> str:
-    """Which exception a trace ends with; its message may have further lines."""
-    named = [line for line in trace.splitlines() if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
-    return named[-1] if named else trace
+    """Which exception a trace ends with, whose message may have further lines, and the last line of a model's code that it passed."""
+    lines = trace.splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
+    code = [(line, after) for line, after in pairwise(lines) if re.match(r'  File ".*/modeling_\w+\.py", line', line)]
+    if not named or not code:
+        return named[-1] if named else trace
+    where = re.match(r'  File ".*/(modeling_\w+\.py)", line (\d+)', code[-1][0])
+    assert where is not None
+    return f"{named[-1]} ({where[1]}:{where[2]}: `{code[-1][1].strip()}`)"
 
 
 def _worker(rank: int, count: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

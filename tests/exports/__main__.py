@@ -1,9 +1,8 @@
 """`make judge WHAT=exports`: a line for each causal language model type with a built-in plan: crosses to transformers, or the first rule
-that cannot; then a drawn sample of those that cross, run in its own code."""
+that cannot. A drawn dozen of those that cross is run in transformers' own code and converted back; with `--all`, all are."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -14,40 +13,43 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from shardplan import export_plan  # noqa: E402
-from tests.sampling import add_share, share_of  # noqa: E402
+from tests.sampling import share_of  # noqa: E402
+from tests.zoo.table import arguments, read, write  # noqa: E402
+
+from .entry import Entry, entry  # noqa: E402
+from .page import page  # noqa: E402
 
 RUN = 12
 
 
-def crosses(name: str) -> str | None:
-    """The first rule of the built-in plan that cannot cross, or why there is no program; None where it crosses."""
-    made = export_plan(name, "auto", "transformers", run=False, derive=False)
-    if made.text is not None:
-        return None
-    found = next(d for d in made.report.diagnostics if d.is_error)
-    where = f" ({found.primary.location.path[-1]})" if found.primary is not None and found.primary.location.path else ""
-    return f"{found.code}: {found.message}{where}"
-
-
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.exports", description=__doc__)
-    parser.add_argument("--no-run", action="store_true", help="the lines alone")
-    add_share(parser)
+    parser = arguments("python -m tests.exports")
+    drawn = parser.add_mutually_exclusive_group()
+    drawn.add_argument("--all", action="store_true", help="run all of those that cross")
+    drawn.add_argument("--no-run", action="store_true", help="run none")
     args = parser.parse_args(argv)
-    said = {}
-    for name in share_of(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, args):
-        said[name] = crosses(name)
-        print(f"| {name} | {said[name] or 'crosses'} |", flush=True)
-    crossing = [name for name, why in said.items() if why is None]
-    print(f"{len(crossing)} of {len(said)} types cross", flush=True)
-    drawn = random.Random(args.seed).sample(crossing, min(0 if args.no_run else RUN, len(crossing)))
-    wrong = 0
-    for name in drawn:
-        made = export_plan(name, "auto", "transformers", derive=False)
-        wrong += not made.ok
-        print(f"{name}: {made.shown if made.ok else made.report}", flush=True)
-    return int(wrong > 0)
+    known = read(args.table, Entry)
+    crossing, wrong = [], []
+    for name in share_of(args.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, args):
+        found = entry(name, run=False)
+        print(f"| {name} | {found.refused or 'crosses'} |", flush=True)
+        if found.refused:
+            known[name] = found
+        else:
+            crossing.append(name)
+            known.setdefault(name, found)
+    print(f"{len(crossing)} of {len(args.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types cross", flush=True)
+    few = random.Random(args.seed).sample(crossing, min(RUN, len(crossing)))
+    for name in [] if args.no_run else crossing if args.all else few:
+        before, known[name] = known[name], entry(name, run=True)
+        wrong += [name] if before.right and not known[name].right else []
+        print(f"{name}: {known[name].said}", flush=True)
+        if args.table is not None:
+            write(args.table, known, page)
+    if args.table is not None:
+        write(args.table, known, page)
+    print(f"wrong by now: {', '.join(wrong)}" if wrong else "none is worse than before", flush=True)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
