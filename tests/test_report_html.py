@@ -194,6 +194,10 @@ def test_names_and_findings_are_text():
     assert not {"\x1b", "\u202e"} & set(text("\x1b[31m\u202e"))
 
 
+def test_no_text_ends_an_attribute():
+    assert not set("<>\"'") & set(text(HOSTILE)) and "&quot;" in text(HOSTILE)
+
+
 def test_a_wrong_plan_is_its_findings():
     wrong = {"version": "1", "tensor_parallel": {"model.layers.*.mlp.down_proj": "rowwise", "no.such": "colwise"}}
     made = plan_report(CONFIG, wrong, {"tp": 2})
