@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 warnings.filterwarnings("ignore")
@@ -30,11 +31,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 import shardplan  # noqa: E402
 from shardplan.core.estimates import OptimizerName  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
+from shardplan.optimizers import Muon  # noqa: E402
 from shardplan.runtime.parallel import collectives  # noqa: E402
 
 from .page import table  # noqa: E402
@@ -56,7 +59,7 @@ class Case:
         model, settings: as on the command line.
         mesh: axis -> size.
         options: arguments of `estimate` and `apply_plan` alike.
-        optimizer: one of FORMS.
+        optimizer: one of FORMS, or "muon".
     """
 
     model: str
@@ -80,9 +83,17 @@ FORMS: dict[OptimizerName, dict[str, bool]] = {
     "adamw-fused": {"fused": True},
     "adamw-for-loop": {"foreach": False},
 }
+
+
+def optimizer_of(name: OptimizerName, model: nn.Module) -> Optimizer:
+    if name == "muon":
+        return Muon(model, rest=partial(torch.optim.AdamW, foreach=True))
+    return torch.optim.AdamW(model.parameters(), **FORMS[name])
+
+
 UPDATED = {  # a few tokens: the most is there while the optimizer steps
     f"llama, TP, 8 tokens, {name}": Case("llama", {"dp_shard": 1, "tp": 4}, LLAMA, {"data_parallel": False}, 8, 1, name)
-    for name in FORMS
+    for name in (*FORMS, "muon")
 }
 CASES = {
     **UPDATED,
@@ -109,7 +120,7 @@ def measured_peak(case: Case) -> int:
     def made() -> tuple[list[nn.Module], Step]:
         model = found.build("cpu").train()
         model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, prove=False, **case.options)
-        optimizer = torch.optim.AdamW(model.parameters(), **FORMS[case.optimizer])
+        optimizer = optimizer_of(case.optimizer, model)
 
         def step() -> None:
             ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))

@@ -388,7 +388,10 @@ def test_a_device_file_that_is_none(tmp_path):
         ({"mesh": {"tp": 0}}, "positive integer"),
         ({"micro_batch": 0}, "micro_batch must be a positive integer"),
         ({"precision": "fp8"}, "precision must be bfloat16, float16 or float32"),
-        ({"optimizer": "adam"}, "optimizer must be one of adamw, adamw-fused, adamw-for-loop, sgd, none"),
+        (
+            {"optimizer": "adam"},
+            "optimizer must be one of adamw, adamw-fused, adamw-for-loop, sgd, none, muon, whole-matrix",
+        ),
         ({"expert_load": 0.5}, "expert_load must be a number from 1 on"),
         ({"expert_load": float("nan")}, "expert_load must be a number from 1 on"),
         ({"expert_load": "2"}, "expert_load must be a number from 1 on"),

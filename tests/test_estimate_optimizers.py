@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 import shardplan
 from shardplan.core.fits import Choice
@@ -10,8 +14,12 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.cost.fit_screening import Bytes, _memory
 from shardplan.cost.part_costs import PartCosts, Stored
 from shardplan.cost.stage_costs import StageCosts
+from shardplan.optimizers import Muon
+from tests.collective_counter import CollectiveCounter
+from tests.proofs import fake_mesh
 from tests.test_estimate import LLAMA
 
+SOURCE = shardplan.Model("llama", settings=LLAMA | {"num_hidden_layers": 6})
 DEEP = LLAMA | {"num_hidden_layers": 24}
 
 
@@ -63,3 +71,45 @@ def test_fit_counts_the_list_where_the_update_is_the_peak(schedule):
     with_list, without = (_memory(choice, small, 0, width) for width in widths)
     assert without + 250 * 4 == with_list == 250 * (4 + 4 + 8 + 4)
     assert len({_memory(choice, large, 0, width) for width in widths}) == 1
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4, "tp": 1}, {"dp_shard": 2, "tp": 2}], ids=["dp 4", "dp 2 x tp 2"])
+def test_muons_step_is_counted_as_it_runs(mesh):
+    """Collectives, their bytes and the states of a rank, of the whole depth: which of the matrices a rank owns no shorter model tells."""
+    with fake_mesh(*mesh.values(), names=tuple(mesh)) as real:
+        model = shardplan.apply_plan(SOURCE.find().build("meta"), real, "auto", src_data_rank=None, prove=False)
+        model.to_empty(device="cpu")
+        optimizer = Muon(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with CollectiveCounter() as counter:
+            optimizer.step()
+        states = (x for state in optimizer.state.values() for x in state.values())
+        kept = sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in states)
+    plain, muon = (
+        shardplan.estimate(SOURCE, "auto", mesh, shardplan.TrainingStep(8, precision="fp32", optimizer=name))
+        for name in ("none", "muon")
+    )
+    before = Counter({(one.axis, one.collective): one for one in plain.traffic})
+    added = [one for one in muon.traffic if (one.axis, one.collective) not in before]
+    sent = Counter()
+    for call in counter.calls:
+        bytes = call.elements * (4 if call.name == "all_reduce" else 2)  # int32, and what Newton-Schulz reads, bfloat16
+        sent[call.name] += (2 if call.name == "all_reduce" else 1) * 3 * bytes // 4
+    assert {one.collective: one.bytes for one in added} == sent and sum(one.calls for one in added) == len(
+        counter.calls
+    )
+    own = shardplan.estimate(
+        SOURCE, "auto", mesh, shardplan.TrainingStep(8, precision="fp32", optimizer="whole-matrix")
+    )
+    exchanged = {one.bytes for one in own.traffic if one.collective == "all_to_all" and one not in plain.traffic}
+    assert exchanged == {2 * sent["all_to_all"]}, "in float32, the dtype of the gradients"
+    assert muon.memory.most["optimizer state"] == own.memory.most["optimizer state"] == kept
+    assert muon.flops["bfloat16"] > 0 == plain.flops.get("bfloat16", 0)
+
+
+def test_where_muon_is_not_estimated_a_value_error_says_so():
+    with pytest.raises(ValueError, match="without pipeline stages"):
+        estimated("muon", mesh={"pp": 2, "dp_shard": 1, "tp": 2}, micro_batches=2)
+    with pytest.raises(ValueError, match="fit compares with the optimizers adamw"):
+        shardplan.fit("llama", gpus=8, device="h100", global_batch=8, seq_len=8, optimizer="muon")

@@ -26,7 +26,8 @@ Phase = Literal["forward", "backward", "optimizer step"]
 Term = Literal["compute", "memory", "links in a node", "network", "pipeline"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-OptimizerName = Literal["adamw", "adamw-fused", "adamw-for-loop", "sgd", "none"]
+FitOptimizer = Literal["adamw", "adamw-fused", "adamw-for-loop", "sgd", "none"]
+OptimizerName = Literal[FitOptimizer, "muon", "whole-matrix"]
 # What memory is used for. "gathered parameters" are FSDP's whole copies of units; "activations" are what a forward keeps
 # for its backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "masks and scores" every tensor
 # over pairs of tokens; "temporaries" all else.
@@ -97,8 +98,9 @@ class TrainingStep:
         micro_batch: sequences of a data-parallel rank in one forward.
         precision: the dtype in which parameters, gradients and optimizer state are stored; also as "bfloat16" or
             torch.bfloat16.
-        optimizer: "adamw" (torch's default on a GPU, which updates all parameters at once), "adamw-fused", "adamw-for-loop", "sgd" or
-            "none".
+        optimizer: "adamw" (torch's default on a GPU, which updates all parameters at once), "adamw-fused", "adamw-for-loop", "sgd",
+            "muon" (shardplan.optimizers.Muon, and AdamW for what is no matrix; without pp), "whole-matrix" (the same with a `whole_matrix` of one's own,
+            whose work and states are not known) or "none".
         expert_load: the share of the busiest ep rank of all rows for experts, over the mean of the ranks: the rank whose cost it is.
             1 is an even load; at most ep.
         micro_batches: forwards and backwards before the optimizer steps; with pp the number that the schedule runs, else gradients

@@ -13,6 +13,7 @@ from shardplan.styles.backends import BACKENDS
 from .depth import Depths, cut, depths_of, whole
 from .least_time import bound_of
 from .ledger import Bytes, Ledger
+from .muon_step import with_muon
 from .pipeline_estimate import pipeline_ledger
 from .step_ledgers import step_ledger
 
@@ -49,6 +50,11 @@ def estimate_mesh(
         known = ", ".join(name for name, backend in BACKENDS.items() if backend.traceable)
         raise ValueError(f"estimate supports the data-parallel backend {known}, not {section.backend}")
     offloaded = section is not None and bool(section.cpu_offload)
+    muon = asked.step.optimizer in ("muon", "whole-matrix")
+    if muon and sizes.pp > 1:
+        raise ValueError(
+            "estimate counts muon and whole-matrix without pipeline stages: leave out pp, or estimate another optimizer"
+        )
     if sizes.pp > 1:
         made, layers, depth = pipeline_ledger(found, program, asked, device, offloaded=offloaded, progress=progress)
         ledger, memory, pipeline = made.ledger, made.memory, made.pipeline
@@ -57,6 +63,9 @@ def estimate_mesh(
     else:
         ledger, depths = _whole_ledger(found, program, asked, offloaded=offloaded, progress=progress)
         layers, traced, pipeline = depths.count, depths.traced, None
+        if muon:
+            progress(f"tracing the optimizer's step of {depths.count} layers")
+            ledger = with_muon(ledger, found, program, asked, offloaded=offloaded)
         memory, seconds = _memory(ledger, offloaded), None
     traffic = tuple(
         Traffic(axis, name, calls, ledger.bytes[axis, name]) for (axis, name), calls in sorted(ledger.calls.items())
@@ -68,6 +77,12 @@ def estimate_mesh(
         left_out.append("torch.compile: the step is traced eagerly")
     if offloaded:
         left_out.append("copies between host and device")
+    if asked.step.optimizer == "whole-matrix":
+        left_out.append("what the step of a matrix computes, makes and keeps")
+    if muon and any(len(parameter.shape) == 3 for _, parameter in found.tree.parameters.values()):
+        left_out.append(
+            "stacks of matrices are stepped one by one: a CUDA device steps one as a batch, which takes more memory"
+        )
     return Estimate(
         asked=asked,
         sizes=sizes,

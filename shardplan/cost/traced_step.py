@@ -44,6 +44,8 @@ OPTIMIZERS: dict[OptimizerName, MakeOptimizer | None] = {
     "adamw-for-loop": partial(torch.optim.AdamW, foreach=False),
     "sgd": partial(torch.optim.SGD, foreach=True),
     "none": None,
+    "muon": None,  # with_muon counts it
+    "whole-matrix": None,
 }
 
 

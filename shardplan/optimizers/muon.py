@@ -94,11 +94,11 @@ class Muon(Optimizer):
         groups = Groups()
         sizes = _sizes(parts or {}, chosen, model)
         packed, tp = _packed(model)
-        self._stacks = [
+        self.stacks = [
             stack_of(name, p, packed.get(name), tp, sizes.get(name, ()), groups) for name, p in chosen.items()
         ]
-        self._ranks = ranks_of(parts_of(model), self._stacks, groups)
-        self._pieces, self._whole_matrix, self._bucket_size = owned(self._stacks), whole_matrix, bucket_size
+        self.ranks = ranks_of(parts_of(model), self.stacks, groups)
+        self._pieces, self._whole_matrix, self._bucket_size = owned(self.stacks), whole_matrix, bucket_size
         if stateful and whole_matrix is None:
             raise ValueError("stateful is of whole_matrix: pass the function that takes a matrix and its dict")
         self._rest: Optimizer | None = None
@@ -108,7 +108,7 @@ class Muon(Optimizer):
         super().__init__([{"params": list(chosen.values()), **_DEFAULTS, **options}, *rest_optimizer.param_groups], {})
         self._rest = rest_optimizer
         self._rest.state = self.state
-        self._states = MatrixStates(self, self._stacks, self._pieces) if stateful else None
+        self._states = MatrixStates(self, self.stacks, self._pieces) if stateful else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.__dict__.get("_rest") is not None:
@@ -137,8 +137,8 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self) -> None:
-        if self._ranks is not None:
-            check_same_gradients(self._stacks, self._ranks)
+        if self.ranks is not None:
+            check_same_gradients(self.stacks, self.ranks)
         present = [one for one in self._pieces if one.stack.parameter.grad is not None]
         left = Counter(one.stack for one in present)
         values: dict[Stack, Tensor] = {}

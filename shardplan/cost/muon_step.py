@@ -1,0 +1,114 @@
+"""What the step of `shardplan.optimizers.Muon` costs a rank: all of its matrices are traced, whose owners no smaller model tells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardplan.compiler.lower.program import Program
+from shardplan.core.estimates import Category, Question
+from shardplan.core.mesh import DATA_PARALLEL, Axis
+from shardplan.model.found import FoundModel
+from shardplan.optimizers import Muon, muon
+from shardplan.optimizers.matrix_shards import Stack
+from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.styles.backends import BACKENDS
+from shardplan.torchlib.gathering import without_advice
+from shardplan.torchlib.local_parts import to_local_if_dtensor
+from shardplan.torchlib.private import private
+
+from .fake_rank import fake_mesh, groups_of, without_memory
+from .ledger import Bytes, Ledger, Moment, moments_of
+from .meter import Meter
+from .running_module import Places
+from .step_ledgers import DTYPES
+
+_without_modes: Any = private("disable_modes")
+STEPPING = ("optimizer step", "")
+
+
+def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Question, *, offloaded: bool) -> Ledger:
+    """A step without an optimizer, and with Muon for the matrices and AdamW for all else.
+
+    Args:
+        offloaded: parameters and optimizer state are in the host's memory.
+    """
+    step = _stepped(found, program, asked, offloaded=offloaded)
+    [own] = step.moments.values()
+    states: Bytes = {"optimizer state": own.peak.get("optimizer state", 0)}
+
+    def held(bytes: Bytes) -> dict[Category, int]:
+        return dict(Counter(bytes) + Counter(states))
+
+    moments = {place: Moment(held(one.peak), held(one.most)) for place, one in ledger.moments.items()}
+    return replace(
+        ledger,
+        moments={**moments, **step.moments},
+        flops=dict(Counter(ledger.flops) + Counter(step.flops)),
+        calls=dict(Counter(ledger.calls) + Counter(step.calls)),
+        bytes=dict(Counter(ledger.bytes) + Counter(step.bytes)),
+        touched=ledger.touched + step.touched,
+    )
+
+
+def _stepped(found: FoundModel, program: Program, asked: Question, *, offloaded: bool) -> Ledger:
+    """The second step of the optimizer alone, of the whole model."""
+    resolved = program.resolved
+    model = found.build("meta", DTYPES[asked.step.precision]).train()
+    with fake_mesh(resolved.sizes) as mesh, without_advice(), ExitStack() as entered:
+        mesh.check_sections(resolved)
+        applied = apply_program(model, mesh, program, src_data_rank=None)
+        entered.enter_context(without_memory())
+        ties = tied_groups(applied)
+        applied.to_empty(device="cpu")
+        restore_ties(applied, ties)
+        with _without_modes():  # it reads the ranks of the mesh
+            own = torch.clone if asked.step.optimizer == "whole-matrix" else None
+            optimizer = Muon(applied, rest=partial(torch.optim.AdamW, foreach=True), whole_matrix=own)
+        section = resolved.data_parallel
+        groups = dict(groups_of(mesh, BACKENDS[section.backend] if section is not None else None, {}))
+        widest = next((axis for axis in (*DATA_PARALLEL, Axis.CP) if resolved.sizes.of(axis) > 1), Axis.TP)
+        for group in (*(stack.group for stack in optimizer.stacks), optimizer.ranks):
+            if (
+                group is not None and group.group_name not in groups
+            ):  # over several axes, which count as the slowest of them
+                groups[group.group_name] = widest, group.size()
+        places = Places()
+        meter = Meter(places, groups, (), 0)
+        entered.enter_context(patch.object(muon, "check_same_gradients", _agreed))
+        entered.enter_context(meter.running())
+        parameters = [p for p in applied.parameters() if p.requires_grad]
+        meter.mark([*applied.parameters(), *applied.buffers()], "parameters")
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        meter.mark((p.grad for p in parameters if p.grad is not None), "gradients")
+        places.enter("optimizer step")
+        optimizer.step()
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        meter.mark(states, "optimizer state")
+        meter.start()
+        optimizer.step()
+        log = meter.log
+        touched = sum(3 * to_local_if_dtensor(p).nbytes for p in parameters)
+        touched += sum(2 * to_local_if_dtensor(x).nbytes for x in states)
+    flops: Counter[str] = Counter()
+    for (_, dtype), operations in log.flops.items():
+        flops[dtype] += operations
+    moments = moments_of(log, offloaded=offloaded)
+    assert [*moments] == [STEPPING], [*moments]
+    return Ledger(moments, flops, log.calls, log.bytes, 0, touched)
+
+
+def _agreed(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
+    """The collective of `check_same_gradients`, whose values nobody has here."""
+    dist.all_reduce(torch.empty(2 * len(stacks), dtype=torch.int32), dist.ReduceOp.MIN, group=ranks)
