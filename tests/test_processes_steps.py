@@ -126,10 +126,13 @@ def test_a_report_has_the_step_that_is_right_or_what_is_wrong_with_it(monkeypatc
     wrong = Diagnostic(DIFFERENT_STEP, Severity.ERROR, "off", notes=("step.py:1",), help="write")
     words = ["verify", "qwen3", "qwen3", "--dp-shard", "2", "--step", str(RIGHT[-1]), "--json"]
     for found, code in (((), 0), ((wrong,), 1)):
-        monkeypatch.setattr(prove_step, "prove_step", lambda question, progress, found=found: found)
+        monkeypatch.setattr(
+            prove_step, "prove_step", lambda question, progress, found=found: (found, ("state.log (a rank's own)",))
+        )
         assert main(words) == code
         report = json.loads(capsys.readouterr().out)
         assert report["step"] == (None if found else str(RIGHT[-1]))
+        assert report["step_apart"] == ([] if found else ["state.log (a rank's own)"])
         assert [one["code"] for one in report["diagnostics"]] == ["SP561"] * len(found)
 
 

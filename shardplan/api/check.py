@@ -353,9 +353,10 @@ def _with_step(report: Report, variants: Variants, given: Given, asked: Check, s
     question = StepQuestion(
         step.script, layouts, asked.model, plan, sizes, on, asked.logits, run.schedule, run.micro_batches
     )
-    wrong = prove_step(question, asked.progress)
+    wrong, apart = prove_step(question, asked.progress)
     variants = variants.with_findings(dict.fromkeys(variants.findings, wrong))
-    return replace(report, stages=(*report.stages, "step"), step=None if wrong else step.script), variants
+    report = replace(report, stages=(*report.stages, "step"))
+    return report if wrong else replace(report, step=step.script, step_apart=apart), variants
 
 
 def coverage(

@@ -104,6 +104,7 @@ class Report:
         proof: the numeric proof, where that stage was reached.
         derived: the plan, where `auto` derived it.
         step: the file of a training step that leaves on every rank what it leaves on one process.
+        step_apart: what it keeps from step to step and ranks have otherwise than one process, such as a rank's own losses, which is no error.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -119,6 +120,7 @@ class Report:
     proof: NumericProof | None = None
     derived: DerivedPlan | None = None
     step: str | None = None
+    step_apart: tuple[str, ...] = ()
 
     @property
     def proven(self) -> bool:

@@ -30,7 +30,8 @@ from .pipelined import AXES, Scheduled, scheduled_for
 from .processes import check_sendable, run_on_ranks
 from .prove import EAGER, compile_for
 from .rank import data_parallel_rank, mesh_of
-from .step_differences import Alone, Difference, among_ranks, in_one_process, on_ranks
+from .step_causes import Alone, Difference, off
+from .step_differences import among_ranks, in_one_process, not_compared, on_ranks
 from .step_watch import Ran, merged
 from .steps import Batch, cast
 from .user_step import MICRO, STEPS, Trial, dealt, joined, run_trial
@@ -128,9 +129,12 @@ def alone_on(task: StepTask) -> tuple[Alone, bool]:
     if drew:
         return Alone(run_trial(task.trial(flat(every), alone=True, alike=True))[0]), True
     parts = run_trial(run(flat(cut)[:1]))[0]
+    pieces: list[Ran] = []
     whole = run_trial(run([[joined(step)] for step in flat(cut)[:1]]))[0]
+    if off(parts[0].backward, whole[0].backward):
+        pieces = [run_trial(run([[batch]]))[0][0] for batch in flat(cut)[0]]
     shares = [run_trial(run([every[0][share]]))[0][0] for share in range(task.shares)]
-    return Alone(same, parts, whole, shares), False
+    return Alone(same, parts, whole, pieces, shares), False
 
 
 @reduced_runs()
@@ -196,8 +200,13 @@ def task_of(asked: StepQuestion) -> StepTask:
     return StepTask(asked.script, asked.source, *programs, sizes, reduced.axes, staged)
 
 
-def prove_step(asked: StepQuestion, progress: Callable[[str], None] = lambda text: None) -> tuple[Diagnostic, ...]:
+def prove_step(
+    asked: StepQuestion, progress: Callable[[str], None] = lambda text: None
+) -> tuple[tuple[Diagnostic, ...], tuple[str, ...]]:
     """Run a script's step on processes of a mesh, and compare it with one process.
+
+    Returns:
+        What is wrong, and what the script keeps that ranks have otherwise than one process, which is no error.
 
     Raises:
         ValueError: processes cannot find the model; a schedule that does not fit.
@@ -206,18 +215,19 @@ def prove_step(asked: StepQuestion, progress: Callable[[str], None] = lambda tex
     try:
         task = task_of(asked)
     except PlanError as error:
-        return error.diagnostics
+        return error.diagnostics, ()
     try:
         progress(f"{task.script}: the step on one process")
         [(alone, drew)] = run_on_ranks(1, alone_on, task)
     except RuntimeError as error:
-        return (_finding(Difference(f"on one process {error}", "run the script in one process first"), task),)
+        return (_finding(Difference(f"on one process {error}", "run the script in one process first"), task),), ()
     try:
         progress(f"{task.script}: the step on {task.sizes.world_size} processes")
         ranks = run_on_ranks(task.sizes.world_size, rank_of, task, drew)
     except RuntimeError as error:
-        return (_finding(Difference(f"{error}; one process does not", "do on all ranks what one does"), task),)
-    return tuple(_finding(one, task) for one in differences(task, alone, ranks))
+        return (_finding(Difference(f"{error}; one process does not", "do on all ranks what one does"), task),), ()
+    wrong = tuple(_finding(one, task) for one in differences(task, alone, ranks))
+    return wrong, () if wrong else not_compared(alone, [own for own, _ in _with_stages(task, ranks)])
 
 
 def _finding(found: Difference, task: StepTask) -> Diagnostic:

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import isclose, sqrt
+from collections.abc import Sequence
+from functools import partial
+from math import isclose
 
 import torch
-from torch import Tensor
 
-from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
+from shardplan.torchlib.equality import relative_error
 
-from .compare import NEGLIGIBLE
-from .step_watch import Ran, Tensors
-
-LIMIT = TOLERANCE[torch.float64]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One finding about a step.
-
-    Args:
-        message: what differs, where, and by how much.
-        help: what to write.
-        line: of the script; None: not known.
-    """
-
-    message: str
-    help: str
-    line: int | None = None
-
-
-@dataclass(frozen=True)
-class Alone:
-    """What the script does on one process.
-
-    Args:
-        same: with the micro-batches of all ranks, one after the other.
-        parts, joined: with micro-batches, which differ in their labels alone where losses of rows depend on other rows, and with one batch of all of
-            their rows; none where the step draws random numbers.
-        shares: the first step with the micro-batches of each data-parallel rank alone.
-    """
-
-    same: Sequence[Ran]
-    parts: Sequence[Ran] = ()
-    joined: Sequence[Ran] = ()
-    shares: Sequence[Ran] = ()
+from .step_causes import (
+    LIMIT,
+    Alone,
+    Difference,
+    at_the_optimizer,
+    behind_backward,
+    cut_into_micro_batches,
+    of_loss,
+    of_parameters,
+    of_rates,
+    of_updates,
+    off,
+    worst,
+)
+from .step_kept import apart, in_words, of_kept
+from .step_watch import Ran
 
 
 def in_one_process(alone: Alone, micro: int) -> list[Difference]:
@@ -74,19 +53,16 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
     if found:
         return found
     for part, joined in zip(alone.parts, alone.joined, strict=True):
-        if (worst := _worst(part.update or part.backward, joined.update or joined.backward)) is not None:
-            name, error = worst
-            if _worst(part.backward, joined.backward) is None:
-                text = f"the gradient of {name} at the optimizer's step is {error:.1e} off the one of the same rows in one batch, though it is right after backward"
-                return [
-                    Difference(
-                        text, "clip and scale gradients once, after the last micro-batch", part.lines.get("update")
-                    )
-                ]
-            if part.zeroed:
-                return [Difference(ZEROED, "zero gradients once a step, after the optimizer's", line)]
-            text = f"the step depends on how its batch is cut into micro-batches: the gradient of {name} is {error:.1e} off the one of the same rows in one batch"
-            return [Difference(text, MEAN, part.lines.get("backward"))]
+        if (wrong := worst(part.update or part.backward, joined.update or joined.backward)) is not None:
+            if worst(part.backward, joined.backward) is not None:
+                if part.zeroed:
+                    return [Difference(ZEROED, "zero gradients once a step, after the optimizer's", line)]
+                return [cut_into_micro_batches(part, joined, alone.pieces)]
+            text = f"the gradient of {wrong[0]} at the optimizer's step is {wrong[1]:.1e} off the one of the same rows in one batch, though it is right after backward"
+            if part.factor and joined.factor:
+                text += f": it is scaled by {part.factor:.4g}, in one batch by {joined.factor:.4g}"
+            help = "clip and scale gradients once, after the last micro-batch, by nothing that a micro-batch has"
+            return [Difference(text, help, part.lines.get("update"))]
         if (
             part.loss is not None
             and joined.loss is not None
@@ -99,10 +75,6 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
 
 ZEROED = "gradients of a micro-batch are zeroed before the next one's are added"
 ALIKE = "what is drawn for a whole value must be the same on all tp ranks: seed them alike"
-MEAN = (
-    "divide sums by the count of the whole step, not by that of a rank or a micro-batch: `for batch, scale in shardplan.micro_batches(model, "
-    "batches): (loss * scale).backward()`"
-)
 
 
 def on_ranks(alone: Alone, ranks: Sequence[Sequence[Ran]], experts: frozenset[str]) -> Difference | None:
@@ -112,16 +84,27 @@ def on_ranks(alone: Alone, ranks: Sequence[Sequence[Ran]], experts: frozenset[st
         ranks: rank -> what each step left behind.
         experts: the parameters that are distributed over ep.
     """
+    before: dict[str, str] = {}
     for step, one in enumerate(alone.same, 1):
-        for rank, run in enumerate(ranks):
-            if (found := _of_updates(run[step - 1], one)) is not None:
-                return Difference(f"step {step}, rank {rank}: {found.message}", found.help, found.line)
-        for rank, run in enumerate(ranks):
-            if (
-                found := _of_step(run[step - 1], one, alone, [r[step - 1] for r in ranks], experts, first=step == 1)
-            ) is not None:
-                return Difference(f"step {step}, rank {rank}: {found.message}", found.help, found.line)
+        now = [run[step - 1] for run in ranks]
+        for compared in (of_updates, partial(_of_step, alone=alone if step == 1 else None, experts=experts)):
+            for rank, own in enumerate(now):
+                if (found := compared(own, one, now)) is not None:
+                    said = f"step {step}, rank {rank}: {found.message}"
+                    if before and found.help is None:
+                        said += f"; after step {step - 1} ranks had {' and '.join(before)} otherwise than one process"
+                        return Difference(said, f"make {next(iter(before))} of what all ranks have", found.line)
+                    return Difference(said, found.help, found.line)
+        before = {name: why for name, why in apart(one, now).items() if why == "a rank's own"}
     return None
+
+
+def not_compared(alone: Alone, ranks: Sequence[Sequence[Ran]]) -> tuple[str, ...]:
+    """What the script keeps and is not held against one process."""
+    found: dict[str, str] = {}
+    for step, one in enumerate(alone.same):
+        found |= apart(one, [run[step] for run in ranks])
+    return in_words(found)
 
 
 def among_ranks(ranks: Sequence[Sequence[Ran]], tp: int) -> Difference | None:
@@ -132,153 +115,31 @@ def among_ranks(ranks: Sequence[Sequence[Ran]], tp: int) -> Difference | None:
                 text = f"step {step}, rank {rank}: its loss is {own.roots[0]:.6g}, that of rank {rank // tp * tp}, of the same tp group, {first.roots[0]:.6g}"
                 return Difference(text, ALIKE, own.lines.get("backward"))
             first = whole
-            if (worst := _worst(own.after, first.after)) is not None:
-                text = f"step {step}, rank {rank}: {worst[0]} is {worst[1]:.1e} off rank 0's after the optimizer's step"
+            if (wrong := worst(own.after, first.after)) is not None:
+                text = f"step {step}, rank {rank}: {wrong[0]} is {wrong[1]:.1e} off rank 0's after the optimizer's step"
                 return Difference(text, ALIKE, own.lines.get("backward"))
     return None
 
 
-def _of_updates(own: Ran, one: Ran) -> Difference | None:
-    if own.updates != one.updates:
-        text = f"optimizers step {own.updates} times, on one process {one.updates}"
-        help = "whether to skip a step must be decided on all ranks together: reduce what it is decided by"
-        return Difference(text, help, own.lines.get("update"))
-    return None
-
-
 def _of_step(
-    own: Ran, one: Ran, alone: Alone, ranks: Sequence[Ran], experts: frozenset[str], *, first: bool
+    own: Ran, one: Ran, ranks: Sequence[Ran], *, alone: Alone | None, experts: frozenset[str]
 ) -> Difference | None:
-    if (worst := _worst(own.backward, one.backward)) is not None:
-        text, line = (
-            f"the gradient of {worst[0]} is {worst[1]:.1e} off after backward{_why(own, alone if first else None)}",
-            own.lines.get("backward"),
-        )
-        if "reduced" in own.lines:
-            return Difference(
-                text,
-                "the plan reduces gradients over ranks, tp and data-parallel: do not reduce them in the script",
-                own.lines["reduced"],
-            )
-        return Difference(text, MEAN, line)
-    if (worst := _worst(own.update, one.update)) is not None:
-        text = f"the gradient of {worst[0]} is right after backward, and {worst[1]:.1e} off at the optimizer's step"
-        return _of_clipping(text, own, one, ranks, experts)
-    both = (
-        (rate, one.rates[key]) for key, rate in own.rates.items() if key in one.rates
-    )  # a stage has groups of its own
-    if other := next(((a, b) for a, b in both if not isclose(a, b, rel_tol=1e-9)), None):
-        text = f"the learning rate is {other[0]:.6g}, on one process {other[1]:.6g}"
-        return Difference(
-            text,
-            "step the schedule once for each optimizer step, not once for each process or micro-batch",
-            own.lines.get("update"),
-        )
-    if (worst := _worst(own.after, one.after)) is not None:
-        text = f"{worst[0]} is {worst[1]:.1e} off after the optimizer's step, whose gradients are right"
-        return Difference(
-            text,
-            "an optimizer that reads whole matrices needs them: `full_tensor()`, or one that knows DTensors",
-            own.lines.get("update"),
-        )
-    for name, kept in one.state.items():
-        mine = own.state.get(name)
-        if mine is None or mine.shape != kept.shape:
-            text = f"{name} is {list(mine.shape) if mine is not None else 'not there'}, on one process {list(kept.shape)}: a rank's part"
-            return Difference(text, "keep DTensors (no `to_local`), and read them with `full_tensor()`", None)
-        if (error := relative_error(mine, kept)) > LIMIT:
-            return Difference(
-                f"{name} is {error:.1e} off",
-                "update it from the parameters after the optimizer's step, on all ranks",
-                None,
-            )
+    if off(own.backward, one.backward):
+        return behind_backward(own, one, alone, ranks)
+    if off(own.update, one.update):
+        return at_the_optimizer(own, one, ranks, experts)
+    if (found := of_rates(own, one)) is not None:
+        return found
+    if off(own.after, one.after):
+        return of_parameters(own, one)
+    if (found := of_kept(own, one, ranks)) is not None:
+        return found
     for name in {**one.buffers, **own.buffers}:
         written, right = own.buffers.get(name), one.buffers.get(name)
         if written is None or right is None or not relative_error(written, right) <= LIMIT:
-            return Difference(
-                f"the step writes another value into the buffer {name} than on one process",
-                "make what is written of the batches of all data-parallel ranks: reduce it over them",
-            )
-    if one.loss is not None and (own.loss is None or not isclose(own.loss, one.loss, rel_tol=LIMIT, abs_tol=LIMIT)):
-        text = f"the step returns {own.loss}, on one process {one.loss:.6g}"
-        return Difference(
-            text,
-            "return the loss of the step: sums over all data-parallel ranks, divided by the count of the step",
-            None,
-        )
-    return None
-
-
-def _worst(own: Tensors, one: Tensors) -> tuple[str, float] | None:
-    """The first tensor that differs, and by how much; one that is not there is all off. What is rounding alone beside the largest of
-    them, as the gradient of a bias in front of a softmax, must be that here too."""
-    largest = max(map(magnitude, one.values()), default=0.0)
-    for name, value in one.items():
-        mine = own.get(name)
-        if magnitude(value) <= NEGLIGIBLE * largest:
-            if mine is not None and not magnitude(mine) <= LIMIT * largest:
-                return name, 1.0
-            continue
-        error = relative_error(mine, value) if mine is not None and mine.shape == value.shape else 1.0
-        if not error <= LIMIT:
-            return name, error
-    return None
-
-
-def _flat(tensors: Tensors, names: Sequence[str]) -> Tensor:
-    return torch.cat([tensors[name].flatten().double() for name in names])
-
-
-def _times(own: Tensors, one: Tensors) -> float | None:
-    """By what all of `own` is a multiple of `one`."""
-    names = [name for name in one if name in own]
-    if not names:
-        return None
-    x, y = _flat(one, names), _flat(own, names)
-    factor = float(x @ y / (x @ x)) if x.any() else 0.0
-    return factor if factor and (y - factor * x).norm() <= 1e-6 * y.norm() else None
-
-
-def _why(own: Ran, alone: Alone | None) -> str:
-    if alone is None:
-        return ""
-    if (factor := _times(own.backward, alone.same[0].backward)) is not None:
-        return f": all are {factor:.4g} times those of one process"
-    names = [name for name in own.backward if all(name in run.backward for run in alone.shares)]
-    mean = (
-        {name: sum(run.backward[name] for run in alone.shares) / len(alone.shares) for name in names}
-        if alone.shares
-        else {}
-    )
-    if mean and (factor := _times(own.backward, mean)) is not None:  # type: ignore[arg-type]
-        return ": they are the mean of what each data-parallel rank has for its own batch"
-    for share, run in enumerate(alone.shares):
-        if _times(own.backward, run.backward) is not None:
-            return f": they are those of the batch of data-parallel rank {share} alone"
-    return ""
-
-
-def _of_clipping(text: str, own: Ran, one: Ran, ranks: Sequence[Ran], experts: frozenset[str]) -> Difference:
-    factors = [run.factor for run in ranks]
-    help = "clip by the norm over all ranks: shardplan.clip_grad_norm_(model, ...), or torch's, once, after the last backward and every scaling"
-    shown = ", ".join("unequal factors" if f is None else f"{f:.4g}" for f in factors)
-    if len({None if f is None else round(f, 9) for f in factors}) > 1:
-        return Difference(
-            f"{text}: ranks scale them by {shown}, as by norms of their own parts", help, own.lines.get("update")
-        )
-    if own.factor and one.factor:
-        norm = sqrt(sum(float((x.double() ** 2).sum()) for x in one.backward.values()))
-        used = norm * one.factor / own.factor
-        guesses: Mapping[str, float] = {
-            "counts what ranks have whole once for each of them": sqrt(sum(run.square for run in ranks)),
-            "leaves experts out": sqrt(
-                sum(float((x.double() ** 2).sum()) for n, x in one.backward.items() if n not in experts)
-            ),
-        }
-        for why, guess in guesses.items():
-            if isclose(used, guess, rel_tol=1e-3) and not isclose(guess, norm, rel_tol=1e-3):
-                return Difference(
-                    f"{text}: a norm of {used:.4g} in place of {norm:.4g}, which {why}", help, own.lines.get("update")
-                )
-        text = f"{text}: they are scaled by {own.factor:.4g}, on one process by {one.factor:.4g}"
-    return Difference(text, help, own.lines.get("update"))
+            every = [run.buffers.get(name) for run in ranks]
+            alike = all(x is not None and written is not None and torch.equal(x, written) for x in every)
+            help = "make what is written of the batches of all data-parallel ranks: reduce it over them"
+            text = f"the step writes another value into the buffer {name} than on one process"
+            return Difference(text if alike else f"{text}, each rank its own", None if alike else help)
+    return of_loss(own, one, ranks)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from shardplan.model.reduced.nests import tensors_in
@@ -25,6 +26,7 @@ from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 Tensors = dict[str, Tensor]
+WHOLE = ("backward", "update", "begun", "stepped", "after", "state")  # of Ran: what is made whole of all ranks' parts
 
 
 @dataclass
@@ -39,11 +41,18 @@ class Ran:
         offsets: how far behind its position the target of a token is, each with how many tokens say so.
         zeroed: whether gradients were lost between two backwards.
         updates: how often optimizers stepped.
-        rates: which of these steps, and of which parameter (of a group, where it is not the model's) -> the learning rate.
-        backward: the gradients after the last backward; `update`: in front of the optimizer's step; `after`: the parameters after it.
-        state: what else the script keeps of a parameter's shape.
+        backs: how often the script went backward.
+        options: which of the optimizers' steps, and of which parameter (of a group, where it is not the model's) -> the numbers of its group.
+        scheduled: how often schedules have stepped.
+        backward: the gradients after the last backward; `update`: in front of the optimizer's step; `after`: the parameters at the end.
+        begun, stepped: the parameters in front of an optimizer's first step, and after its last one.
+        state: what else the script keeps.
+        firm: the names of what of it all ranks must have as one process has it.
+        parts: the names of what of it is a rank's part -> the part's shape.
+        averages: the names of those that began as a copy of parameters, and follow them.
         buffers: those of the model that changed after its last forward and backward.
-        factor: by how much this rank's parts of the gradients were multiplied between backward and the optimizer's step; None: not by one number.
+        factor, factors: by how much this rank's parts of the gradients, and of each, were multiplied between backward and the optimizer's step; None:
+            not by one number.
         square: the square of their norm after backward.
     """
 
@@ -55,13 +64,21 @@ class Ran:
     offsets: dict[int, int] = field(default_factory=dict)
     zeroed: bool = False
     updates: int = 0
-    rates: dict[tuple[int, str], float] = field(default_factory=dict)
+    backs: int = 0
+    options: dict[tuple[int, str], dict[str, float]] = field(default_factory=dict)
+    scheduled: int = 0
     backward: Tensors = field(default_factory=dict)
     update: Tensors = field(default_factory=dict)
+    begun: Tensors = field(default_factory=dict)
+    stepped: Tensors = field(default_factory=dict)
     after: Tensors = field(default_factory=dict)
     state: Tensors = field(default_factory=dict)
+    firm: set[str] = field(default_factory=set)
+    parts: dict[str, list[int]] = field(default_factory=dict)
+    averages: set[str] = field(default_factory=set)
     buffers: Tensors = field(default_factory=dict)
     factor: float | None = None
+    factors: dict[str, float | None] = field(default_factory=dict)
     square: float = 0.0
 
 
@@ -71,8 +88,22 @@ def merged(own: Ran, others: Sequence[Ran]) -> Ran:
     def of(name: str) -> Tensors:
         return {key: value for ran in (*others, own) for key, value in getattr(ran, name).items()}
 
-    parts = replace(own, backward=of("backward"), update=of("update"), after=of("after"))
-    return replace(parts, state=of("state"), buffers=of("buffers"))
+    found = replace(own, state=_of_stages([*others, own]))
+    for name in (*WHOLE, "buffers"):
+        if name != "state":
+            setattr(found, name, of(name))
+    return found
+
+
+def _of_stages(runs: Sequence[Ran]) -> Tensors:
+    """What the scripts of stages keep, but for what is another thing in each: a list of its own parameters."""
+    found: Tensors = {}
+    unlike = set[str]()
+    for name, x in (item for run in runs for item in run.state.items()):
+        if name in found and not (found[name].shape == x.shape and torch.equal(found[name], x)):
+            unlike.add(name)
+        found[name] = x
+    return {name: x for name, x in found.items() if name not in unlike}
 
 
 class Watch(TorchFunctionMode):
@@ -103,6 +134,7 @@ class Watch(TorchFunctionMode):
 
     def _went_back(self, roots: Sequence[Tensor]) -> None:
         self._note("backward")
+        self.ran.backs += 1
         self.ran.roots += [float(x.detach()) for x in roots if not x.ndim]
         self.ran.backward = _gradients(self.parameters)
         self._versions, self._buffers = self._versions_now(), self._buffers_now()
@@ -123,6 +155,8 @@ class Watch(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         with ExitStack() as entered:
             entered.callback(register_optimizer_step_pre_hook(self._updated).remove)
+            entered.callback(register_optimizer_step_post_hook(self._behind_update).remove)
+            entered.enter_context(patch.object(LRScheduler, "step", self._scheduled(LRScheduler.step)))
             entered.callback(register_module_forward_hook(self._called, with_kwargs=True).remove)
             for name in ("all_reduce", "reduce", "broadcast"):
                 entered.enter_context(patch.object(dist, name, self._collective(getattr(dist, name))))
@@ -131,6 +165,20 @@ class Watch(TorchFunctionMode):
                 entered.enter_context(patch.object(StepLoss, "of", self._lost(StepLoss.of)))
             entered.enter_context(self)
             yield
+
+    def _scheduled(self, own: Callable[..., None]) -> Callable[..., None]:
+        def step(*args: Any, **kwargs: Any) -> None:
+            self.ran.scheduled += 1
+            own(*args, **kwargs)
+
+        return step
+
+    def _behind_update(self, *_: Any) -> None:
+        self.ran.stepped = self.copied()
+
+    def copied(self) -> Tensors:
+        """The parameters now."""
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _stepped(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def step(**inputs: Any) -> Tensor:
@@ -170,10 +218,15 @@ class Watch(TorchFunctionMode):
         """In front of an optimizer's step; where it calls a closure, behind that, which makes the gradients."""
         self._note("update")
         self.ran.updates += 1
+        if self.ran.updates == 1:
+            self.ran.begun = self.copied()
         names = {id(p): name for name, p in self.parameters.items()}
         for i, group in enumerate(optimizer.param_groups):
             of = {names.get(id(p), f"group {i}") for p in group["params"]}
-            self.ran.rates |= dict.fromkeys(((self.ran.updates, name) for name in of), float(group["lr"]))
+            numbers = {
+                key: float(x) for key, x in group.items() if isinstance(x, int | float | Tensor) and key != "params"
+            }
+            self.ran.options |= dict.fromkeys(((self.ran.updates, name) for name in of), numbers)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

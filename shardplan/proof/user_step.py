@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.lower.program import Program
@@ -32,7 +31,8 @@ from shardplan.runtime.pipeline.step_loss import LossFunction
 from .exact import as_written, in_precision_of
 from .pipelined import AXES, Scheduled
 from .rank import mesh_of, whole
-from .step_watch import Ran, Tensors, Watch, local_of
+from .step_kept import Kept
+from .step_watch import WHOLE, Ran, Tensors, Watch, local_of
 from .steps import Batch
 
 STEPS, MICRO = 3, 2
@@ -137,6 +137,7 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
         model = trial.applied(mesh, script.get(LOSS))
         with DrawnAlike() if trial.alike else nullcontext(), in_precision_of(model):
             state = script[MAKE](model)
+            kept = Kept(state, model, dict(model.named_parameters()), packed)
             for batches in trial.batches:
                 watch, before = Watch(trial.script, model), torch.get_rng_state()
                 with watch.watching():
@@ -145,17 +146,16 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
                 ran = watch.ran
                 ran.loss = None if loss is None else float(whole(loss) if isinstance(loss, Tensor) else loss)
                 ran.buffers = watch.written_buffers()
-                ran.after = {name: p.detach().clone() for name, p in watch.parameters.items()}
-                shapes = {p.shape for p in model.parameters() if p.ndim > 1}
-                ran.state = {name: x.detach().clone() for name, x in _kept(state, model, "state", 0)}
-                ran.state = {name: x for name, x in ran.state.items() if dist.get_world_size() > 1 or x.shape in shapes}
-                ran.factor, ran.square = _factor(local_of(ran.backward), local_of(ran.update))
+                ran.after = watch.copied()
+                kept.note(ran)
+                before_update, update = local_of(ran.backward), local_of(ran.update)
+                ran.factor, ran.square = _factor(before_update, update)
+                ran.factors = {name: _factor({name: x}, update)[0] for name, x in before_update.items()}
                 found.append(ran)
     stage = 0 if mesh.pp is None else mesh.pp.get_local_rank()
     for ran in found:
-        kept = {name: one for name in ran.state for parameter, one in packed.items() if _belongs(name, parameter)}
-        for name in ("backward", "update", "after", "state"):
-            setattr(ran, name, _whole(getattr(ran, name), stage, {**packed, **kept}, mesh.tp_size))
+        for name in WHOLE:
+            setattr(ran, name, _whole(getattr(ran, name), stage, kept.packed, mesh.tp_size))
     return found, drew
 
 
@@ -179,36 +179,11 @@ def _factor(before: Tensors, after: Tensors) -> tuple[float | None, float]:
     return factor if close else None, square
 
 
-def _belongs(name: str, parameter: str) -> bool:
-    """Whether what a script keeps is of a parameter, by the name that it gives it."""
-    return name.endswith((f"[{parameter!r}]", f".{parameter}"))
-
-
 def _whole(tensors: Tensors, stage: int, packed: Mapping[str, Any], tp: int) -> Tensors:
     """The whole tensors of those that all ranks with the same stages have, in one order. A collective."""
     boxes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(boxes, (stage, list(tensors)))
+    own = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
+    dist.all_gather_object(boxes, (stage, own))
     every = [names for other, names in boxes if other == stage]
-    common = [name for name in every[0] if all(name in names for names in every)]
+    common = [name for name, sharded in every[0].items() if all(names.get(name) is sharded for names in every)]
     return {name: whole(tensors[name], packed.get(name), tp) for name in common}
-
-
-def _kept(value: Any, model: nn.Module | Pipeline, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in what `make` returned, but those of the model and of what updates it."""
-    if value is model or isinstance(value, Optimizer | LRScheduler | GradScaler) or depth > 4:
-        return
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.ndim > 1:
-            yield path, value
-    elif isinstance(value, nn.Module):
-        for name, tensor in value.named_parameters():
-            yield f"{path}.{name}", tensor
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _kept(item, model, f"{path}[{key!r}]", depth + 1)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _kept(item, model, f"{path}[{number}]", depth + 1)
-    elif hasattr(value, "__dict__") and not callable(value):
-        for key, item in vars(value).items():
-            yield from _kept(item, model, f"{path}.{key}", depth + 1)

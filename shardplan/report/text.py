@@ -52,6 +52,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.step is not None and report.sizes is not None:
         body += f"\n{printable(report.step)}: three steps on {report.sizes.shown} leave what they leave on one process"
+        if report.step_apart:
+            body += f"; what it keeps of a rank is not compared: {printable(', '.join(report.step_apart))}"
     if report.stages[-1] == "names":
         body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
     return body
