@@ -29,7 +29,16 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.schedules import schedule_of
 from shardplan.proof import prove_step
-from shardplan.proof.prove_step import DIFFERENT_STEP, StepQuestion, StepTask, alone_on, differences, rank_of, task_of
+from shardplan.proof.prove_step import (
+    DIFFERENT_STEP,
+    StepQuestion,
+    StepTask,
+    _help,
+    alone_on,
+    differences,
+    rank_of,
+    task_of,
+)
 from shardplan.proof.user_step import STEPS, dealt
 
 FOLDER = Path(__file__).parent / "steps"
@@ -155,3 +164,11 @@ def test_what_is_no_step_is_said_before_anything_runs(
         script.write_text(text, "utf-8")
     with pytest.raises(ValueError, match=said):
         verify("no model", "auto", mesh, step=script)
+
+
+def test_torchs_words_for_a_term_of_the_parameters_have_a_help_of_ours() -> None:
+    raised = RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor, need to convert all")
+    assert (
+        "p.grad.add_(p, alpha=2 * weight)" in _help(raised, "otherwise")
+        and _help(RuntimeError("no"), "other") == "other"
+    )

@@ -38,6 +38,11 @@ from .user_step import MICRO, STEPS, Trial, dealt, joined, run_trial
 
 DIFFERENT_STEP = Code("SP561")
 ALONE = MeshSizes(tp=1)
+_MIXED = (
+    "parameters are DTensors, each on a mesh of its own, and no part of a plain loss or tensor: add the gradient of a term of the parameters to theirs behind "
+    "backward, `p.grad.add_(p, alpha=2 * weight)` for a sum of squares; where the script needs a whole parameter, `full_tensor()` is it"
+)
+SAID_BY_TORCH = {"mixed torch.Tensor and DTensor": _MIXED, "different meshes": _MIXED, "cross-mesh": _MIXED}
 
 
 @dataclass(frozen=True)
@@ -220,14 +225,20 @@ def prove_step(
         progress(f"{task.script}: the step on one process")
         [(alone, drew)] = run_on_ranks(1, alone_on, task)
     except RuntimeError as error:
-        return (_finding(Difference(f"on one process {error}", "run the script in one process first"), task),), ()
+        help = _help(error, "run the script in one process first")
+        return (_finding(Difference(f"on one process {error}", help), task),), ()
     try:
         progress(f"{task.script}: the step on {task.sizes.world_size} processes")
         ranks = run_on_ranks(task.sizes.world_size, rank_of, task, drew)
     except RuntimeError as error:
-        return (_finding(Difference(f"{error}; one process does not", "do on all ranks what one does"), task),), ()
+        help = _help(error, "do on all ranks what one does")
+        return (_finding(Difference(f"{error}; one process does not", help), task),), ()
     wrong = tuple(_finding(one, task) for one in differences(task, alone, ranks))
     return wrong, () if wrong else not_compared(alone, [own for own, _ in _with_stages(task, ranks)])
+
+
+def _help(error: RuntimeError, otherwise: str) -> str:
+    return next((help for said, help in SAID_BY_TORCH.items() if said in str(error)), otherwise)
 
 
 def _finding(found: Difference, task: StepTask) -> Diagnostic:

@@ -115,8 +115,10 @@ def behind_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran
         if len(given) > 1 and len(close) == 1 and isclose(weights[close[0]], 1, rel_tol=1e-4):
             text += f": they are those of the batch of data-parallel rank {close[0]} alone"
             return Difference(text, "the mean over data-parallel ranks is missing, or all ranks have one batch", line)
-        if len(given) > 1 and all(isclose(weight, 1 / len(given), rel_tol=1e-4) for weight in weights):
+        if len(given) > 1 and all(isclose(weight, weights[0], rel_tol=1e-4) for weight in weights):
             text += ": they are the mean of what each data-parallel rank has for its own batch"
+            if not isclose(factor := weights[0] * len(given), 1, rel_tol=1e-4):
+                text += f", times {factor:.4g}"
         else:
             text += f": they are what each data-parallel rank has for its own batch, times {_listed(weights)}"
         if right is None:
@@ -208,7 +210,7 @@ def of_parameters(own: Ran, one: Ran) -> Difference:
         help = "an optimizer that reads whole rows or matrices needs them: `full_tensor()`, or one that knows DTensors"
         return Difference(text, help, line)
     else:
-        where, mine, right = "at the end of the step", own.after, one.after
+        where, mine, right = "at the end of the step, whose gradients are right", own.after, one.after
         wrong = off(mine, right)
         if one.stepped:
             where += ", and right after the optimizer's"
