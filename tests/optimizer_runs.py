@@ -177,7 +177,7 @@ def given_gradients(model: Any, run: Run, steps: int = 2) -> tuple[set[str], dic
     for step in range(steps):
         set_gradients(model, step)
         optimizer.step()
-    return {one.name for one in optimizer._stacks}, {name: value.clone() for name, value in full_parameters(model)}
+    return {one.name for one in optimizer.stacks}, {name: value.clone() for name, value in full_parameters(model)}
 
 
 def same_given_gradients(run: Run, split: Mapping[str, Any] = {}) -> None:

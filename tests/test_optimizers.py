@@ -217,12 +217,12 @@ class Tower(nn.Module):
 
 def test_which_parameters_are_matrices():
     optimizer = Muon(Tower(), lr=0.1)
-    assert [one.name for one in optimizer._stacks] == ["experts", "layer.weight"]
+    assert [one.name for one in optimizer.stacks] == ["experts", "layer.weight"]
     assert len(optimizer.param_groups) == 2 and len(optimizer.param_groups[1]["params"]) == 5
     assert optimizer.param_groups[0]["momentum"] == 0.95 and optimizer.param_groups[1]["betas"] == (0.9, 0.999)
     tied = small_model("llama", tied=True)
     assert len(Muon(tied).param_groups[0]["params"]) == len(Muon(small_model("llama")).param_groups[0]["params"]) == 14
-    assert [one.name for one in Muon(Tower(), matrices=["table.*"])._stacks] == ["table.weight"]
+    assert [one.name for one in Muon(Tower(), matrices=["table.*"]).stacks] == ["table.weight"]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ class Muon(Optimizer):
         options: `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and `adjust_lr_fn` of torch.optim.Muon, with
             its defaults.
 
+    Attributes:
+        stacks: the matrices, as ranks share them.
+        ranks: those that step together; None: this rank alone.
+
     Raises:
         ValueError: a pattern fits nothing, or no matrix, parts are not as long as their parameter, an option has a value that torch's Muon
             refuses, or the other optimizer cannot step sharded parameters.
