@@ -24,7 +24,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.cost.devices import read_device
 from shardplan.cost.fit_tables import of_context, of_experts
 from shardplan.report.fit_script import launch_lines, script_of
-from shardplan.report.fit_text import fit_tail, row_text, why
+from shardplan.report.fit_text import fit_head, fit_tail, row_text, ties, why
 from shardplan.report.report_schema import report_schema
 
 SEQ = 32
@@ -117,11 +117,19 @@ def test_the_rows_are_estimates_in_order(fitted):
     assert made.days(made.rows[0], 0.5) == pytest.approx(2 * made.days(made.rows[0]))
 
 
+def twice_as_long(estimate):
+    terms = {term: 2 * seconds for term, seconds in estimate.bound.terms.items()}
+    return replace(estimate, bound=replace(estimate.bound, terms=terms))
+
+
 @pytest.mark.slow
 def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     made, _ = fitted
     texts = [row_text(1, row, color=False) for row in made.rows]
-    assert all("limited by: " in text and "MFU" in text for text in texts)
+    assert all("limited by: " in text and "MFU at most " in text for text in texts)
+    assert ("its default configuration" in fit_head(made.rows[0], default=True)) and "default" not in fit_head(
+        made.rows[0]
+    )
     tail = fit_tail(made, (1, 2, 3))
     assert (
         "1. is before 2.: " in tail
@@ -132,6 +140,12 @@ def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     tail = fit_tail(made, (2, 1, 3))  # as they were printed, while the search went on
     assert tail.startswith("best first: 2, 1, 3\n2. is before 1.: ") and "\n1. is before 3.: " in tail
     row, slower = made.rows[0], made.rows[-1]
+    alike = replace(made, rows=(row, row, replace(row, waiting=row.waiting + 0.25)))
+    assert ties(alike, (3, 1, 2)) == [[3, 1, 2]]
+    assert "\n3., 1., 2. are tied: their bounds are equal to three digits" in fit_tail(alike, (3, 1, 2))
+    assert "and eager steps overlap them with nothing" in row_text(1, alike.rows[2], color=False)
+    apart = replace(made, rows=(row, replace(slower, estimate=twice_as_long(slower.estimate))))
+    assert not ties(apart, (1, 2))
     waits = why(row, replace(row, waiting=row.waiting + 0.25))
     assert waits == "as fast by the bound, and operations wait 250.00 ms less for collectives over tp, cp and ep"
     assert why(row, row).endswith("no more memory")

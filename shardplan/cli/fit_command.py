@@ -30,13 +30,14 @@ def run(args: argparse.Namespace) -> int:
     if args.script is not None and not Path(args.script).parent.is_dir():
         raise UsageError(f"cannot write {args.script}: no folder {Path(args.script).parent}")  # before a minute of work
     color, out = wants_color(sys.stdout), sys.stdout
+    is_type = classify(args.model).kind == "type"
     shown: list[Fitted] = []
     bar = Bar()
 
     def print_row(row: Fitted) -> None:
         progress("")
         if not shown and not args.json:
-            show(fit_head(row), end="\n\n", stream=out)
+            show(fit_head(row, default=is_type), end="\n\n", stream=out)
         shown.append(row)
         if not args.json:
             show(row_text(len(shown), row, color=color), end="\n\n", stream=out)
@@ -78,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         write_file(plan, made.derived.text)
         say(f"{plan}: written, the plan that auto derived")
     if args.script is not None:
-        is_type = classify(args.model).kind == "type"
         settings = model_of(args).settings or {}
         write_file(args.script, script_of(made.rows[0], plan, is_type=is_type, settings=settings))
         say(f"{args.script}: written, for {mesh_text(made.rows[0].choice.sizes)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from shardplan.core.estimates import CATEGORIES, Bound
 from shardplan.core.fits import Fit, Fitted
@@ -30,8 +30,14 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
         paint("strong", f"{number}. {mesh_text(choice.sizes)}: {', '.join(how)}"),
         f"   memory {bytes_text(one.memory.total)}, {share:.0%} of the device",
         f"   at least {seconds_text(one.bound.seconds)} a step, limited by: {one.bound.by} ({_terms(one.bound)})",
-        f"   at most {one.tokens_per_second or 0:,.0f} tokens/s a device, MFU {row.mfu:.0%}",
+        f"   at most {one.tokens_per_second or 0:,.0f} tokens/s a device, MFU at most {row.mfu:.0%}",
     ]
+    if row.waiting > one.bound.seconds / 100:
+        work = one.bound.terms["compute"] + row.waiting
+        lines.append(
+            f"   collectives over tp, cp and ep take {seconds_text(row.waiting)}, and eager steps overlap them with nothing: they and compute "
+            f"take {seconds_text(work)}"
+        )
     if one.pipeline is not None:
         blocks = ", ".join(map(str, one.pipeline.sizes))
         lines.append(f"   stages of {blocks} blocks; ranks wait {one.pipeline.bubble:.1%} of the step")
@@ -40,8 +46,12 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
     return "\n".join(lines)
 
 
-def fit_head(row: Fitted) -> str:
-    """What was asked, above the first configuration."""
+def fit_head(row: Fitted, *, default: bool = False) -> str:
+    """What was asked, above the first configuration.
+
+    Args:
+        default: the model is a type alone, whose default configuration is one of the sizes that it is published in.
+    """
     one = row.estimate
     step, device = one.asked.step, one.device
     assert device is not None
@@ -50,8 +60,9 @@ def fit_head(row: Fitted) -> str:
     states = {"sgd": "SGD", "none": "no optimizer"}.get(step.optimizer, "AdamW's states")
     kept = "float32, products in bfloat16" if wide else f"{step.precision}, products too"
     other = "--precision bf16 keeps all of it in bfloat16" if wide else "most train with float32: --precision fp32"
+    size = ", its default configuration: a folder, a config.json or a hub id names another size" if default else ""
     return (
-        f"{printable(one.asked.model)} ({one.parameters:,} parameters), plan {printable(one.asked.plan)}, on "
+        f"{printable(one.asked.model)} ({one.parameters:,} parameters{size}), plan {printable(one.asked.plan)}, on "
         f"{one.sizes.world_size:,} {device.name}\n"
         f"{rows:,} sequences of {step.seq_len:,} tokens in a step\n"
         f"parameters, gradients and {states} in {kept} ({other})"
@@ -67,6 +78,10 @@ def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
     lines = [f"best first: {', '.join(map(str, numbers))}"] if list(numbers) != sorted(numbers) else []
     rows = zip(numbers, fit.rows, strict=True)
     lines += [f"{a}. is before {b}.: {why(x, y)}" for (a, x), (b, y) in pairwise(rows)]
+    lines += [
+        f"{', '.join(f'{number}.' for number in tied)} are tied: their bounds are equal to three digits, and do not say which is faster"
+        for tied in ties(fit, numbers)
+    ]
     first = fit.rows[0]
     if (days := fit.days(first)) is not None:
         lines.append(f"{fit.tokens:.3g} tokens with {numbers[0]}. take at least {days:,.1f} days")
@@ -87,6 +102,15 @@ def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
     )
     lines += [f"not searched: {what}: {printable(why_not)}" for what, why_not in fit.refused]
     return "\n".join(lines)
+
+
+def ties(fit: Fit, numbers: Sequence[int]) -> list[list[int]]:
+    """The configurations between which the bound does not decide, by their numbers."""
+    rows = zip(numbers, fit.rows, strict=True)
+    groups = (
+        [number for number, _ in group] for _, group in groupby(rows, key=lambda numbered: numbered[1].order.bound)
+    )
+    return [group for group in groups if len(group) > 1]
 
 
 def why(one: Fitted, other: Fitted) -> str:
