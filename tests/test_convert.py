@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import peft
@@ -788,3 +789,69 @@ def test_an_entry_means_the_modules_that_a_rule_reaches(which: str) -> None:
     for glob in ("**", "*", "model", "lm_head", "model.layers.0.mlp", "*.**.{q_proj,weight}", "model.layers.*.mlp.*"):
         reached = names.reach(parse_glob(glob))
         assert set(places.of((glob,))) == {*reached.modules, *reached.parameters}, glob
+
+
+class ShardingConfig:
+    """torchtitan 0.3's, by its name and fields."""
+
+    def __init__(
+        self, states: dict[str, Any], enters: Any = None, wanted: Any = None, out: Any = None, leaves: Any = None
+    ) -> None:
+        self.state_shardings, self.in_src_shardings, self.in_dst_shardings = states, enters, wanted
+        self.out_src_shardings, self.out_dst_shardings, self.local_map = out, leaves, None
+
+
+class SpmdLayout:
+    def __init__(self, tp: str) -> None:
+        self.tp = tp
+
+    def per_axis_spmd_types(self) -> dict[str, Any]:
+        split = SimpleNamespace(dim=int(self.tp[2:-1])) if self.tp.startswith("S(") else SimpleNamespace(name=self.tp)
+        return {"dp": SimpleNamespace(name="R"), "tp": split}
+
+
+def titan(state: str = "", out: str = "", leaves: str = "", **moved: tuple[str, str]) -> ShardingConfig:
+    made = {"weight": SpmdLayout(state)} if state else {}
+    enters, wanted = ({name: SpmdLayout(pair[i]) for name, pair in moved.items()} or None for i in (0, 1))
+    return ShardingConfig(made, enters, wanted, *(SpmdLayout(word) if word else None for word in (out, leaves)))
+
+
+def test_sharding_configs_of_torchtitan() -> None:
+    layer = "model.layers.*"
+    source = {
+        "model.embed_tokens": titan("S(0)", "P", "S(1)", input=("R", "R")),
+        f"{layer}.input_layernorm": titan("R", "S(1)", input=("S(1)", "S(1)")),
+        f"{layer}.self_attn": titan(hidden_states=("S(1)", "R")),
+        f"{layer}.self_attn.q_proj": titan("S(0)", "S(-1)"),
+        f"{layer}.self_attn.k_proj": titan("S(0)", "S(-1)"),
+        f"{layer}.self_attn.v_proj": titan("S(0)", "S(-1)"),
+        f"{layer}.self_attn.o_proj": titan("S(1)", "P", "S(1)"),
+        f"{layer}.post_attention_layernorm": titan("R", "S(1)", input=("S(1)", "S(1)")),
+        f"{layer}.mlp": titan(x=("S(1)", "R")),
+        f"{layer}.mlp.gate_proj": titan("S(0)", "S(-1)"),
+        f"{layer}.mlp.up_proj": titan("S(0)", "S(-1)"),
+        f"{layer}.mlp.down_proj": titan("S(1)", "P", "S(1)"),
+        "model.norm": titan("R", "S(1)", "R", input=("S(1)", "S(1)")),
+        "lm_head": titan("S(0)", "S(-1)", "S(-1)", input=("R", "R")),
+    }
+    made = convert_plan(source, model=Model("llama", {"num_hidden_layers": 2}), tp=2)
+    assert made.ok and made.document is not None, made.report
+    whole, sliced = made.document["tensor_parallel"], made.document["sequence_parallel"]
+    assert whole["model.embed_tokens"] == "embedding_rowwise" and whole["lm_head"] == "colwise_vocab"
+    assert (
+        whole["model.layers.*.mlp.down_proj"] == "rowwise" and sliced["model.layers.*.mlp.down_proj"] == "rowwise_seq"
+    )
+    assert sliced["model.norm"] == {"style": "sequence_parallel", "output": "gather"}
+    heads = titan("R", "S(2)", input=("S(2)", "S(2)"))
+    assert convert_plan({"layers.*.q_norm": heads}).document["tensor_parallel"] == {
+        "layers.*.q_norm": "replicated_with_grad_allreduce"
+    }
+    for config, words in (
+        (titan("R"), "which the config does not say"),
+        (titan("S(2)", "P"), "no layer of ours"),
+        (titan(x=("S(1)", "R"), y=("S(1)", "R")), "it moves several values"),
+        (titan("S(0)", "V"), "is not a layout of a value here"),
+    ):
+        made = convert_plan({"layers.*.a": config})
+        assert not made.ok and [d.code for d in made.report.diagnostics if d.is_error] == ["SP542"]
+        assert words in str(made.report)

@@ -23,6 +23,7 @@ from .foreign_names import meaning_of_name
 from .foreign_places import Places, glob_of_key
 from .foreign_rules import Rules, overlay, rules_of
 from .foreign_sources import FORMS, Form, Source, import_source, read_source
+from .torchtitan import is_sharding
 
 OF: dict[Form, str] = {
     "transformers": "a plan of transformers",
@@ -264,7 +265,7 @@ def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
 
 
 def _is_style(style: object) -> bool:
-    return callable(getattr(style, "_apply", None))
+    return callable(getattr(style, "_apply", None)) or is_sharding(style)
 
 
 def _meanings(form: Form) -> Callable[[object], Meaning]:

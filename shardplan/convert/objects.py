@@ -21,6 +21,7 @@ from shardplan.runtime.parallel.single_style import OwnStyle
 
 from .entries import NO_LAYOUTS, NO_STYLE, Meaning, NotConvertible, Spread
 from .foreign_names import meaning_of_name
+from .torchtitan import is_sharding, meaning_of_sharding
 
 
 def meaning_of_style(style: object) -> Meaning:
@@ -31,6 +32,8 @@ def meaning_of_style(style: object) -> Meaning:
     """
     if isinstance(style, str):
         return meaning_of_name(style)
+    if is_sharding(style):
+        return meaning_of_sharding(style)
     label = type(style).__name__
     if not isinstance(style, ParallelStyle):
         raise NotConvertible(
