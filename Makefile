@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # Processes that tests start compile nothing again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: gates quick test test-all docs demo bench gpu judge judges exhaustive ep pp steps soundness adversaries mutants zoo variants two-writers
+.PHONY: gates quick test test-all docs demo bench gpu judge judges exhaustive ep pp steps soundness adversaries mutants zoo variants two-writers faults
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -63,7 +63,7 @@ gpu: $(VENV)/.installed  ## what eight minutes of a CUDA device can tell (MINUTE
 judge: $(VENV)/.installed  ## WHAT=drift OLD=a.whl NEW=b.whl: what changed of what concerns us; WHAT=versions PAIR=TORCH/TRANSFORMERS: whether it works; WHAT=exports: plans in others' own code
 	$(BIN)/python -m tests.$(WHAT) $(or $(PAIR),$(if $(OLD),$(OLD) $(NEW) --validate)) $(DRAWN)
 
-judges: soundness adversaries mutants zoo variants exhaustive ep pp steps two-writers  ## all that follow; a day, so rather with SHARE
+judges: soundness adversaries mutants zoo variants exhaustive ep pp steps two-writers faults  ## all that follow; a day, so rather with SHARE
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 $(if $(DRAWN),--sample 14 $(DRAWN),--table docs/soundness.md)
@@ -106,3 +106,6 @@ steps: $(VENV)/.installed  ## training steps, wrong ones and right ones: what `v
 
 two-writers: $(VENV)/.installed  ## two jobs that save one folder, 1,000 times, stopped, continued and killed at drawn places
 	$(BIN)/python -m tests.two_writers --rounds 1000 $(or $(DRAWN),--seed $(SEED))
+
+faults: $(VENV)/.installed  ## jobs whose ranks are killed and stopped, disks that are full, files that are damaged: all ranks end with a line, and what follows is bit-equal
+	$(BIN)/python -m tests.faults $(or $(DRAWN),--seed $(SEED))

@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 4 examples/finetune.py --model ./Qwen3-8B --text book.txt --output run --tp 2
 
-It runs on GPUs (nccl) or on CPUs (gloo). The same command continues a run that was killed, from its last save, bit for bit.
-The output folder has `step-N`, the last saves, `losses.jsonl`, and at the end `model`, which `from_pretrained` reads.
+It runs on GPUs (nccl) or on CPUs (gloo). The same command continues a run that was killed, from its last save, bit for bit. A run that gets
+SIGTERM (a machine is taken away) saves after the step that it is in, and ends. The output folder has `step-N`, the last saves, `losses.jsonl`, and at the end `model`, which `from_pretrained` reads.
 """
 
 import argparse
 import json
 import os
-import shutil
+import signal
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -26,7 +27,9 @@ from shardplan import (
     micro_batches,
     save_checkpoint,
     save_training_state,
+    watch_ranks,
 )
+from shardplan.weights import clear, remove
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -100,6 +103,12 @@ def parts_of(batch: torch.Tensor, share: int, shares: int, args: argparse.Namesp
     return batch.chunk(shares)[share].split(args.micro_batch)
 
 
+def name_whole_saves(output: Path) -> None:
+    """What saves that were killed left beside: a state that is whole gets its name, the rest is removed. Called on one rank."""
+    for hidden in output.glob(".step-*.saves"):
+        clear(output / hidden.name.removeprefix(".").removesuffix(".saves"))
+
+
 def saves(output: Path) -> list[Path]:
     """The saves, the newest last. A folder has such a name only when it is complete."""
     return sorted(output.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
@@ -116,7 +125,12 @@ def backward(model: torch.nn.Module, parts: tuple[torch.Tensor, ...], device: st
     return mean / dist.get_world_size()
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, steps: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
+    """Train, save and export.
+
+    Args:
+        steps: goes over the steps, and tells the other ranks in which one this rank is.
+    """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     first, shares = dist.get_rank() == 0, dist.get_world_size() // args.tp
     share = dist.get_rank() // args.tp  # the ranks of a tp group have the same data
@@ -124,14 +138,19 @@ def train(args: argparse.Namespace) -> None:
     model = make_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
+    leave = torch.zeros((), device=device)  # 1 once this rank was asked to
+    signal.signal(signal.SIGTERM, lambda *_: leave.fill_(1))
     done = 0
+    if first:
+        name_whole_saves(args.output)
+    dist.barrier()
     if found := saves(args.output):
         done = load_training_state(model, optimizer, found[-1], schedulers=[schedule])["step"]
     if first:
         print(applied(model), f"after step {done}", sep="\n", flush=True)
         args.output.mkdir(parents=True, exist_ok=True)
 
-    for step in range(done + 1, args.steps + 1):
+    for step in steps(range(done + 1, args.steps + 1)):
         torch.manual_seed((args.seed * args.steps + step) * shares + share)  # dropout where tp is 1
         loss = backward(model, parts_of(batch_of(step, sequences, args), share, shares, args), device)
         norm = clip_grad_norm_(model.parameters(), args.max_norm)
@@ -143,11 +162,15 @@ def train(args: argparse.Namespace) -> None:
             with (args.output / "losses.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
         schedule.step()
-        if step % args.save_every == 0 or step == args.steps:
+        leaving = leave.clone()  # what all ranks know alike: a signal may come at any moment
+        dist.all_reduce(leaving, dist.ReduceOp.MAX)
+        if step % args.save_every == 0 or step == args.steps or leaving:
             folder, extra = args.output / f"step-{step}", {"step": step}
             save_training_state(model, optimizer, folder, schedulers=[schedule], extra=extra, overwrite=True)
             for old in saves(args.output)[: -args.keep] if first else ():
-                shutil.rmtree(old)
+                remove(old)
+        if leaving and step < args.steps:
+            return
 
     stored = AutoConfig.from_pretrained(args.model).dtype  # the export has the dtype of the folder
     save_checkpoint(model, args.output / "model", dtype=stored, overwrite=True)
@@ -159,6 +182,6 @@ if __name__ == "__main__":
     given = arguments()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    train(given)
-    dist.destroy_process_group()
+    # Where a rank ends, the last line of the others names it, and the step that it was in.
+    with watch_ranks("nccl" if torch.cuda.is_available() else "gloo") as watch:
+        train(given, watch.steps)

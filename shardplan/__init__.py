@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # each name under its own name again: so type checkers know t
         pad_to_multiple as pad_to_multiple,
         unshard as unshard,
         update_expert_bias as update_expert_bias,
+        watch_ranks as watch_ranks,
     )
     from .weights import (
         Loaded as Loaded,
@@ -102,6 +103,7 @@ _EXPORTS = {
     "context_parallel": "shardplan.runtime.training",
     "count_expert_tokens": "shardplan.runtime.training",
     "update_expert_bias": "shardplan.runtime.training",
+    "watch_ranks": "shardplan.runtime.training",
     "Model": "shardplan.compiler.user_inputs",
     "TrainingStep": "shardplan.core.estimates",
     "EngineRanks": "shardplan.core.estimates",

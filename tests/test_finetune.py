@@ -43,6 +43,11 @@ def make_model(folder: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
+    make_tokenizer(folder)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """One whose tokens are bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -13,6 +13,7 @@ from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
 from .inference import unshard
 from .micro_batches import micro_batches
 from .padding import pad_to_multiple
+from .watch_ranks import watch_ranks
 
 __all__ = [
     "causal_lm_loss",
@@ -32,4 +33,5 @@ __all__ = [
     "unshard",
     "update_expert_bias",
     "vocabulary_parallel_nll",
+    "watch_ranks",
 ]
