@@ -132,14 +132,14 @@ def train(args: argparse.Namespace, steps: Callable[[Iterable[int]], Iterable[in
         steps: goes over the steps, and tells the other ranks in which one this rank is.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    leave = torch.zeros((), device=device)  # 1 once this rank was asked to
+    signal.signal(signal.SIGTERM, lambda *_: leave.fill_(1))
     first, shares = dist.get_rank() == 0, dist.get_world_size() // args.tp
     share = dist.get_rank() // args.tp  # the ranks of a tp group have the same data
     sequences = read_sequences(args)
     model = make_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = get_cosine_schedule_with_warmup(optimizer, args.warmup, args.steps)
-    leave = torch.zeros((), device=device)  # 1 once this rank was asked to
-    signal.signal(signal.SIGTERM, lambda *_: leave.fill_(1))
     done = 0
     if first:
         name_whole_saves(args.output)

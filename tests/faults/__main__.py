@@ -189,7 +189,9 @@ class Judge:
         rank = self.draw.randrange(KINDS[self.kind].ranks)
         if what == "another":
             return Fault(what, rank, "", 0, self.draw.choice(KINDS[self.kind].told))
-        places = ["save"] if what in ("full", "read-only") else [*PLACES, *PLACES, "start"]
+        places = ["save"] if what in ("full", "read-only") else [*PLACES, *PLACES]
+        if what in ("kill", "halt", "stop"):  # before the loop has its lines, SIGTERM is as SIGKILL
+            places.append("start")
         places = [one for one in places if one == "start" or self.of(one)[rank].get(one)]
         place = self.draw.choice(places)
         hit = 1 if place == "start" else self.draw.randint(1, self.of(place)[rank][place])
