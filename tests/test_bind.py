@@ -189,6 +189,33 @@ def test_overlays_lie_over_all_tensor_parallel_rules():
     assert resolved.assignments["model.layers.0.mlp.up_proj"].section == "tensor_parallel"
 
 
+def test_an_overlay_keeps_what_it_does_not_say():
+    """Also under another pattern, and a child's over its parent's; a rule of the same section keeps nothing."""
+    base = "tensor_parallel:\n  model.layers.*.mlp: {style: input_with_grad_allreduce, shares: [width], fused: false, divides: head_dim}\n"
+    over = "sequence_parallel:\n  model.layers.0.mlp: {style: gather_seq_input, shares: []}\n  model.layers.1.mlp: gather_seq_input\n"
+    none, kept = (
+        bound(CHILD + base + over, sequence_parallel=True)[0].assignments[f"model.layers.{i}.mlp"].rule
+        for i in range(2)
+    )
+    assert (none.style, none.shares, none.fused, none.divides) == ("gather_seq_input", (), False, ("head_dim",))
+    assert (kept.divided, kept.fused, kept.divides) == (("width",), False, ("head_dim",))
+    both = base + "  model.layers.1.mlp: {style: input_with_grad_allreduce, override: true}\n" + over
+    plain = bound(CHILD + both, sequence_parallel=True)[0].assignments["model.layers.1.mlp"].rule
+    assert (plain.shares, plain.fused, plain.divides) == ((), True, ())
+
+
+def test_an_overlay_keeps_how_a_parameter_is_stored():
+    base = "tensor_parallel:\n  model.layers.*.mlp.down_proj: {style: packed_rowwise, packed: 4}\n"
+    over = "sequence_parallel:\n  model.layers.*.mlp.down_proj: {}\n"
+    for style, stored in (
+        ("packed_rowwise_seq", 4),
+        ("{style: packed_rowwise_seq, packed: 2}", 2),
+        ("rowwise_seq", None),
+    ):
+        resolved, _ = bound(CHILD + base + over.replace("{}", style), sequence_parallel=True)
+        assert resolved.assignments["model.layers.0.mlp.down_proj"].rule.packed == stored
+
+
 def test_a_childs_overlay_lies_over_its_parents():
     text = CHILD + "sequence_parallel:\n  model.norm: {style: sequence_parallel, output: gather, grad: complete}\n"
     resolved, found = bound(text, sequence_parallel=True)

@@ -183,6 +183,16 @@ def test_one_head_of_keys_and_values_in_a_parallel_block() -> None:
     assert shardplan.verify(shardplan.Model(Alibi(), inputs=hidden), made.document, {"tp": 4}).ok
 
 
+def test_a_norm_gathers_the_sequence_once_for_a_parallel_block() -> None:
+    """`wkv` is whole and returns a part of the gradient; the first block, whose input is split, keeps its share of the bias."""
+    model = shardplan.Model(Alibi(), inputs=hidden)
+    made = shardplan.init_plan(model, sequence_parallel=True)
+    rules = made.document["sequence_parallel"]
+    assert rules["blocks.*.norm"] == {"style": "sequence_parallel", "output": "gather", "grad": "partial"}
+    assert rules["blocks.0"] == "split_seq_input" and not {"blocks.*.wq", "blocks.*.up"} & rules.keys()
+    assert shardplan.verify(model, made.document, {"tp": 4}, sequence_parallel=True).ok and not made.diagnostics
+
+
 def test_the_line_that_is_named_is_the_one_that_gets_furthest() -> None:
     made = shardplan.init_plan(shardplan.Model(Alibi(reads_width=True), inputs=hidden))
     (finding,) = made.diagnostics

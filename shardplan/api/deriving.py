@@ -151,11 +151,13 @@ def _text(found: FoundModel, wanted: Wanted, progress: Callable[[str], None]) ->
     """The plan file, from the cache or derived."""
     from shardplan.authoring.init.kept_plans import digest_of, keep, kept
     from shardplan.authoring.init.new import new_plan
+    from shardplan.report.errors import raise_errors
 
     digest = digest_of(found, **wanted)
     if digest is not None and (text := kept(digest)) is not None:
         return text, None
     made = new_plan(found, **wanted, name="derived", progress=progress)
+    raise_errors(made.diagnostics, made.sources)
     return made.text, None if digest is None else keep(digest, made.text)
 
 

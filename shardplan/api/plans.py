@@ -61,7 +61,8 @@ def init_plan(
     """Write a plan for a model, from its structure and a run of a reduced model of it; checked and proven as `validate` does, with all
     its variants.
 
-    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too.
+    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too. Where a sequence-parallel section is wanted and
+    none is found, or the proof refuses it, the plan is without, and SP531 in `diagnostics` says what it lacks.
 
     Args:
         model: as for `validate`.
@@ -73,13 +74,13 @@ def init_plan(
         progress: called with what is being done.
 
     Raises:
-        PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
+        PlanError: the model cannot be found or run; nothing can be split (SP530); rules for the axis cp are wanted and none are found
             (SP531); the experts cannot be distributed (SP533); `validate` refuses what was found: it is not right (SP420), cannot be
             proven, or no plan is for the model as it is (SP525, its random numbers). Findings
             point into the plan that was found, `<init>`.
         ValueError: a tp size below 2, or that no mesh has.
     """
-    from shardplan.authoring.init.new import SHOWN, new_plan, refused_overlays
+    from shardplan.authoring.init.new import NO_OVERLAY, SHOWN, new_plan, refused_overlays
     from shardplan.language.parsing import parse_text
     from shardplan.proof.stage import nothing_proven
     from shardplan.report.errors import raise_errors
@@ -111,7 +112,11 @@ def init_plan(
     report = Report(sizes=sizes, checked_tp=tp, allowed_tp=allowed, stages=("plan", "structure"))
     report, variants = prove_variants(report, variants, given, Check(named, made.text, sizes, progress=progress))
     about_overlays = refused_overlays(found.name, variants.findings)
-    raise_errors((*about_overlays, *variants.all_findings), parsed.sources)
+    findings = (*variants.all_findings, *about_overlays)
+    if [one.code for one in about_overlays] == [NO_OVERLAY] and not context_parallel:
+        without = init_plan(model, tp=tp, expert_parallel=expert_parallel, name=name, progress=progress)
+        return replace(without, diagnostics=(*without.diagnostics, *findings), sources=parsed.sources)
+    raise_errors(findings, parsed.sources)
     if not report.proven:
         raise_errors((nothing_proven(report.proof),), parsed.sources)
     return replace(made, diagnostics=(*made.diagnostics, *variants.all_findings))

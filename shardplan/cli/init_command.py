@@ -10,13 +10,12 @@ from pathlib import Path
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.report import Report
-from shardplan.core.sources import SourceMap
 from shardplan.report import text, wants_color
 from shardplan.report.errors import sources_of
 
 from .argument_parts import model_of
 from .editor_settings import schema_line
-from .exits import CLEAN
+from .exits import CLEAN, FINDINGS
 from .output import collect_garbage, finish, keep_existing, progress, put, say, show, write_file
 
 
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress("")
     if made.diagnostics:
-        show(text(made.diagnostics, SourceMap(), color=wants_color(sys.stderr)) + "\n", stream=sys.stderr)
+        show(text(made.diagnostics, made.sources, color=wants_color(sys.stderr)) + "\n", stream=sys.stderr)
     if args.output is None:
         put(made.text, end="")
     else:
@@ -50,4 +49,4 @@ def run(args: argparse.Namespace) -> int:
         if not line:
             say("`shardplan editor schema --install` gives editors the plan's schema")
         say(f"{args.output}: proven at tp={tp}")
-    return CLEAN
+    return FINDINGS if any(one.is_error for one in made.diagnostics) else CLEAN

@@ -124,6 +124,7 @@ class Rule:
         regather: what is gathered along the sequence is not kept for backward: its shard is, which is gathered again there.
         having: only for modules below which a module or parameter of this name is, or that have a number of it; None: for all.
         when: a condition over the configuration: without it, the rule is none. A bool: whether it holds.
+        stated: the names of the options that the document states.
     """
 
     pattern: str
@@ -146,6 +147,7 @@ class Rule:
     regather: bool = False
     having: str | None = None
     when: str | bool = True
+    stated: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @property
     def options(self) -> dict[str, Any]:

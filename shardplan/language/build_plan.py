@@ -110,7 +110,7 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
             options[name] = tuple(map(str, options[name] if isinstance(options[name], list) else [options[name]]))
     if "read_outside" in options:
         options["read_outside"] = tuple(options["read_outside"])
-    return Rule(pattern, style, location, **options)
+    return Rule(pattern, style, location, **options, stated=frozenset(options))
 
 
 def _shares(written: str | Mapping[str, str | ShareOptions] | list[Any]) -> Iterator[Share]:

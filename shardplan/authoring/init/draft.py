@@ -20,6 +20,7 @@ from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, state
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.language import parse_plan
 from shardplan.model.forward_code import argument_names
+from shardplan.styles.kept_options import KEPT
 
 Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
@@ -70,8 +71,8 @@ class Draft:
     @property
     def sections(self) -> Mapping[str, Rules]:
         """The rules of each section, those with `sum_outputs` among them."""
-        rules = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel or {}}
-        rules |= self.distributed
+        overlay = _laid_over(self.sequence_parallel or {}, self.tensor_parallel)
+        rules = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": overlay, **self.distributed}
         return {section: _joined(found, self.sums.get(section, {})) for section, found in rules.items()}
 
     def document(self, name: str = "draft") -> dict[str, Any]:
@@ -93,6 +94,17 @@ def section_documents(sections: Mapping[str, Rules]) -> dict[str, Any]:
             place = document[outside] if outside else document
             place[inside] = {p: _entry(found) for p, found in listed(rules).items()}
     return document
+
+
+def _laid_over(rules: Rules, under: Rules) -> Rules:
+    """The rules of an overlay without what they keep of the rules under them."""
+    found: dict[str, Options] = {}
+    for pattern, options in rules.items():
+        below = under.get(pattern, {})
+        if options != below:
+            said = {name: value for name, value in options.items() if name not in KEPT or value != below.get(name)}
+            found[pattern] = said | ({"shares": []} if "shares" in below and "shares" not in options else {})
+    return found
 
 
 def _joined(rules: Rules, more: Rules) -> Rules:

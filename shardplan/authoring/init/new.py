@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from shardplan.authoring.context_section import NoSection, context_section
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
+from shardplan.core.sources import SourceMap
 from shardplan.core.tree import element
 from shardplan.language.parsing import parse_text
 from shardplan.model import FoundModel
@@ -38,14 +39,17 @@ class NewPlan:
     Args:
         text: the file, YAML.
         document: the same as data.
-        diagnostics: what stays whole (SP532), or is computed whole between split matrices (SP534).
+        diagnostics: what stays whole (SP532), or is computed whole between split matrices (SP534); an error where an overlay was wanted and
+            none was found (SP531): the plan is without.
         tries: how many runs of drafts it took.
+        sources: what the findings point into.
     """
 
     text: str
     document: Mapping[str, Any]
     diagnostics: tuple[Diagnostic, ...]
     tries: int
+    sources: SourceMap = field(default_factory=SourceMap, repr=False)
 
 
 def new_plan(
@@ -70,8 +74,8 @@ def new_plan(
         progress: called with what is being done.
 
     Raises:
-        PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
-            is wanted and none is found (SP531); the experts cannot be distributed (SP533).
+        PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); rules for the axis cp
+            are wanted and none are found (SP531); the experts cannot be distributed (SP533).
     """
     with uncompiled():
         derived = derive(
@@ -80,15 +84,15 @@ def new_plan(
     if not derived.draft.tensor_parallel:
         reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept_whole(found, derived))
         raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))
-    if derived.no_overlay is not None:
-        message = f"no sequence-parallel overlay was found for {found.name}"
-        raise PlanError((_error(NO_OVERLAY, message, f"on the reduced model: {derived.no_overlay}"),))
+    lacking = () if derived.no_overlay is None else (no_overlay(found.name, derived.no_overlay),)
+    if lacking and context_parallel:
+        raise PlanError(lacking)
     if derived.no_experts is not None:
         message = f"no rules were found that distribute the experts of {found.name}"
         raise PlanError((_error(NO_EXPERTS_FOUND, message, f"on the reduced model: {derived.no_experts}"),))
     made = written(found, derived, name)
     if not context_parallel:
-        return made
+        return replace(made, diagnostics=(*made.diagnostics, *lacking))
     progress("splitting the sequence over cp")
     parsed = parse_text(made.text, file=SHOWN)
     assert parsed.plan is not None, made.text
@@ -162,10 +166,20 @@ def refused_overlays(model: str, findings: Mapping[Overlays, Sequence[Diagnostic
     refused = [on for on, message in wrong.items() if message is not None]
     if wrong[NO_OVERLAYS] is not None or not refused:
         return ()
-    note = f"on the reduced model: {wrong[refused[0]]}"
+    reason = str(wrong[refused[0]])
     if all("expert_parallel" in on for on in refused):
-        return (_error(NO_EXPERTS_FOUND, f"no rules were found that distribute the experts of {model}", note),)
-    return (_error(NO_OVERLAY, f"no sequence-parallel overlay was found for {model}", note),)
+        message = f"no rules were found that distribute the experts of {model}"
+        return (_error(NO_EXPERTS_FOUND, message, f"on the reduced model: {reason}"),)
+    return (no_overlay(model, reason),)
+
+
+def no_overlay(model: str, reason: str) -> Diagnostic:
+    """SP531, for the sequence.
+
+    Args:
+        model: its name.
+    """
+    return _error(NO_OVERLAY, f"no sequence-parallel overlay was found for {model}", f"on the reduced model: {reason}")
 
 
 def _has_rules(unit: str, derived: Derived) -> bool:

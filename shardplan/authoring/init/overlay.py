@@ -12,7 +12,7 @@ from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, Board, Draft, Options, Rules, alternative, partial_gradients
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, alternative, partial_gradients
 from .ends import COMPLETE, GATHERED, GATHERS, Ends
 from .flow import Flow
 from .layer_kinds import plain
@@ -209,12 +209,9 @@ class Overlay:
                     for source in (left[number] for number in event.inputs if number in left):
                         readers.setdefault(source, []).append(event.module)
             for source, own in readers.items():
-                gathering = [
-                    reader for reader in own if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING
-                ]
-                if self._is_norm(source) and len(gathering) > 1 and len(gathering) == len(own):
-                    patterns = [self.tree.pattern(one) for one in (source, *gathering)]
-                    found[patterns[0]] = {pattern: self.within[pattern] for pattern in patterns}
+                if self._is_norm(source) and len(own) > 1 and all(map(self._needs_all, own)):
+                    patterns = [self.tree.pattern(one) for one in (source, *own)]
+                    found[patterns[0]] = {p: self.within[p] for p in patterns if p in self.within}
         return found
 
     def _shared(self, together: Mapping[str, Rules]) -> Rules:
@@ -222,8 +219,16 @@ class Overlay:
         rules: dict[str, Options] = {}
         for norm, parts in together.items():
             rules |= {pattern: self._without_block_input(pattern) for pattern in parts if pattern != norm}
-            rules[norm] = GATHERED
+            partial = any(self._is_partial(pattern) for pattern in parts if pattern != norm)
+            rules[norm] = {**GATHERED, "grad": "partial"} if partial else GATHERED
         return rules
+
+    def _needs_all(self, name: str) -> bool:
+        """Whether a part gathers the sequence, or is split and reads all of it (there is no `packed_colwise` that gathers)."""
+        pattern = self.tree.pattern(name)
+        if pattern in self.within:
+            return self.within[pattern]["style"] in GATHERING
+        return reads(self.draft.tensor_parallel.get(pattern, {"style": "replicate"})["style"])
 
     def _is_norm(self, name: str) -> bool:
         return self.within.get(self.tree.pattern(name), {}).get("style") == "sequence_parallel"
@@ -232,9 +237,13 @@ class Overlay:
         options = self.within[pattern]
         if options["style"] == "colwise_seq":
             return {**options, "style": "colwise"}
-        if "output" in options:
-            return {**options, "style": "replicated_with_grad_allreduce"}
+        if "output" in options or self._is_partial(pattern):
+            return {**options, **PARTIAL}
         return {**options, "style": "replicate"}
+
+    def _is_partial(self, pattern: str) -> bool:
+        """Whether parameters of a part are whole, and their gradients partial sums."""
+        return any(o == PARTIAL and rule.startswith(f"{pattern}.") for rule, o in self.draft.tensor_parallel.items())
 
     def _part(self, child: str) -> Rules:
         """One part of a block: split, a token-wise module, or one that needs all of the sequence and stays whole."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.mesh import Axis
-from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, as_written, sections_of
+from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, as_written, section_path, sections_of
 from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.language.globs import parse_glob
 from shardplan.language.plan_texts import value_text
 from shardplan.styles import NONE, STYLES
+from shardplan.styles.kept_options import with_kept
 
 from .conditions import applies
 from .dead import dead
@@ -56,8 +58,17 @@ def _layer(file: PlanFile, section: Section, rules: tuple[Rule, ...], names: Nam
 def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
     """The rule that applies to each module and parameter, in the tree's order."""
     winning: dict[str, Assignment] = {}
+    under: dict[str, Assignment] = {}  # what a section is laid over
+    section: Section = "tensor_parallel"
+    laid = cache(with_kept)  # one rule for each two, which findings are told apart by
     for layer in stack:
+        if layer.section != section:
+            section, under = layer.section, dict(winning)
+        along = section_path(section)[-1] == "sequence_parallel"
         for name, (rule, is_parameter) in _winners(layer).items():
+            below = under.get(name) if along and rule.style != NONE else None
+            if below is not None and below.rule.style != NONE:
+                rule = laid(rule, below.rule)
             winning[name] = Assignment(name, is_parameter, rule, layer.section)
     kept = {name: assignment for name, assignment in winning.items() if assignment.rule.style != NONE}
     kept = _with_whole_experts(kept, names.tree)

@@ -13,6 +13,7 @@ from shardplan.core.layout import P
 from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section, stated_options
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.styles import STYLES, Style
+from shardplan.styles.kept_options import with_kept
 from shardplan.styles.style_record import REMOVAL, TrialKind
 
 from .finding import Finding
@@ -227,12 +228,7 @@ def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
     if old is None:
         return rule
     return replace(
-        rule,
-        heads=old.heads if style.heads_option else (),
-        shares=old.shares if style.features.means else tuple(replace(one, groups=None) for one in old.shares),
-        fused=old.fused,
-        divides=old.divides,
-        packed=old.packed if style.packed_option else None,
+        with_kept(rule, old),
         argument=old.argument if style.argument_option else None,
         arguments=old.arguments if style.argument_option else (),
         read_outside=old.read_outside if style.read_outside_option else (),

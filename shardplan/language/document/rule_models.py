@@ -92,10 +92,7 @@ NamedShares = Annotated[
 Shares = Annotated[
     AttributeName
     | NamedShares
-    | Annotated[
-        list[Annotated[AttributeName | NamedShares, Either({str: "the name of a number", dict: "a mapping"})]],
-        Field(min_length=1),
-    ],
+    | list[Annotated[AttributeName | NamedShares, Either({str: "the name of a number", dict: "a mapping"})]],
     Either({str: "the name of a number", dict: "a mapping", list: "a list of names and mappings"}),
 ]
 
@@ -166,7 +163,8 @@ class RuleOptions(Strict):
         default=None,
         description="What of the module has a share on each rank: a number that its forward uses, by its name alone (it is divided by tp) or "
         "with an expression over the module's own numbers, those with a share a rank's; a norm's number with `groups`; an argument of its "
-        "forward or a buffer with the `dim` that is split. A name that begins with `config.` is changed in a copy of the configuration.",
+        "forward or a buffer with the `dim` that is split. A name that begins with `config.` is changed in a copy of the configuration. A rule of "
+        "`sequence_parallel` keeps those of the rule that it is laid over; `[]` is none.",
         examples=[
             "config.num_attention_heads",
             ["num_heads", {"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"}],
