@@ -1,22 +1,22 @@
-"""Who does which work."""
+"""Assignment of work to ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-ENOUGH = 1.02  # of the least that the busiest rank can have
+ENOUGH = 1.02  # times the least possible load of the busiest rank
 
 
 def assign(work: Sequence[int], busy: Sequence[int]) -> list[int]:
-    """Divide pieces of work over ranks: the longest first, each to the rank that has the least; then pieces are handed over from
-    the busiest rank, or exchanged, as long as that leaves it less.
+    """Divide pieces of work over ranks. The longest pieces go first, each to the rank with the least work. Then pieces move from
+    the busiest rank to others, or change places, as long as that lowers its load.
 
     Args:
-        work: of each piece.
-        busy: the work that each rank has anyway.
+        work: the work of each piece.
+        busy: the work that each rank already has.
 
     Returns:
-        The rank of each piece: the same on all ranks that ask the same.
+        The rank of each piece: the same on all ranks, given the same arguments.
     """
     loads, owners = list(busy), [0] * len(work)
     for i in sorted(range(len(work)), key=lambda i: -work[i]):
@@ -29,9 +29,9 @@ def assign(work: Sequence[int], busy: Sequence[int]) -> list[int]:
 
 
 def _handed_over(work: Sequence[int], owners: list[int], loads: list[int]) -> bool:
-    """Whether the busiest rank could get less, by one piece or by two that change places."""
+    """Whether one piece that moves, or two that change places, lowered the busiest rank's load."""
     busiest = max(range(len(loads)), key=loads.__getitem__)
-    of_rank: list[dict[int, int]] = [{} for _ in loads]  # work -> a piece of that much
+    of_rank: list[dict[int, int]] = [{} for _ in loads]  # work -> a piece of this size
     for i, owner in enumerate(owners):
         of_rank[owner].setdefault(work[i], i)
     best: tuple[int, int, int, int | None] | None = None

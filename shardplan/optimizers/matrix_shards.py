@@ -23,17 +23,17 @@ Box = tuple[Range, Range, Range]  # of matrices, rows and columns
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """A parameter as a stack of matrices [matrices, rows, columns], of one where it has two dims.
+    """A parameter as a stack of matrices [matrices, rows, columns]; one with two dims is a stack of one.
 
     Args:
         name: the parameter's.
-        shape: of the whole stack.
+        shape: the whole stack's.
         group: the ranks that share it; None: this rank has it whole.
-        boxes: what each of them has, by its rank in the group.
-        place: this rank's in the group.
-        packing: the order of its rows, as the plan stores them, along a dim of the stack.
+        boxes: each rank's part, by its rank in the group.
+        place: this rank's rank in the group.
+        packing: the stored order of its rows, by the plan, along a dim of the stack.
         tp: the size of the axis over which they are packed.
-        parts: the sizes of matrices of their own along `part_dim`; empty: it is one.
+        parts: the sizes of separate matrices along `part_dim`; empty: it is one.
     """
 
     name: str
@@ -53,18 +53,18 @@ class Stack:
 
     @cached_property
     def work(self) -> int:
-        """Of the products of one of its matrices."""
+        """The work of the products of one of its matrices."""
         sizes = self.parts or (self.shape[self.part_dim],)
         other = self.shape[3 - self.part_dim]
         return sum(min(size, other) ** 2 * (2 * max(size, other) + min(size, other)) for size in sizes)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor that is stored as the parameter is, [matrices, rows, columns], in the same memory."""
+        """This rank's part of a tensor stored like the parameter, as [matrices, rows, columns] in the same memory."""
         own = to_local_if_dtensor(tensor)
         return own if own.ndim == 3 else own.unsqueeze(0)
 
     def in_parts(self, whole: Tensor) -> list[Tensor]:
-        """Matrices [n, rows, columns] in the stored order, as those of the unsharded model."""
+        """Matrices [n, rows, columns] in the stored order, split into the matrices of the unsharded model."""
         if self.packing is not None:
             whole = unpack(whole, self.packing.dim, self.packing.parts, self.tp)
         return [part.contiguous() for part in whole.split(self.parts, self.part_dim)] if self.parts else [whole]
@@ -76,7 +76,7 @@ class Stack:
 
     @cached_property
     def stripes(self) -> tuple[tuple[Range, tuple[int, int]], ...]:
-        """What of this rank's box, along `part_dim`, belongs to matrices of which shape: they may have rates of their own."""
+        """The ranges of this rank's box along `part_dim`, each with the shape of its matrices: shapes may have rates of their own."""
         start, end = self.box[self.part_dim]
         rows, columns = self.shape[1:]
         if not self.parts:
@@ -92,13 +92,13 @@ class Stack:
 
 
 class Groups:
-    """The process groups of what is split over several mesh axes, each made once. All ranks of a group ask for it."""
+    """The process groups of parameters split over several mesh axes, each made once. All ranks of a group ask for it."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], str | None], ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
-        """That of these ranks, in ascending order, with the default group's backend, or this one."""
+        """The group of these ranks, in ascending order, with this backend or the default group's."""
         if (key := (ranks, backend)) not in self._made:
             self._made[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
         return self._made[key]
@@ -110,7 +110,7 @@ def stack_of(
     """How a parameter of 2 or 3 dims is shared.
 
     Raises:
-        ValueError: its shards are none of torch's, or its parts are not as long as it is.
+        ValueError: its shards are not torch's, or its parts do not fit its length.
     """
     shape = (parameter.shape[0] if parameter.ndim == 3 else 1, parameter.shape[-2], parameter.shape[-1])
     whole: Box = ((0, shape[0]), (0, shape[1]), (0, shape[2]))
@@ -153,7 +153,7 @@ def stack_of(
 def _parts(
     name: str, shape: tuple[int, int, int], sizes: Sequence[int] | int, packing: Packing | None
 ) -> tuple[tuple[int, ...], int]:
-    """The sizes of the matrices of their own, and the dim along which they lie."""
+    """The sizes of the separate matrices, and the dim along which they lie."""
     if isinstance(sizes, int):
         dims = [dim for dim in (1, 2) if sizes > 0 and shape[dim] % sizes == 0]
         said = f"its parts have {sizes} each"

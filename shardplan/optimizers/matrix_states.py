@@ -1,4 +1,4 @@
-"""What a step of whole matrices keeps for each of them: at its owner, and in shards in a training state, which knows no owners."""
+"""The state of whole-matrix steps: at each matrix's owner, and as shards in a training state, which has no owners."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shardplan.torchlib.gathering import full_tensor
 from .matrix_shards import Stack
 from .owned_matrices import Owned
 
-PREFIX = "whole_matrix."  # of the names of its tensors in the state of their parameter
-LEADING = 3  # dims of one in front of a matrix's own: no tensor of the state has the shape of its parameter, which is stored in another order
+PREFIX = "whole_matrix."  # the prefix of its tensors' names in their parameter's state
+LEADING = 3  # dims of size 1 before a matrix's own: no state tensor then has its parameter's shape, which is stored in another order
 State = dict[str, Tensor]
-_Kind = tuple[int, str, torch.Size, torch.dtype]  # the part, the name, what each matrix has
+_Kind = tuple[int, str, torch.Size, torch.dtype]  # the part, the name, the tensor of each matrix
 
 
 class MatrixStates:
-    """Dicts of tensors, one for each matrix, and for each of its parts, at its owner.
+    """Dicts of tensors at the owner, one for each matrix and each of its parts.
 
-    In the optimizer's state_dict a tensor of all matrices of a stack is one, [matrices, 1, 1, 1, ...], in shards over the ranks of the
-    parameter: any mesh reads it. state_dict and load_state_dict are collectives of these ranks.
+    The optimizer's state_dict has one tensor for all matrices of a stack, [matrices, 1, 1, 1, ...], sharded over the parameter's
+    ranks: any mesh reads it. state_dict and load_state_dict are collectives of these ranks.
     """
 
     def __init__(self, optimizer: Optimizer, stacks: Sequence[Stack], pieces: Sequence[Owned]) -> None:
@@ -40,7 +40,7 @@ class MatrixStates:
         optimizer.register_load_state_dict_pre_hook(self._loaded)
 
     def of(self, stack: Stack, matrix: int, part: int) -> State:
-        """That of a part of a matrix of a stack; empty at first. To be asked at the owner alone."""
+        """The state of a part of a matrix of a stack; empty at first. Ask for it at the owner only."""
         return self._of[stack, matrix, part]
 
     def _saved(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class MatrixStates:
         return {**state_dict, "state": state}
 
     def _kinds(self, stack: Stack) -> list[_Kind]:
-        """What its owners have, in one order on all ranks."""
+        """The tensors that the owners have, in one order on all ranks."""
         own: list[_Kind] = []
         for (one, _, part), state in self._of.items():
             if one is stack:

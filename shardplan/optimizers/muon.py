@@ -31,8 +31,8 @@ _newton_schulz = private("muon_newton_schulz")
 _adjusted_rate = private("muon_adjusted_rate")
 
 Rest = Callable[[list[dict[str, Any]]], Optimizer]
-BUCKET = 2**29  # elements of the matrices that are on their way at a time, unless one of each rank has more
-# What torch's Muon takes besides parameters.
+BUCKET = 2**29  # elements of the matrices that are sent at a time, unless one matrix of each rank has more
+# The arguments of torch's Muon other than parameters.
 _DEFAULTS = {
     name: one.default
     for name, one in inspect.signature(torch.optim.Muon.__init__).parameters.items()
@@ -41,39 +41,39 @@ _DEFAULTS = {
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon on a planned model, with another optimizer for the parameters that are no matrices, as one optimizer.
+    """torch.optim.Muon on a planned model, and another optimizer for parameters that are not matrices, as one optimizer.
 
-    Each matrix has an owner among the ranks that share it, balanced by work. Its gradient with momentum is gathered there, the owner
-    steps it, and sends the update back: two all-to-alls for each bucket of matrices. The momentum is stored as its parameter is.
-    Given the same gradients the update is torch.optim.Muon's of the unsharded model.
+    Each matrix has an owner among the ranks that share it, balanced by work. The owner gathers its gradient with momentum, steps it,
+    and sends the update back: two all-to-alls for each bucket of matrices. The momentum is stored like its parameter. Given the same
+    gradients, the update is that of torch.optim.Muon on the unsharded model.
 
     Create it on all ranks, after `apply_plan`. `param_groups[0]` has the matrices, and the options below under the names of torch's
-    Muon; the groups after it are those of the other optimizer. `save_training_state` takes it as one optimizer.
+    Muon; the later groups are the other optimizer's. `save_training_state` takes it as one optimizer.
 
     Args:
         model: what `apply_plan` returned, a model or a Pipeline; or a model without a plan.
         rest: makes the optimizer of all other parameters from a list with one group of them: `torch.optim.AdamW`, or
             `lambda groups: torch.optim.AdamW(groups, lr=3e-4)`.
-        matrices: patterns of the names of parameters of 2 dims, or of 3 dims for stacks of matrices (experts). By default the weights of
-            linear layers but for the output head, and stacks of parameters that are no layer of torch's, such as experts.
-        parts: pattern of names -> the sizes of matrices of their own that lie next to each other in one parameter, in the order of the
-            unsharded model, such as queries, keys and values; or one size, of all of them, such as heads. By default a parameter is one
+        matrices: patterns of names of parameters with 2 dims, or 3 dims for stacks of matrices (experts). Default: the weights of linear
+            layers except the output head, and stacks of parameters that are not in a layer of torch, such as experts.
+        parts: pattern of names -> the sizes of separate matrices that lie next to each other in one parameter, in the order of the
+            unsharded model, such as queries, keys and values; or one size for all of them, such as heads. Default: a parameter is one
             matrix.
-        whole_matrix: in place of Newton-Schulz, a function of the gradient with momentum [rows, columns] that returns its update, of the
-            same shape and dtype. It is called at the owner alone, and its update is taken `lr` times where `adjust_lr_fn` is not given.
-        stateful: `whole_matrix` takes a dict too, of the matrix, in which it keeps tensors: Shampoo, SOAP.
-        bucket_size: elements of the matrices that are on their way at a time.
+        whole_matrix: in place of Newton-Schulz, a function of the gradient with momentum [rows, columns] that returns its update, with
+            the same shape and dtype. Only the owner calls it; its update is multiplied by `lr` where `adjust_lr_fn` is not given.
+        stateful: `whole_matrix` also takes the matrix's dict, in which it keeps tensors: Shampoo, SOAP.
+        bucket_size: elements of the matrices that are sent at a time.
         options: `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and `adjust_lr_fn` of torch.optim.Muon, with
             its defaults.
 
     Attributes:
         stacks: the matrices, as ranks share them.
-        ranks: those that step together; None: this rank alone.
+        ranks: the ranks that step together; None: this rank alone.
 
     Raises:
-        ValueError: a pattern fits nothing, or no matrix, parts are not as long as their parameter, an option has a value that torch's Muon
-            refuses, or the other optimizer cannot step sharded parameters.
-        TypeError: an option that it does not have.
+        ValueError: a pattern matches nothing, or no matrix; parts do not fit their parameter's length; torch's Muon refuses an option's
+            value; or the other optimizer cannot step sharded parameters.
+        TypeError: an option that torch's Muon does not have.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters. To be called on all ranks.
+        """Update all parameters. Call it on all ranks.
 
         Raises:
-            ValueError: some ranks have a gradient of a matrix and others have none. Nothing was changed.
+            ValueError: some ranks have a gradient of a matrix and others have none. Nothing has changed.
         """
         loss = None
         if closure is not None:
@@ -165,7 +165,7 @@ class Muon(Optimizer):
         return [None if own is None else self._stepped(bucket[0], own)]
 
     def _begun(self, stack: Stack) -> Tensor:
-        """Decay a parameter and its momentum; returns what is to be orthogonalised of this rank's part."""
+        """Decay a parameter and its momentum. Returns this rank's part of the matrices to orthogonalise."""
         group, parameter = self.param_groups[0], stack.parameter
         gradient = parameter.grad
         assert gradient is not None
@@ -179,7 +179,7 @@ class Muon(Optimizer):
         update = local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
         stack.local(parameter.detach()).mul_(1 - float(group["lr"]) * group["weight_decay"])
         if self._whole_matrix is None:
-            update = update.bfloat16()  # the first thing that Newton-Schulz does
+            update = update.bfloat16()  # the first step of Newton-Schulz
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else update.device
         return update.to(device)  # FSDP2 may keep it on the CPU
 
@@ -187,7 +187,7 @@ class Muon(Optimizer):
         return one.stack.in_one([self._update(one, i, part) for i, part in enumerate(one.stack.in_parts(whole))])
 
     def _update(self, one: Owned, part: int, matrices: Tensor) -> Tensor:
-        """Of a part of each matrix, [n, rows, columns]. On a CPU a batch would be no faster, and add in another order."""
+        """The update of a part of each matrix, [n, rows, columns]. On a CPU a batch would be no faster, and add in another order."""
         group, step, states = self.param_groups[0], self._whole_matrix, self._states
 
         def newton_schulz(matrix: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def _fitting(
 ) -> list[str]:
     glob = parse_glob(pattern)
     found = [name for name in named if glob.matches(name)]
-    if not found and not isinstance(model, Parted):  # a stage does not have all of a model
+    if not found and not isinstance(model, Parted):  # a stage does not have all of the model
         raise ValueError(f"{argument}: {pattern} fits no {what}{f'; one is {next(iter(named))}' if named else ''}")
     return found
 
@@ -275,7 +275,7 @@ def _sizes(
 
 
 def _matrices_of(model: nn.Module) -> Iterator[Tensor]:
-    """The weights of linear layers but for the output head, and stacks of matrices that the model's own code multiplies with."""
+    """The weights of linear layers except the output head, and stacks of matrices that the model's own code multiplies with."""
     modules = list(model.modules())
     head = getattr(model, "get_output_embeddings", lambda: None)()
     left_out = {id(p) for module in modules if kind_of(module) == "embedding" for p in module.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""Who steps which matrices, and how they get there and back: two collectives for each bucket."""
+"""Which rank steps which matrices, and how they are sent there and back: two collectives for each bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from .assignment import assign
 from .matrix_shards import Box, Range, Stack
 
-Step = Callable[["Owned", Tensor], Tensor]  # matrices [n, rows, columns] in the stored order, and what they become
+Step = Callable[["Owned", Tensor], Tensor]  # matrices [n, rows, columns] in the stored order -> the results
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Owned:
     """Matrices of one stack that one rank of its group steps together.
 
     Args:
-        which: the first of them, and the one after the last.
+        which: the index of the first one, and the index after the last.
         owner: its rank in the group.
-        alone: whether the owner has all of them whole, and nobody else has a part.
+        alone: whether the owner has all of them whole, and no other rank has a part.
     """
 
     stack: Stack
@@ -42,25 +42,25 @@ class Owned:
         return (self.which[1] - self.which[0]) * self.stack.shape[1] * self.stack.shape[2]
 
     def part_of(self, place: int) -> Box | None:
-        """What a rank of the group has of them, counted in the whole stack."""
+        """The part of a rank of the group, as a box of the whole stack."""
         (first, last), rows, columns = self.stack.boxes[place]
         box = ((max(first, self.which[0]), min(last, self.which[1])), rows, columns)
         return box if all(start < end for start, end in box) else None
 
     def cut(self, tensor: Tensor, origin: tuple[int, int, int], place: int) -> Tensor | None:
-        """What a rank has of them, out of a tensor that begins at a place of the stack."""
+        """A rank's part, cut from a tensor that begins at `origin` of the stack."""
         if (box := self.part_of(place)) is None:
             return None
         return tensor[tuple(slice(start - at, end - at) for (start, end), at in zip(box, origin, strict=True))]
 
     def own(self, local: Tensor) -> Tensor | None:
-        """This rank's part, out of its part of the stack."""
+        """This rank's part, cut from its part of the stack."""
         (a, _), (b, _), (c, _) = self.stack.box
         return self.cut(local, (a, b, c), self.stack.place)
 
 
 def owned(stacks: Iterable[Stack]) -> list[Owned]:
-    """All matrices, each with its owner. All ranks of a group come to the same."""
+    """All matrices, each with its owner. All ranks of a group compute the same."""
     found: list[Owned] = []
     by_group: dict[ProcessGroup | None, list[Stack]] = {}
     for stack in stacks:
@@ -78,7 +78,7 @@ def owned(stacks: Iterable[Stack]) -> list[Owned]:
 
 
 def _pieces(stack: Stack) -> Iterator[Owned]:
-    """A stack, divided where other ranks begin to have parts, and what several have once more, into as many as they are."""
+    """A stack, divided where other ranks begin to have parts; a range that several ranks have is divided again, one piece a rank."""
     full = [(place, box) for place, box in enumerate(stack.boxes) if all(start < end for start, end in box)]
     borders = sorted({at for _, box in full for at in box[0]})
     for first, last in pairwise(borders):
@@ -92,10 +92,10 @@ def _pieces(stack: Stack) -> Iterator[Owned]:
 
 
 def buckets(pieces: Iterable[Owned], most: int) -> Iterator[list[Owned]]:
-    """Those of several ranks in the order in which they are exchanged, each bucket with work for all ranks.
+    """The pieces of several ranks in the order of exchange; each bucket has work for all ranks.
 
     Args:
-        most: elements of a bucket, which has at least one piece of each rank.
+        most: the elements of a bucket, which has at least one piece of each rank.
     """
     queues: dict[tuple[ProcessGroup, torch.dtype], dict[int, list[Owned]]] = {}
     for one in pieces:
@@ -119,11 +119,11 @@ def exchanged(bucket: Sequence[Owned], values: Sequence[Tensor], step: Step) -> 
     """Step the matrices of a bucket at their owners. A collective of the group: two all-to-alls.
 
     Args:
-        values: for each, this rank's part of its stack, of one dtype, on the device of the mesh.
-        step: the results have the dtype of the values.
+        values: for each piece, this rank's part of its stack, all of one dtype, on the mesh's device.
+        step: its results have the dtype of the values.
 
     Returns:
-        For each, the result of what this rank has of it, [matrices, rows, columns]; None where it has nothing.
+        For each piece, the result of this rank's part, [matrices, rows, columns]; None where it has none.
     """
     stack = bucket[0].stack
     group, me, ranks = stack.group, stack.place, len(stack.boxes)
@@ -177,7 +177,7 @@ def _volume(box: Box | None) -> int:
 def _all_to_all(
     sent: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, group: ProcessGroup | None
 ) -> Sequence[Tensor]:
-    """What each rank of the group sent to this one, in one row."""
+    """The tensors that each rank of the group sent to this one, in one row."""
     rows = [x.reshape(-1) for parts in sent for x in parts]
     given = torch.cat(rows) if rows else like.new_empty(0)
     found = like.new_empty(sum(expected))

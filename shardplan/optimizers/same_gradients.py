@@ -1,4 +1,4 @@
-"""Whether all ranks are about to step the same matrices: one that leaves out a collective would have the others wait."""
+"""Whether all ranks are about to step the same matrices: if one skips a collective, the others wait for it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHOWN = 3
 
 
 def ranks_of(parts: Iterable[nn.Module], stacks: Iterable[Stack], groups: Groups) -> ProcessGroup | None:
-    """All ranks that have a model's parameters, in shards or copies, to agree on what their hosts know; None where none is shared.
+    """All ranks that have a model's parameters, as shards or copies, to agree on facts that their hosts know; None where none is shared.
 
-    Its collectives are those of the hosts, which then do not wait for the devices.
+    Its collectives run on the hosts, and do not wait for the devices.
     """
     meshes = [applied(part).mesh.mesh for part in parts if was_touched(part)]
     if not meshes or all(stack.group is None for stack in stacks):
@@ -32,7 +32,7 @@ def check_same_gradients(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
     """A collective of `ranks`: an all-reduce of two numbers for each parameter.
 
     Raises:
-        ValueError: on all ranks, some have a gradient of a parameter and others have none.
+        ValueError: on all ranks: some have a gradient of a parameter and others have none.
     """
     own = [stack.parameter.grad is not None for stack in stacks]
     of_all = torch.tensor([*own, *(not has for has in own)], dtype=torch.int32)

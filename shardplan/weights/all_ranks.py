@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.torchlib.private import private
 
-PATIENCE = 5.0  # seconds after which it is said for whom the others wait
+PATIENCE = 5.0  # after this many seconds a warning says which ranks are waited for
 _calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
@@ -22,27 +22,27 @@ _calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
 def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator[Callable[[object], None]]:
     """Do something on all ranks of a mesh, and check at its end that it succeeded on all.
 
-    The context yields a function that accepts what must be equal on all ranks: picklable and comparable
-    values.
+    The context yields a function that takes values which must be equal on all ranks; they must be picklable and
+    comparable.
 
     Args:
-        mesh: whose ranks; None is all ranks of the default process group.
-        doing: what is done, for messages.
-        call: the name of the function that this begins: a rank that waits for others which have not called it warns after a
+        mesh: its ranks take part; None: all ranks of the default process group.
+        doing: a description of the work, for messages.
+        call: the name of the function that this begins. A rank that waits for ranks which have not called it warns after a
             few seconds, and names them.
 
     Raises:
-        RuntimeError: it failed on another rank, which the message names with its error, or the values differ. The rank
-            that failed raises its own error.
+        RuntimeError: another rank failed (the message names it, with its error), or the values differ. The rank that
+            failed raises its own error.
     """
-    # Of a fake process group the other ranks are nobody to wait for, and its store keeps nothing.
+    # A fake process group has no other ranks to wait for, and its store keeps nothing.
     waits = call and dist.get_world_size() > 1 and dist.get_backend() != "fake"
     called: _Called | None = None
     reported: list[object] = []
     failure: Exception | None = None
     try:
         called = _Called(mesh, call) if waits else None
-    except Exception as error:  # the store fails, on this rank alone perhaps
+    except Exception as error:  # the store may fail on this rank alone
         failure = error
     try:
         yield reported.append
@@ -79,7 +79,7 @@ def _everyone(value: Any, mesh: DeviceMesh | None) -> list[Any]:
 
 
 def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank of a process group, the default one where none is given."""
+    """The value of each rank of a process group; None: the default group."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
@@ -100,7 +100,7 @@ class _Called:
         return f"shardplan/{self.name}/{self.ranks[0]}+{len(self.ranks)}/{rank}"
 
     def missing(self) -> str:
-        """What to say of the ranks that have not called it; nothing where all have."""
+        """A text about the ranks that have not called it; empty where all have."""
         keys = {rank: self._key(rank) for rank in self.ranks}
         here = {rank for rank, key in keys.items() if self.store.check([key]) and self._number(key) >= int(self.count)}
         late = [str(rank) for rank in self.ranks if rank not in here]
@@ -117,7 +117,7 @@ class _Called:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Say so if what is done in this context takes long because others are missing."""
+        """Warn if the work in this context takes long because other ranks are missing."""
         timer = threading.Timer(PATIENCE, self._warn)
         timer.daemon = True
         timer.start()

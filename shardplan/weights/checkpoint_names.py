@@ -1,7 +1,7 @@
 """The names of a model's tensors in a checkpoint: transformers' renamings and conversions, taken as data.
 
-A conversion stacks, concatenates, splits, transposes or reshapes tensors. It is run on lazy tensors, so that what comes
-out of it can be read in slices.
+A conversion stacks, concatenates, splits, transposes or reshapes tensors. It runs on lazy tensors, so its results can
+be read in slices.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def state_entries(model: nn.Module) -> list[StateEntry]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """FSDP2 replaces classes by its own, and conversions are found by names of classes: the original ones are back
-    while this lasts."""
+    """Give modules their original classes back in this context. FSDP2 replaces classes by its own, and conversions are
+    found by class names."""
     exchanged: list[tuple[nn.Module, type[nn.Module]]] = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
     ]
@@ -109,8 +109,8 @@ class Resolved:
 
     Args:
         tensors: by the model's name.
-        unexpected: names of the checkpoint that lead to nothing in the model.
-        conversions: those of transformers that were used.
+        unexpected: names of the checkpoint that match nothing in the model.
+        conversions: the conversions of transformers that were used.
     """
 
     tensors: Mapping[str, Lazy]
@@ -123,7 +123,7 @@ def resolve(model: nn.Module, stored: Mapping[str, Lazy], state: dict[str, Tenso
 
     Args:
         stored: the checkpoint's tensors by name.
-        state: the model's own tensors by name, each name of a tied one.
+        state: the model's own tensors by name; a tied tensor is under each of its names.
 
     Raises:
         ValueError: a conversion fails on the checkpoint's tensors.
@@ -170,8 +170,8 @@ def _convert(converter: WeightConverter, name: str, sources: list[str], model: n
 
 
 def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    """The tensors of a model as a checkpoint has them: the conversions that it was loaded with, else those of its type,
-    are reverted, as `save_pretrained` does."""
+    """The tensors of a model as a checkpoint has them. Reverts the conversions that the model was loaded with, else
+    those of its type, as `save_pretrained` does."""
     if not isinstance(model, PreTrainedModel):
         return dict(tensors)
     with original_classes(model), torch.no_grad():
@@ -179,6 +179,6 @@ def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy
 
 
 def kept_name(names: tuple[str, ...], model: nn.Module) -> str:
-    """The name under which a tied tensor is saved: the one that transformers does not fill from another."""
+    """The name under which a tied tensor is saved: transformers does not fill it from another one."""
     filled = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in names if name not in filled), names[0])

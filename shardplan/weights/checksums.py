@@ -1,4 +1,4 @@
-"""Checksums of the files of a folder: a file that is not as it was written is named before anything is read from it."""
+"""Checksums of the files of a folder: a changed file is named before anything is read from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Written = tuple[int, str]  # a file's length and SHA-256
 
 
 class SummedFiles(filesystem.FileSystem):
-    """torch's file system, which computes sums of what it is given to write, and reads nothing back: `written` has the files of
+    """torch's file system, which also computes checksums of what it writes, and reads nothing back. `written` has the files of
     one folder by name."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SummedFiles(filesystem.FileSystem):
 
 
 class _Summed:
-    """A file that is written from its beginning to its end."""
+    """A file that is written from beginning to end."""
 
     def __init__(self, stream: IO[bytes]):
         self.stream = stream
@@ -84,7 +84,7 @@ def write_checksums(folder: Path, mine: Mapping[str, Written]) -> None:
 
 
 def identity(folder: Path) -> str | None:
-    """What tells this state from every other; None where there is none."""
+    """An identifier of this saved state; None where there is none."""
     try:
         return hashlib.sha256((folder / CHECKSUMS).read_bytes()).hexdigest()
     except (FileNotFoundError, NotADirectoryError):
@@ -99,7 +99,7 @@ def check_checksums(folder: Path) -> Collection[str]:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is not as it was written.
+        ValueError: a file has changed since it was written.
     """
     written = _read(folder / CHECKSUMS)
     for name, (length, _) in written.items():
@@ -125,7 +125,7 @@ def _read(file: Path) -> Mapping[str, tuple[int, str]]:
 
 
 def _share(names: list[str]) -> list[str]:
-    """Those that this rank reads."""
+    """The files that this rank reads."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 

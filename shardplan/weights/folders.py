@@ -1,18 +1,18 @@
-"""Folders that are whole or not there, however many processes write them, and wherever each is stopped, continued or killed.
+"""Folders that are complete or absent, however many processes write them, and wherever each is stopped, continued or killed.
 
-A save of a folder X has a key that no other save has: a number and a token. What belongs to it is in a hidden folder beside X, `.X.saves`:
+A save of a folder X has a unique key: a number and a token. Its files are in a hidden folder next to X, `.X.saves`:
 
-- `KEY.new` is written to, and is whole before the next line happens.
-- `KEY.old` is X as it was, or an empty folder where there was no X. That it comes to be, by one rename, is the decision: from then on
-  `KEY.new` is the newest state, and whoever comes by gives it the name X, as the save itself would have done.
+- `KEY.new` is written to. It is complete before the next step.
+- `KEY.old` is the former X, or an empty folder where there was no X. The rename that creates it is the decision: from then on
+  `KEY.new` is the newest state, and any process that finds it renames it to X, as the save itself would have done.
 - `KEY.gone` is deleted.
 
-The save that begins last is the one that counts. It ends each save that began before and has not decided by making a *file* of the name
-`KEY.old`: no folder can be moved there any more, so that a process that is continued after hours fails at its decision, and
-has touched nothing. Such a file stays until the process that it ends has seen it; that of a dead one stays for good.
+The save that begins last counts. It ends each earlier save that has not decided, by making a *file* named `KEY.old`: no folder can be
+renamed to it any more. So a process that is continued after hours fails at its decision, and has changed nothing. Such a file stays
+until the process that it ends has seen it; the file for a dead process stays for good.
 
-So nothing here depends on what was true a moment ago. Each step names its own key, and the file system refuses it if it came too late. Only
-names in `.X.saves` and X itself are renamed, which NFS decides on the server, and no locks are needed (docs/decisions/0071).
+So nothing here depends on what was true a moment ago: each step names its own key, and the file system refuses a step that comes too late.
+Only names in `.X.saves` and X itself are renamed. NFS does that on the server, and no locks are needed (docs/decisions/0071).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OCCUPIED = (
     errno.EEXIST,
     errno.ENOTEMPTY,
     errno.ENOTDIR,
-)  # what a rename onto a file, or onto a folder with files, fails with
+)  # the errors of a rename onto a file, or onto a folder with files
 _NAME = re.compile(r"([0-9]{6,})-([0-9a-f]{16})\.(new|old|gone)")
-_TIMES = 100  # that another save may remove the empty hidden folder at the very moment
+_TIMES = 100  # how often another save may remove the empty hidden folder just before it is used
 
 
 class Superseded(RuntimeError):
@@ -51,12 +51,12 @@ class _Key:
 
 
 def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
-    """An empty folder to be written to, which `commit` gives the name `folder`. Saves of that name which began before and have not
-    come to their decision are ended, and what dead ones left is removed, after the newest state that is whole has the name.
+    """Make an empty folder to write to, which `commit` renames to `folder`. First the newest complete state gets that name. Then
+    earlier saves that have not decided are ended, and the remains of dead saves are removed.
 
     Args:
         overwrite: `folder` may exist and have files.
-        marks: names of files and folders, one of which a folder must have to be overwritten. It has no other folders.
+        marks: names of files and folders. A folder must have one of them to be overwritten, and no other subfolders.
 
     Raises:
         ValueError: `folder` is a file, has files and `overwrite` is not given, or is not such a folder.
@@ -68,7 +68,7 @@ def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
     new = _claim(folder, "new")
     try:
         _end_others(new, folder)
-        _check_existing(folder, overwrite, marks)  # a save that was decided may have just ended
+        _check_existing(folder, overwrite, marks)  # a decided save may have just ended
     except BaseException:
         abandon(new)
         raise
@@ -91,7 +91,7 @@ def _check_existing(folder: Path, overwrite: bool, marks: tuple[str, ...]) -> No
 
 
 def _claim(folder: Path, what: str) -> Path:
-    """A new folder with a key above all that are there."""
+    """Make a folder with a key above all existing ones."""
     saves = beside(folder)
     for _ in range(_TIMES):
         with suppress(FileExistsError):
@@ -105,10 +105,10 @@ def _claim(folder: Path, what: str) -> Path:
 
 
 def _end_others(new: Path, folder: Path) -> None:
-    """Every other save is at its end after this, or raises when it comes to its decision.
+    """End every other save: it has ended, or raises when it comes to its decision.
 
-    Of two that begin at once each has made its folder before it looks for others, so that at least one sees the other. The key
-    says which goes on.
+    Of two saves that begin at once, each has made its folder before it looks for others, so at least one sees the other. The
+    key decides which one goes on.
     """
     own, saves = _key_of(new), new.parent
     for key in sorted(_found(saves)):
@@ -118,10 +118,10 @@ def _end_others(new: Path, folder: Path) -> None:
         if _kind(old) is None and _kind(theirs) is not None:
             if key > own:
                 raise Superseded(_superseded(folder))
-            with suppress(FileExistsError):  # another has ended it, or it is decided by now
+            with suppress(FileExistsError):  # another save has ended it, or it has decided by now
                 os.close(os.open(old, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
                 _flush(saves)
-        if _kind(old) == "folder":  # it is decided
+        if _kind(old) == "folder":  # it has decided
             _finish(theirs, folder)
             _delete(old)
         elif _kind(old) == "file":
@@ -130,15 +130,15 @@ def _end_others(new: Path, folder: Path) -> None:
 
 
 def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
-    """Give the new folder its name, inside of `saving`. The old one, if there is one, is whole until then, and removed afterwards.
+    """Rename the new folder to `folder`, inside of `saving`. Until then an old one is complete; then it is removed.
 
     Args:
         new: what `begin` returned.
-        keep: whether a file of that name is taken over from the old folder.
+        keep: whether the old folder's file of this name is kept in the new one.
 
     Raises:
-        Superseded: another save of the same folder began after this one. Nothing of the other's was touched.
-        OSError: the disk fails, and `folder` is as it was.
+        Superseded: another save of the same folder began after this one. The other's files were not touched.
+        OSError: the disk failed; `folder` is as it was.
     """
     old = _key_of(new).path(new.parent, "old")
     for path in _entries(folder):
@@ -153,7 +153,7 @@ def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
         if not folder.is_dir() and _kind(old) is not None:
             raise OSError(f"{new} was removed while {folder} was being saved")
     except BaseException:
-        with suppress(OSError):  # a process that came by has given the new one its name
+        with suppress(OSError):  # another process has already renamed the new one
             os.rename(old, folder) if replaced else os.rmdir(old)
         raise
     _delete(old)
@@ -161,7 +161,7 @@ def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
 
 
 def _decide(folder: Path, old: Path) -> bool:
-    """Move the folder away; whether there was one. It fails if another save made a file of that name."""
+    """Move the folder away. Returns whether there was one. Fails if another save made a file of that name."""
     try:
         try:
             os.rename(folder, old)
@@ -176,7 +176,7 @@ def _decide(folder: Path, old: Path) -> bool:
 
 
 def _finish(new: Path, folder: Path) -> None:
-    """Give a decided state its name. Whoever comes first does it."""
+    """Rename a decided state to its final name. The first process that finds it does so."""
     try:
         os.rename(new, folder)
     except FileNotFoundError:
@@ -191,10 +191,10 @@ def _finish(new: Path, folder: Path) -> None:
 
 @contextmanager
 def saving(new: Path, folder: Path) -> Iterator[None]:
-    """Write to `new` and commit it in this context: a save that fails is given up.
+    """Write to `new` in this context and commit it. A save that fails is abandoned.
 
     Raises:
-        Superseded: it failed because another save of the same folder began after this one.
+        Superseded: the save failed because another save of the same folder began later.
     """
     try:
         yield
@@ -214,7 +214,7 @@ def _superseded(folder: Path) -> str:
 
 
 def repair(folder: Path) -> None:
-    """Give the name to what a process that died after its decision left: it is newer than what had the name."""
+    """Finish the save of a process that died after its decision: its state is newer than the one that has the name."""
     saves = beside(folder)
     for key in sorted(_found(saves)):
         if _kind(key.path(saves, "old")) == "folder":
@@ -222,7 +222,7 @@ def repair(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what dead saves of a folder left beside it, as the next save of it would; what was decided gets the name."""
+    """Remove what dead saves left in the hidden folder, as the next save would. A decided state gets the name."""
     if _found(beside(folder)):
         own = _claim(folder, "new")
         try:
@@ -232,7 +232,7 @@ def clear(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a complete folder: no part of it ever has its name."""
+    """Remove a complete folder: at no time does a part of it have its name."""
     gone = _claim(folder, "gone")
     os.rename(folder, gone)
     _delete(gone)
@@ -240,19 +240,19 @@ def remove(folder: Path) -> None:
 
 
 def abandon(new: Path) -> None:
-    """Give up a save: remove its folder, unless it is decided."""
+    """Abandon a save: remove its folder, unless it has decided."""
     saves = new.parent
     old = _key_of(new).path(saves, "old")
     if _kind(old) == "folder":
         return
     _delete(new)
     with suppress(FileNotFoundError, IsADirectoryError, PermissionError):
-        os.unlink(old)  # what ended this save has nothing more to end
+        os.unlink(old)  # the file that ended this save has done its work
     _leave(saves)
 
 
 def beside(folder: Path) -> Path:
-    """The hidden folder with what belongs to saves that are not at their end."""
+    """The hidden folder for the saves that have not ended."""
     return folder.with_name(f".{folder.name}.saves")
 
 
@@ -271,7 +271,7 @@ def _found(saves: Path) -> set[_Key]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder; nothing where there is none."""
+    """The entries of a folder; empty where there is none."""
     with suppress(FileNotFoundError):
         return sorted(folder.iterdir())
     return []
@@ -287,9 +287,9 @@ def _kind(path: Path) -> str | None:
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder of `.X.saves`, under another name: what is called new or old has all its files.
+    """Remove a folder of `.X.saves` after renaming it: a folder named new or old always has all its files.
 
-    Whoever comes by deletes what has no use. What cannot be deleted now (NFS keeps a file that is open) is left to the next."""
+    Any process deletes folders without a use. What cannot be deleted now (NFS keeps a file that is open) is left to the next process."""
     gone = _Key(_key_of(path).number, secrets.token_hex(8)).path(path.parent, "gone")
     with suppress(FileNotFoundError):
         os.rename(path, gone)
@@ -303,7 +303,7 @@ def _leave(saves: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """To the disk: a rename must not be there before what it renames."""
+    """Flush to the disk: a rename must not be on disk before the files that it renames."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -54,30 +54,29 @@ def full_parameters(
 def full_parameters(
     model: nn.Module | Pipeline, gradients: bool = False, *, names: Names = "model", ranks: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The parameters of a planned model, whole and with rows in the original order, and its persistent buffers: for the weight
-    updates of an inference engine, and for exports. To be called on all ranks, and iterated to the end on all: each parameter is a
-    collective.
+    """The whole parameters of a planned model, with rows in the original order, and its persistent buffers, for weight updates of
+    an inference engine and for exports. Call it on all ranks, and iterate to the end on all: each parameter is a collective.
 
     One parameter is gathered at a time, on every rank, on the mesh's device. Names and order are those of
-    `named_parameters()` of the unsharded model, a tied parameter once, under its first name; then those of its buffers that
-    `state_dict()` has, such as the bias that `update_expert_bias` changes, each as
-    this rank has it. Where nothing is split, a tensor may share memory with the model: clone what is to be kept.
+    `named_parameters()` of the unsharded model; a tied parameter comes once, under its first name. Then come the buffers
+    that `state_dict()` has, such as the bias that `update_expert_bias` changes, with this rank's values. Where nothing is
+    split, a tensor may share memory with the model: clone what you keep.
 
     Args:
         model: what `apply_plan` returned, with memory, on any mesh.
         gradients: give each parameter's gradient too; a buffer has none.
-        names: "checkpoint" gives names and tensors as `save_checkpoint` writes them and engines load them, in the order in
-            which it does: experts one by one where the model has them in a stack, which no rank then holds whole.
-        ranks: of the job, those that get the tensors of a checkpoint; None is all. On others the iterator has nothing to give, and
-            is to be iterated all the same.
+        names: "checkpoint" gives the names, tensors and order of `save_checkpoint`, which engines load: experts one by one where
+            the model has them in a stack, so no rank holds the whole stack.
+        ranks: the ranks of the job that get a checkpoint's tensors; None: all. On the others the iterator yields nothing, but must
+            still be iterated.
 
     Returns:
         An iterator of (name, tensor), or of (name, tensor, gradient), where the gradient is None if the parameter has none.
         Tensors are detached, in the dtype of the parameter, and have the shape of the unsharded one.
 
     Raises:
-        ValueError: no plan was applied; a tensor is on the meta device; an argument does not fit. It is raised by the call, not by the
-            first iteration.
+        ValueError: no plan was applied; a tensor is on the meta device; an argument does not fit. The call raises it, not the first
+            iteration.
     """
     if names == "checkpoint":
         if gradients:
@@ -114,7 +113,7 @@ def _stored(model: nn.Module) -> list[_Stored]:
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that `state_dict()` has, each once; whole, also where a rank reads a share of one."""
+    """The buffers that `state_dict()` has, each once, whole even where a rank reads only a share."""
     kept = {
         id(buffer)
         for module in model.modules()
@@ -127,7 +126,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _of_stages(
     pipeline: Pipeline, gradients: bool
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The same over stages: the ranks of a stage gather each of its parameters, and send it to the others."""
+    """The same for pipeline stages: the ranks of a stage gather each of its parameters, and send it to the other stages."""
     pipeline.check_finished()
     found = {stage: _stored(part) for stage, part in pipeline.by_stage.items()}
     tensors = stage_tensors(

@@ -1,9 +1,9 @@
 """Tensors that are described before they are read: operations on them are recorded, and run slice by slice.
 
-A `Lazy` is a tensor for everyone who moves weights about (transformers' conversions stack, concatenate, split, transpose
-and reshape them), and has a shape and a dtype but no values. `read` then fills a tensor with a box of it, and asks the
-leaves for no more than that box needs. What only rearranges is read in slices; within a reshape the dims that it leaves
-alone are; any other operation reads what it works on whole, one call at a time.
+A `Lazy` is a tensor for code that moves weights (transformers' conversions stack, concatenate, split, transpose and
+reshape them). It has a shape and a dtype but no values. `read` fills a tensor with a box of it, and asks the leaves only
+for what that box needs. Operations that only rearrange are read in slices; a reshape, in slices of the dims that it
+leaves alone. Any other operation reads its whole arguments, one call at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lazy(Tensor):
     meta: Tensor
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's types have it as no method
+    def __torch_dispatch__(  # type: ignore[override]  # torch's types do not have it as a method
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -60,7 +60,7 @@ def _made_again(shape: tuple[int, ...], dtype: torch.dtype, expression: Expressi
 
 
 def leaf(key: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> Lazy:
-    """A lazy tensor whose values somebody has: `read` gives a box of them."""
+    """A lazy tensor with known values: `read` gives a box of them."""
     return lazy(torch.empty(tuple(shape), dtype=dtype, device="meta"), Leaf(key, read))
 
 
@@ -72,7 +72,7 @@ def read(tensor: Lazy, out: Tensor, box: Box | None = None) -> None:
 
 
 def expressions(tensor: Lazy) -> Iterator[Expression]:
-    """All that a tensor is made by."""
+    """All expressions that a tensor is made by."""
     waiting = [tensor.expression]
     while waiting:
         expression = waiting.pop()
@@ -86,7 +86,7 @@ def leaves(tensor: Lazy) -> dict[str, Leaf]:
 
 
 def in_slices(tensor: Lazy) -> bool:
-    """Whether every box of it is made of boxes of the leaves that are no larger."""
+    """Whether every box of the tensor is made of boxes of the leaves that are no larger."""
     return not any(isinstance(one, Reshape | Computed) for one in expressions(tensor))
 
 
@@ -102,7 +102,7 @@ def _lazies(value: Any) -> Iterator[Lazy]:
 
 
 def _changed(value: Any, change: Callable[[Lazy], Tensor]) -> Any:
-    """Arguments of an operation with every lazy tensor exchanged."""
+    """The arguments of an operation with every lazy tensor replaced."""
     if isinstance(value, Lazy):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -117,7 +117,7 @@ def _meta(tensor: Lazy) -> Tensor:
 
 
 def computed(operation: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Computed:
-    """What an operation gives for these arguments, some of which are lazy tensors."""
+    """The result of an operation for these arguments, some of them lazy tensors."""
     return Computed(tuple(one.expression for one in _lazies([args, kwargs])), operation, tuple(args), dict(kwargs))
 
 
@@ -125,7 +125,7 @@ def computed(operation: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapp
 
 
 class Expression(ABC):
-    """How the values of a lazy tensor come about, from its parts."""
+    """How a lazy tensor's values are computed from its parts."""
 
     parts: tuple[Expression, ...]
 
@@ -174,7 +174,7 @@ class Narrow(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Select(Expression):
-    """One index of a dim that is then gone."""
+    """One index of a dim, which is removed."""
 
     parts: tuple[Expression]
     dim: int
@@ -210,7 +210,7 @@ class Permute(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Reshape(Expression):
-    """Another shape; the dims at both ends that it leaves alone are read in slices, those between them whole."""
+    """Another shape. The dims at both ends that it leaves alone are read in slices, the dims between them whole."""
 
     parts: tuple[Expression]
     before: tuple[int, ...]
@@ -231,7 +231,7 @@ class Reshape(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Computed(Expression):
-    """Any other operation: what it works on is read whole."""
+    """Any other operation: its arguments are read whole."""
 
     parts: tuple[Expression, ...]
     operation: Callable[..., Tensor]

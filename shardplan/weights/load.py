@@ -1,4 +1,4 @@
-"""From a checkpoint of the Hugging Face libraries into a planned model, each rank reading its own slices."""
+"""From a checkpoint of the Hugging Face libraries into a planned model; each rank reads its own slices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .ranges import Ranges, boxes_of
 from .safetensors_folder import Reader, stored_tensors
 from .stored_parts import StoredPart, part_of, ranges_of
 
-SHOWN = 30  # similar names are looked for only so often, as it takes time
+SHOWN = 30  # names for which similar ones are looked for, as that takes time
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Loaded:
     """What `load_checkpoint` did on this rank.
 
     Args:
-        missing: names of the model that the checkpoint does not have; with `strict` those alone that its class says may be.
+        missing: names of the model that the checkpoint does not have; with `strict`, only those that the model's class allows.
         unexpected: names of the checkpoint that the model does not have; empty with `strict`.
         read: bytes that were read into parameters and buffers.
         stored: bytes of all tensors of the checkpoint.
@@ -52,7 +52,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Task:
-    """One tensor of the model and what is to be read into it."""
+    """A tensor of the model and its source."""
 
     entry: StateEntry
     source: Lazy
@@ -87,29 +87,28 @@ def load_checkpoint(
     """Read a checkpoint in the Hugging Face layout (safetensors, in one file or several with an index) into a model that
     a plan was applied to. To be called on all ranks of the mesh.
 
-    Each rank reads the slices that it keeps, through the renamings and conversions that transformers has for the model's
-    type. A model on the meta device gets memory and its buffers first. Nothing of the model is touched before all ranks
-    know that every file is whole and every name and shape fits.
+    Each rank reads the slices that it keeps, through transformers' renamings and conversions for the model's type. A
+    model on the meta device first gets memory and buffers. Nothing of the model changes before all ranks know that every
+    file is complete and every name and shape fits.
 
     Args:
         model: what `apply_plan` returned, on the meta device or with memory.
         folder: a folder that `save_pretrained` or `save_checkpoint` wrote, or one that was downloaded.
         device: where a meta-device model's memory is; the mesh's device type, or "cpu" where FSDP2 offloads to the CPU.
-        dtype: the dtype that floating-point parameters and persistent buffers get (those that a transformers model keeps
-            in float32 stay so); None leaves them as the model has them. What is read is cast to it.
-        strict: names that are in the model or in the checkpoint alone are errors. Otherwise parameters that are missing
-            keep what they have, or are drawn by the model's own initialisation if it was on the meta device (all ranks
-            then need the same random state), and what is unexpected is left out.
+        dtype: the dtype for floating-point parameters and persistent buffers (those that a transformers model keeps in
+            float32 stay so); values are cast to it. None leaves the model's dtypes.
+        strict: names only in the model or only in the checkpoint are errors. Otherwise missing parameters keep their
+            values, or, on the meta device, are drawn by the model's own initialisation (all ranks then need the same
+            random state); unexpected names are left out.
         progress: whether the first rank shows a bar on a terminal, or a function that every rank calls.
 
     Returns:
         What was missing and unexpected, and how much was read.
 
     Raises:
-        ValueError: no plan was applied; the model has adapters, or is on the meta device in part; a file is damaged; the
-            index names a file outside the folder; names, shapes or dtypes do not fit (integers for floating-point numbers, or
-            the reverse), with all of them; tied parameters have
-            different values; the checkpoint is quantized.
+        ValueError: no plan was applied; the model has adapters, or is partly on the meta device; a file is damaged; the index
+            names a file outside the folder; names, shapes or dtypes do not fit (integers for floating-point numbers, or the
+            reverse; all are listed); tied parameters have different values; the checkpoint is quantized.
         FileNotFoundError: the folder or a file of it is missing.
         RuntimeError: another rank failed, or sees other files. Every rank raises.
     """
@@ -145,7 +144,7 @@ def load_checkpoint(
                 done += _fill(own, part.inner, report)
         for part in parts:
             if isinstance(part.inner, PreTrainedModel):
-                # what save_pretrained and save_checkpoint revert
+                # reverted by save_pretrained and save_checkpoint
                 part.inner.__dict__["_weight_conversions"] = list(work[0].conversions)
     finally:
         reader.close()
@@ -174,7 +173,7 @@ def _place(record: Applied | AppliedParts) -> str:
 
 
 def _random_state(place: torch.device) -> list[int]:
-    """What random numbers on a device depend on."""
+    """The state that random numbers on a device depend on."""
     source = torch if place.type == "cpu" else torch.get_device_module(place)
     return source.get_rng_state().tolist()
 
@@ -224,7 +223,7 @@ def _prepare(part: StoredPart, folder: Path, reader: Reader, strict: bool) -> _W
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
-    """Whether a dtype's numbers are real or complex: none of the other kind have the same meaning when they are cast."""
+    """Whether a dtype's numbers are real or complex: a cast between these and other numbers changes the meaning."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -241,7 +240,7 @@ def _not_ignored(items: Sequence[Any], name: Callable[[Any], str], patterns: Col
 
 
 def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
-    """Tensors of the checkpoint that the model does not use. Left out: what the model's class says to ignore, and buffers of
+    """Tensors of the checkpoint that the model does not use, except those that the model's class ignores, and buffers of
     older checkpoints that the model now computes itself (inv_freq, position_ids)."""
     persistent = {name for entry in state_entries(model) for name in entry.names}
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in persistent}
@@ -252,7 +251,7 @@ def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
 
 
 def _check_ties(task: _Task, found: Resolved) -> None:
-    """A tied tensor that is stored twice must be the same twice."""
+    """Check that a tied tensor that is stored twice has the same values twice."""
     present = [name for name in task.entry.names if name in found.tensors]
     for name in present[1:]:
         one, other = (_slices(found.tensors[key], task) for key in (present[0], name))
@@ -310,7 +309,7 @@ def _names(pattern: str, name: str) -> bool:
 
 def _fill(work: _Work, model: nn.Module, report: Callable[[Progress], None]) -> int:
     """Read everything. Returns the bytes that were written into the model."""
-    now = {name: entry.tensor for entry in state_entries(model) for name in entry.names}  # to_empty made them anew
+    now = {name: entry.tensor for entry in state_entries(model) for name in entry.names}  # to_empty made new tensors
     sizes = [task.elements * now[task.entry.name].dtype.itemsize for task in work.tasks]
     done, total = 0, sum(sizes)
     for task, size in zip(work.tasks, sizes, strict=True):

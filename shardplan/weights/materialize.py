@@ -24,12 +24,12 @@ from shardplan.torchlib.attributes import whole_attributes
 def materialize(
     model: nn.Module | Pipeline, device: str | torch.device, *, state_dict: Mapping[str, Tensor] | None = None
 ) -> nn.Module | Pipeline:
-    """Give a planned meta-device model memory, then buffers and random weights, then, if given, its weights.
+    """Give a planned meta-device model memory, then buffers and random weights, then the given weights, if any.
 
-    The random weights are those that the unsharded model's own initialisation draws: every rank draws a block whole
-    and keeps its slices. So all ranks must have the same random state (`torch.manual_seed`), and the result is the
-    same for every mesh. The order matters: modules with buffers outside the state dict (rotary tables, embedding
-    scales) compute them in the same call that resets their weights, so weights are loaded last.
+    The random weights are those of the unsharded model's own initialisation: every rank draws a whole block and keeps
+    its slices. So all ranks must have the same random state (`torch.manual_seed`), and the result is the same for every
+    mesh. The order matters: modules with buffers outside the state dict (rotary tables, embedding scales) compute them
+    in the call that resets their weights, so weights are loaded last.
 
     Args:
         model: what `apply_plan` returned, on the meta device.
@@ -40,8 +40,8 @@ def materialize(
         The same model.
 
     Raises:
-        ValueError: a parameter is not on the meta device, a module has no initialisation, the model has
-            adapters (which have none) and no `state_dict` is given, or no plan was applied.
+        ValueError: a parameter is not on the meta device; a module has no initialisation; no plan was applied; the
+            model has adapters (without an initialisation), and no `state_dict` is given.
     """
     if isinstance(model, Pipeline):
         sources = [torch] if torch.device(device).type == "cpu" else [torch, torch.get_device_module(device)]
@@ -87,10 +87,10 @@ def initialize(
     """Initialise block by block, in the order of `nn.Module.apply`, children first.
 
     Args:
-        absent: what other pipeline stages have: it is drawn too, and not kept, so that a stage gets the values that it has in
-            the whole model. None: nothing of it is drawn.
-        drawn: the names of the parameters that get values; None is all. The others are on the meta device meanwhile, so
-            that only buffers are computed, and keep what they have.
+        absent: the parts of other pipeline stages: they are drawn too, and not kept, so that a stage gets the same values as
+            in the whole model. None: nothing of them is drawn.
+        drawn: the names of the parameters that get values; None: all. The others are on the meta device meanwhile, so that
+            only buffers are computed, and keep their values.
     """
     seen: set[int] = set()
     names = {id(module): name for name, module in model.named_modules()}
@@ -115,7 +115,7 @@ def initialize(
         with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
             act(module, initializer)
 
-    with whole_attributes(model):  # initialisations count with them (A_log of state space layers: one number a head)
+    with whole_attributes(model):  # initialisations use their sizes (A_log of state space layers: one number a head)
         visit(model, model)
     for name, value in tied.items():
         parameter = model.get_parameter(name)
@@ -126,7 +126,7 @@ def initialize(
 
 
 def _draw(absent: Absent, name: str, device: torch.device, initializer: nn.Module, tied: dict[str, Tensor]) -> None:
-    """Draw what another stage has as the whole model does, and keep what a tied parameter of this stage has of it."""
+    """Draw another stage's parameter as the whole model does, and keep its values for a tied parameter of this stage."""
     module = copy.deepcopy(absent.modules[name]).to_empty(device=device)
     _apply(module, initializer, _initialize_module)
     for leaf, parameter in module.named_parameters(remove_duplicate=False):
@@ -169,11 +169,11 @@ def _whole_parameters(
     *,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """DTensor parameters are plain whole tensors while the context lasts; then each keeps its slice of them. Those that
+    """Make DTensor parameters plain whole tensors in this context; then each keeps its slice of them. Parameters that
     are not drawn are on the meta device, and keep nothing.
 
-    A tied parameter is drawn under each of its names, as in the unsharded model before it is tied, and the first
-    one's values stay.
+    A tied parameter is drawn under each of its names, as in the unsharded model before it is tied, and the first name's
+    values stay.
     """
     owners = list(module.named_modules(prefix=name, remove_duplicate=False)) if recurse else [(name, module)]
     exchanged = []

@@ -1,4 +1,4 @@
-"""How far loading or saving is."""
+"""The progress of loading or saving."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def reporter(progress: bool | OnProgress, first: bool) -> OnProgress:
-    """What to call after each tensor: the user's function, or one that draws a bar on the first rank's terminal."""
+    """The function to call after each tensor: the user's, or one that draws a bar on the first rank's terminal."""
     if callable(progress):
         return progress
     bar = tqdm(unit="B", unit_scale=True, disable=None if progress and first else True)

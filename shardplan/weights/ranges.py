@@ -1,4 +1,4 @@
-"""Which indices of a whole tensor this rank holds, so that a checkpoint's tensor is read in slices.
+"""The indices of a whole tensor that this rank holds, so that a checkpoint's tensor is read in slices.
 
 Indices are those of the original order: the packed order is a list of ranges in it.
 """
@@ -15,7 +15,7 @@ from shardplan.runtime.apply.slices import Packing, cuts
 
 from .lazy import Box
 
-Ranges = tuple[tuple[int, int], ...]  # [start, stop), in the order in which they are stored; none is empty
+Ranges = tuple[tuple[int, int], ...]  # [start, stop), in stored order; none is empty
 
 
 def own_ranges(stored: DTensor, packed: Packing | None, rank: int | None = None) -> tuple[Ranges, ...]:
@@ -24,7 +24,7 @@ def own_ranges(stored: DTensor, packed: Packing | None, rank: int | None = None)
     Args:
         stored: a parameter of a planned model (its last mesh axis is tp where it is packed).
         packed: how it is packed, if it is.
-        rank: another rank of a job in which each axis of each mesh has one stride, in place of this one.
+        rank: another rank in place of this one, in a job where each axis of each mesh has one stride.
     """
     mesh = stored.device_mesh
     ranges: list[Ranges] = [((0, size),) if size else () for size in stored.shape]
@@ -43,7 +43,7 @@ def _place(mesh: DeviceMesh, axis: int, rank: int | None) -> int:
 
 
 def boxes_of(ranges: Sequence[Ranges]) -> Iterator[tuple[Box, Box]]:
-    """Where each box of a rank's part is in that part, and in the whole tensor."""
+    """The place of each box of a rank's part: in that part, and in the whole tensor."""
     for placed in product(*map(_placed, ranges)):
         yield tuple(place for place, _ in placed), tuple(box for _, box in placed)
 
@@ -68,7 +68,7 @@ def packed_ranges(parts: Sequence[int], ranks: int) -> Ranges:
 
 
 def chunk(ranges: Ranges, count: int, index: int) -> Ranges:
-    """The part at `index` of `count`, as `torch.chunk` cuts: all of the same length, rounded up, but the last ones."""
+    """The part at `index` of `count`, as `torch.chunk` cuts: all have the same length, rounded up, except the last ones."""
     length = sum(stop - start for start, stop in ranges)
     size = -(-length // count)
     first, last = min(index * size, length), min((index + 1) * size, length)
@@ -82,7 +82,7 @@ def chunk(ranges: Ranges, count: int, index: int) -> Ranges:
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """Neighbours that follow each other as one."""
+    """Adjacent ranges joined into one."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

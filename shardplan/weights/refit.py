@@ -1,4 +1,4 @@
-"""From a training model's mesh to an engine's at every step: who sends which slice to whom is computed once."""
+"""From a training model's mesh to an engine's at every step: which rank sends which slice where is computed once."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Model = nn.Module | Pipeline | None
 
 @dataclass(frozen=True)
 class Refit:
-    """Who sends which slice to whom, for the weights of a training model that an engine gets. `refit` makes it.
+    """Which rank sends which slice where, for an engine's weights from a training model. `refit` makes it.
 
     Args:
         sent: (source, destination) -> bytes of a run, over all ranks.
-        bound: the least bytes of a run, over all ranks: of each rank of the engine, the elements of its parts that it does not hold
-            as a rank of the trainer, each in the smaller of the two dtypes. A tied tensor counts once.
+        bound: the least possible bytes of a run, over all ranks: for each rank of the engine, the elements of its parts that it
+            does not hold as a rank of the trainer, each in the smaller of the two dtypes. A tied tensor counts once.
         unused: the trainer's tensors that no rank of the engine has.
-        rounds: what this rank sends and receives, one after the other.
+        rounds: this rank's sends and receives, in order.
     """
 
     sent: Mapping[tuple[int, int], int]
@@ -57,7 +57,7 @@ class Refit:
 
     @property
     def bytes(self) -> int:
-        """Those of a run, over all ranks."""
+        """The bytes of a run, over all ranks."""
         return sum(self.sent.values())
 
     @property
@@ -67,10 +67,10 @@ class Refit:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Give the engine the weights that the trainer has now, cast to the engine's dtypes by the sender. To be called on all ranks.
+        """Give the engine the trainer's current weights, cast to the engine's dtypes by the sender. Call it on all ranks.
 
         Raises:
-            ValueError: a tensor of either side has another shape, dtype or placement than when `refit` was called.
+            ValueError: a tensor of either side has changed its shape, dtype or placement since `refit` was called.
         """
         side = self._side
         with all_or_none(None, "a refit"):
@@ -85,11 +85,11 @@ class Refit:
 
 @dataclass(frozen=True)
 class _Fill:
-    """A box of one of this rank's tensors of the engine, and what it is made of.
+    """A box of one of this rank's tensors of the engine, and its sources.
 
     Args:
-        number: of the tensor, among those of this rank.
-        pieces: where it is in this rank's part -> in the whole tensor.
+        number: the tensor's, among those of this rank.
+        pieces: place in this rank's part -> place in the whole tensor.
     """
 
     number: int
@@ -111,11 +111,11 @@ class _Fill:
 
 @dataclass(frozen=True)
 class _Side:
-    """The models of this rank, and what is read.
+    """The models of this rank, and the tensors that are read.
 
     Args:
-        described: the tensors of both when the slices were computed.
-        numbers: of the trainer's tensors: among those of this rank -> among those of the whole model.
+        described: the tensors of both models when the slices were computed.
+        numbers: the trainer's tensors: number on this rank -> number in the whole model.
     """
 
     models: tuple[Model, Model]
@@ -126,10 +126,10 @@ class _Side:
     place: torch.device
 
     def now(self) -> tuple[dict[int, Own], list[Own]]:
-        """The tensors that the models have now: `to` and optimizers may have replaced their memory.
+        """The current tensors of the models: `to` and optimizers may have replaced their memory.
 
         Raises:
-            ValueError: they are others.
+            ValueError: they differ from those described.
         """
         found = [own_of(model) for model in self.models]
         for model, then, own in zip(("trainer", "engine"), self.described, found, strict=True):
@@ -149,30 +149,30 @@ def refit(
     fused: Fused | None = None,
     round_bytes: int = 2**28,
 ) -> Refit:
-    """Compute once who sends which slice to whom, so that an inference engine gets a training model's weights at every step. To
-    be called on all ranks of the default process group, as is `run()` of the result.
+    """Compute once which rank sends which slice where, so that an inference engine gets a training model's weights at every step.
+    Call it, and `run()` of the result, on all ranks of the default process group.
 
-    Each rank of the engine receives what its plan puts there and it does not hold as a rank of the trainer, from one rank that
-    holds it, in the dtype of the engine if that is no larger: the bytes are the least that there are. No rank holds a whole
-    tensor unless its plan says so, or a conversion of transformers computes with a whole one. The two models may have other plans,
-    meshes, ranks, dtypes and classes: of two classes the names and layouts of the checkpoint are what both are matched by.
+    Each rank of the engine receives the parts that its plan gives it, except those that it holds as a rank of the trainer. Each
+    comes from one rank that holds it, in the engine's dtype if that is no larger: no fewer bytes are possible. No rank holds a
+    whole tensor unless its plan says so, or a conversion of transformers needs a whole one. The two models may differ in plans,
+    meshes, ranks, dtypes and classes: two classes are matched by the names and layouts of the checkpoint.
 
     Args:
-        trainer: what `apply_plan` returned, with memory; a model without a plan is whole on each rank that passes it; None on ranks
+        trainer: what `apply_plan` returned, with memory. A model without a plan is whole on each rank that passes it; None on ranks
             that do not train.
         engine: the model that gets the weights, in the same forms; None on ranks that have no part of it.
-        fused: a fused module of one side -> the modules of the other side whose rows it has, one after the other, as vLLM's
-            `packed_modules_mapping` has them: `{"qkv_proj": ("q_proj", "k_proj", "v_proj")}`.
-        round_bytes: the most that a rank sends or receives at once, and so the memory that a run needs beside the two models
-            (twice: what is sent and what is received).
+        fused: a fused module of one side -> the modules of the other side whose rows it has, in order, as in vLLM's
+            `packed_modules_mapping`: `{"qkv_proj": ("q_proj", "k_proj", "v_proj")}`.
+        round_bytes: the most bytes that a rank sends or receives at once. A run needs twice that memory (sent and received) besides
+            the two models.
 
     Returns:
-        A Refit: `run()` moves the weights, `bytes` and `bound` say how much that is.
+        A Refit: `run()` moves the weights; `bytes` and `bound` are their amounts.
 
     Raises:
         ValueError: no process group; no rank has a trainer or an engine; a model is on the meta device, has adapters, or differs
-            between ranks; the engine has tensors that the trainer has not, or in other shapes or of another kind, or ties what
-            the trainer has apart.
+                between ranks; the engine has tensors that the trainer lacks, or in other shapes or of another kind, or ties
+                tensors that the trainer has apart.
         RuntimeError: it failed on another rank. Every rank raises.
     """
     if not dist.is_initialized():
@@ -190,7 +190,7 @@ def refit(
             if not any(row[column] for row in rows):
                 raise ValueError(f"no rank has the {side}: write refit(trainer, engine) on the ranks that have it")
         wholes, arrived = merged([row[0] for row in rows]), Arrived()
-        # Of one class the names of both sides are the same; of two, those of the checkpoint, which the trainer knows.
+        # Two models of one class have the same names. Two classes are matched by the checkpoint's names, which the trainer knows.
         alike = len({row[column] for row in rows for column in (1, 2) if row[column]}) == 1
         sources, text = under_own_names(wholes, arrived), [b""]
         first = next(number for number, row in enumerate(rows) if row[1])
@@ -250,7 +250,7 @@ def _class_of(model: Model) -> str | None:
 
 
 def _kinds(own: Sequence[Own]) -> list[str]:
-    """The types of devices of tensors and of their meshes: FSDP2 may keep what a device computes with on the CPU."""
+    """The device types of tensors and of their meshes: FSDP2 may keep on the CPU what a device computes with."""
     meshes = [one.tensor.device_mesh.device_type for one in own if isinstance(one.tensor, DTensor)]
     return sorted({*meshes, *(one.tensor.device.type for one in own)})
 
@@ -264,7 +264,7 @@ def _fills(
     *,
     alike: bool,
 ) -> Iterator[_Fill]:
-    """What is read into each tensor of this rank's engine, in boxes of no more than `most` bytes."""
+    """What is read into each tensor of this rank's engine, in boxes of at most `most` bytes."""
     if engine is None:
         return
     found: dict[str, Lazy] = {}
@@ -315,7 +315,7 @@ def _check_fit(own: Own, present: Sequence[str], found: Mapping[str, Lazy]) -> N
 
 
 def _joined(sources: Mapping[str, Lazy], state: Mapping[str, Tensor], fused: Fused) -> dict[str, Lazy]:
-    """The engine's tensors whose rows the trainer has in several, and those whose rows are some of one."""
+    """The engine's tensors whose rows are in several tensors of the trainer, and those whose rows are part of one."""
     made: dict[str, Lazy] = {}
     for whole, parts in fused.items():
         for name in [*state, *sources]:
@@ -333,7 +333,7 @@ def _joined(sources: Mapping[str, Lazy], state: Mapping[str, Tensor], fused: Fus
 
 
 def _cut(place: Box, box: Box, most: int) -> Iterator[tuple[Box, Box]]:
-    """A box in halves of halves, until none has more elements than `most`."""
+    """A box halved repeatedly, until no piece has more than `most` elements."""
     dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > 1), None)
     if dim is None or elements(box) <= most:
         yield place, box

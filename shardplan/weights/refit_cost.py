@@ -1,4 +1,4 @@
-"""What a refit will send, told from two models without memory."""
+"""The bytes that a refit will send, computed from two models without memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .whole_tensors import Described, Want, merged, numbers_of, stored_parts
 
 
 def of_every_rank(model: nn.Module, ranks: int) -> list[list[Described]]:
-    """What each rank of a job holds of a planned model on the meta device, read off the plan of one rank."""
+    """What each rank of a job holds of a planned model on the meta device, computed from the plan on one rank."""
     (part,) = stored_parts(model)
     return [
         [(e.names, tuple(e.tensor.shape), e.tensor.dtype, ranges_of(e, part.packed, rank)) for e in part.entries]
@@ -28,8 +28,8 @@ def refit_bytes(
     """(source, destination) -> bytes of a refit between models of one class.
 
     Args:
-        first: the rank of the job that is the first of the engine's; the trainer's first is 0.
-        dtype: the engine's, of what is floating point.
+        first: the job's rank that is the engine's first; the trainer's first is 0.
+        dtype: the engine's floating-point dtype.
     """
     wholes = merged(trainer)
     number = numbers_of(wholes)

@@ -1,4 +1,4 @@
-"""A folder of safetensors files as the Hugging Face libraries write it: what is in it, checked before anything is read,
+"""A folder of safetensors files as the Hugging Face libraries write it: its content, checked before anything is read,
 and slices of its tensors."""
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 LONGEST = 200  # characters of a name in a message
-OPEN_FILES = 4  # the experts of one layer may be spread over some files
+OPEN_FILES = 4  # the experts of one layer may be spread over several files
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, not read.
+    """A tensor of a checkpoint, not read yet.
 
     Args:
-        written: what tells its file from one that takes its place.
+        written: distinguishes its file from one that replaces it.
     """
 
     name: str
@@ -54,13 +54,13 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name. The header of every file is read, and its length compared with the file's.
+    """The tensors of a checkpoint by name. Reads the header of every file, and compares its length with the file's.
 
     Raises:
-        RuntimeError: a save took its place meanwhile.
+        RuntimeError: a save replaced it meanwhile.
         FileNotFoundError: there is no such folder, no safetensors in it, or a file that its index names is missing.
-        ValueError: a file is damaged, a name has an absurd index, or the index names a file outside the folder or a tensor that
-            is not there.
+        ValueError: a file is damaged, a name has an absurd index, or the index names a file outside the folder or a missing
+            tensor.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -95,7 +95,7 @@ def _refuse_quantized(folder: Path) -> None:
 
 
 def _index(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor; None for a checkpoint in one file, which goes before an index, as in transformers."""
+    """The file of each tensor; None for a checkpoint in one file, which has priority over an index, as in transformers."""
     if (folder / ONE_FILE).is_file():
         return None
     if not (folder / INDEX).is_file():
@@ -129,7 +129,7 @@ def _header(path: Path) -> list[StoredTensor]:
     written = _written(path)
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is not a mapping
             kinds = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except SafetensorError as error:
         size = path.stat().st_size
@@ -148,7 +148,7 @@ def _header(path: Path) -> list[StoredTensor]:
 
 
 def _is_absurd(part: str) -> bool:
-    """Whether a part of a name looks like an index, but counts no layers or experts: transformers makes an integer of it."""
+    """Whether a part of a name looks like an index, but cannot be a layer's or an expert's: transformers converts it to an integer."""
     return part.isdigit() and not (part.isascii() and len(part) <= MAX_DIGITS)
 
 
@@ -162,7 +162,7 @@ def _replaced(folder: Path) -> str:
 
 
 class Reader:
-    """Reads boxes of stored tensors. A few files stay open; those that were not used for longest are closed."""
+    """Reads boxes of stored tensors. Keeps a few files open; closes the least recently used."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, Any] = OrderedDict()

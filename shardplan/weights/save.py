@@ -1,4 +1,4 @@
-"""From a planned model to a checkpoint in the Hugging Face layout, one parameter gathered at a time."""
+"""From a planned model to a checkpoint in the Hugging Face layout; one parameter is gathered at a time."""
 
 from __future__ import annotations
 
@@ -65,27 +65,27 @@ def save_checkpoint(
     overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> None:
-    """Write a planned model as `save_pretrained` writes the unsharded one. To be called on all ranks of the mesh.
+    """Write a planned model as `save_pretrained` writes the unsharded one. Call it on all ranks of the mesh.
 
     Parameters are gathered one at a time, and the mesh's first rank writes them: no rank holds the model, and only that
-    rank needs the disk. Names and layouts are those of the checkpoint that was loaded, else those of the model's type
-    (experts apart, tied weights once). It is written to a hidden folder beside and renamed at the end: until then an old
-    checkpoint of that name is whole, and there must be room for both. Of two jobs that save one folder, the one that
-    began last does; the other raises.
+    rank needs the disk. Names and layouts are those of the loaded checkpoint, else those of the model's type (experts
+    apart, tied weights once). Files go to a hidden folder next to `folder`, which is renamed at the end: until then an
+    old checkpoint is complete, and there must be room for both. If two jobs save one folder, the one that began last
+    succeeds; the other raises.
 
     Args:
         model: what `apply_plan` returned, with memory.
-        folder: the checkpoint; folders above it are made.
+        folder: the checkpoint; its parent folders are made.
         max_shard_size: bytes of one file, or with a unit ("5GB", "500MB"; "GiB" for powers of two); a larger tensor gets a
             file of its own.
-        dtype: what floating-point tensors are cast to; None is as they are.
-        overwrite: replace a checkpoint that is there. Files of it that are not written anew, such as a tokenizer's, are
+        dtype: floating-point tensors are cast to it; None: not cast.
+        overwrite: replace an existing checkpoint. Its files that are not written anew, such as a tokenizer's, are
             kept.
         progress: whether the first rank shows a bar on a terminal, or a function that every rank calls.
 
     Raises:
         ValueError: no plan was applied, the model is on the meta device or has adapters, the size cannot be read, or the
-            folder has files and `overwrite` is not given, or is no checkpoint.
+            folder has files and `overwrite` is not given or the folder is not a checkpoint.
         OSError: on the first rank: there is no room, or the disk fails.
         RuntimeError: another rank failed, or another job saves the folder. Every rank raises.
     """
@@ -133,7 +133,7 @@ def size_of(text: int | str) -> int:
     raise ValueError(f"max_shard_size must be a number of bytes or a text such as '5GB', not {text!r}")
 
 
-# What is written
+# The tensors to write
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Kept:
 
 
 class _Gathered:
-    """The tensors of a model, gathered when they are asked for."""
+    """The tensors of a model, gathered on demand."""
 
     def __init__(self, model: nn.Module, kept: Sequence[_Kept]):
         self.values: dict[str, Tensor] = {}
@@ -168,7 +168,7 @@ class _Gathered:
         return lambda box: self.values[name][tuple(slice(*one) for one in box)]
 
     def gather(self, name: str, keep: bool) -> None:
-        """Gather a tensor, a collective, and hold it where it is written."""
+        """Gather a tensor (a collective), and keep it on the rank that writes."""
         value = self.tensors[name].whole()
         if keep:
             assert value is not None, name
@@ -176,7 +176,7 @@ class _Gathered:
 
 
 def _kept(model: nn.Module | Pipeline) -> list[_Kept]:
-    """The tensors of a model that is in one part, or in stages (a collective over pp then)."""
+    """The tensors of a model in one part, or in stages (then a collective over pp)."""
     found = {stage: _own(part) for stage, part in _by_stage(model).items()}
     if not isinstance(model, Pipeline):
         (rows,) = found.values()
@@ -236,7 +236,7 @@ def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> 
 
 
 def _files(outputs: Sequence[_Output], limit: int) -> list[_File]:
-    """The outputs in files, in their order; within a file the largest elements first, so that all are aligned."""
+    """The outputs in files, in their order. Within a file the largest dtypes come first, so that all are aligned."""
     groups: list[list[_Output]] = [[]]
     filled = 0
     for one in outputs:
@@ -327,7 +327,7 @@ class _Writer:
         self._try(lambda: self._write(values.reshape(-1).view(torch.uint8).numpy().data))
 
     def _write(self, data: memoryview) -> None:
-        assert self.file is not None  # after one that could not be opened nothing is tried
+        assert self.file is not None  # nothing is tried after a file that could not be opened
         self.file.write(data)
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class _Writer:
 
 
 def _write_rest(model: nn.Module, files: Sequence[_File], folder: Path, dtype: torch.dtype | None) -> None:
-    """The index, where there are several files, and a transformers model's configuration."""
+    """Write the index, where there are several files, and a transformers model's configuration."""
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(one.bytes for file in files for one in file.outputs)},

@@ -1,4 +1,4 @@
-"""A folder that all ranks write into, and that is whole or not there."""
+"""A folder that all ranks write into, and that is complete or absent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .folders import begin, commit, saving
 
 @contextmanager
 def whole_folder(folder: Path, *, marks: tuple[str, ...], overwrite: bool = False) -> Iterator[Path]:
-    """A hidden folder for all ranks to write into, which gets the name `folder` at the end. Until then an old one of that name is
-    whole. Of two jobs that save one folder, the one that began last does.
+    """Make a hidden folder for all ranks to write into, renamed to `folder` at the end. Until then an old `folder` is complete.
+    If two jobs save one folder, the one that began last succeeds.
 
     Args:
         folder: on a disk that all ranks of the default process group see.
-        marks: names of files and folders, one of which an old folder must have to be overwritten. It has no other folders.
+        marks: names of files and folders. An old folder must have one of them to be overwritten, and no other subfolders.
         overwrite: `folder` may exist and have files.
 
     Raises:
-        ValueError: on the first rank: `folder` has files and `overwrite` is not given, or is no such folder.
+        ValueError: on the first rank: `folder` has files, and `overwrite` is not given or the folder has no mark.
         RuntimeError: another rank failed, or another job saves the folder. Every rank raises.
     """
     new: Path | None = None

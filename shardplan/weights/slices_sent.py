@@ -1,4 +1,4 @@
-"""Who sends which slices to whom, in rounds of bounded size."""
+"""Which rank sends which slices where, in rounds of bounded size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .lazy import Box
 from .whole_tensors import Arrived, Want, WholeTensor
 
-# What is read at once: each box, its dtype on the way, and who gives which part of it.
+# A unit is read at once: each box, its dtype when sent, and which rank gives which part of it.
 Unit = tuple[tuple[Want, torch.dtype, tuple[tuple[int, Box], ...]], ...]
 
 
@@ -26,7 +26,7 @@ def unit_of(wants: Sequence[Want], wholes: Sequence[WholeTensor], receiver: int,
 
 
 def narrower(given: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """In which dtype values are sent: the sender casts, where that does not make them larger."""
+    """The dtype in which values are sent: the sender casts if that does not make them larger."""
     return wanted if wanted.itemsize <= given.itemsize else given
 
 
@@ -35,7 +35,7 @@ def elements(box: Box) -> int:
 
 
 def amounts(unit: Unit, receiver: int) -> Counter[int]:
-    """Source -> bytes that it sends."""
+    """Source -> bytes that it sends for a unit."""
     found: Counter[int] = Counter()
     for _, dtype, parts in unit:
         for source, box in parts:
@@ -45,7 +45,7 @@ def amounts(unit: Unit, receiver: int) -> Counter[int]:
 
 
 def sent_by_pairs(asked: Mapping[int, Sequence[Unit]]) -> dict[tuple[int, int], int]:
-    """(source, destination) -> bytes, from what each destination asked for."""
+    """(source, destination) -> bytes, from the requests of each destination."""
     sent: Counter[tuple[int, int]] = Counter()
     for receiver, units in asked.items():
         for unit in units:
@@ -64,15 +64,15 @@ def busiest(sent: Mapping[tuple[int, int], int]) -> int:
 
 @dataclass
 class Round:
-    """What one rank does at once.
+    """The work of one rank in one round.
 
     Args:
         moves: whether any rank sends.
-        sends: destination -> the boxes that this rank holds, and their dtypes on the way.
+        sends: destination -> boxes that this rank holds, and their dtypes when sent.
         receives: source -> parts of boxes.
         own: parts of boxes that this rank holds itself.
-        units: the numbers of this rank's units that are then whole.
-        dtypes: of the boxes, on the way.
+        units: the numbers of this rank's units that are complete after it.
+        dtypes: the boxes' dtypes when sent.
     """
 
     moves: bool
@@ -84,8 +84,8 @@ class Round:
 
 
 def rounds_of(asked: Mapping[int, Sequence[Unit]], rank: int, limit: int) -> list[Round]:
-    """A rank's part of the rounds in which all receive what they asked for. No rank sends or receives more than the limit in a round,
-    but for a unit that is larger alone.
+    """A rank's part of the rounds in which all ranks receive what they asked for. In a round no rank sends or receives more than the
+    limit, except for a single unit that is larger.
 
     Args:
         asked: receiver -> its units.
@@ -138,12 +138,12 @@ def exchange(
     place: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Send and receive. A collective of all ranks of the group, where any moves.
+    """Send and receive. A collective of all ranks of the group, if any rank sends.
 
     Args:
-        take: a box of a tensor that this rank holds, by the tensor's number.
+        take: gives a box of a tensor that this rank holds, by the tensor's number.
         arrived: gets the boxes.
-        place: where tensors are on the way.
+        place: the device for tensors that are sent.
     """
     pieces: list[tuple[Want, Box, Tensor]] = [(want, box, take(want.key, box)) for want, box in one.own]
     if one.moves:
@@ -161,7 +161,7 @@ def exchange(
         for source in ranks:
             for want, box in one.receives.get(source, ()):
                 stop = position + elements(box) * one.dtypes[want].itemsize
-                # A copy begins where any dtype may.
+                # Copies are aligned for every dtype.
                 values = incoming[position:stop].clone().view(one.dtypes[want])
                 pieces.append((want, box, values.view([b - a for a, b in box])))
                 position = stop

@@ -1,5 +1,5 @@
-"""The optimizer state of pipeline stages, as a checkpoint of the whole model has it: a tied parameter once, under the name that
-the model's `named_parameters()` gives it, and the parameter groups of all stages together."""
+"""The optimizer state of pipeline stages in the form of the whole model's checkpoint: a tied parameter once, under its name in
+`named_parameters()` of the whole model, and the parameter groups of all stages together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = dict[str, Any]
 
 
 def aliases(pipeline: Pipeline) -> dict[str, str]:
-    """Each further name of a tied parameter -> the one that its state has in a checkpoint."""
+    """Further name of a tied parameter -> the name of its state in a checkpoint."""
     place = {name: i for i, name in enumerate(pipeline.names)}
     found: dict[str, str] = {}
     for tie in pipeline.ties:
@@ -25,7 +25,7 @@ def aliases(pipeline: Pipeline) -> dict[str, str]:
 
 
 def to_save(pipeline: Pipeline, moments: State) -> State:
-    """What this rank's optimizer has, for the checkpoint. A collective over pp."""
+    """This rank's optimizer state for the checkpoint. A collective over pp."""
     other = aliases(pipeline)
     state = {name: value for name, value in moments["state"].items() if name not in other}
     return {**moments, "state": state, "param_groups": _all_groups(pipeline, moments["param_groups"], other)}
@@ -43,7 +43,7 @@ def _all_groups(pipeline: Pipeline, groups: list[State], other: dict[str, str]) 
 
 
 def to_load(pipeline: Pipeline, moments: State) -> State:
-    """What is to be read for this rank: the state of a copy under the name that the checkpoint has."""
+    """What to read for this rank: a copy's state is under the name that the checkpoint has."""
     other = aliases(pipeline)
     state = {name: value for name, value in moments["state"].items() if name not in other}
     for name, value in moments["state"].items():
@@ -53,7 +53,7 @@ def to_load(pipeline: Pipeline, moments: State) -> State:
 
 
 def loaded(pipeline: Pipeline, moments: State, read: State) -> State:
-    """What was read, under the names of this rank.
+    """The state that was read, under this rank's names.
 
     Args:
         moments: this rank's, before `to_load`.
@@ -73,7 +73,7 @@ def loaded(pipeline: Pipeline, moments: State, read: State) -> State:
 
 
 def _copied(own: State, read: State) -> State:
-    """The values that were read, in this copy's tensors, which may be others."""
+    """The values that were read, in this copy's own tensors."""
     for name, value in own.items():
         if isinstance(value, Tensor) and value is not read[name]:
             value.copy_(read[name])

@@ -1,4 +1,4 @@
-"""The files of a training state, read as data: torch's own reader runs what is pickled in them."""
+"""The files of a training state, read as data: torch's own reader runs code that is pickled in them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _PUBLIC = (
     torch.Size,
 )
 _PRIVATE = ("stored_place", "stored_form", "layout_of")
-_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # of where it was written, which nobody reads
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # of the writer, which nobody reads
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote: a dict of numbers, texts, tensors, and lists and dicts of them.
+    """Read what `torch.save` wrote: a dict of numbers, texts, tensors, and lists and dicts of them.
 
     Raises:
         ValueError: it holds anything else, or is no such file.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what a pickle asks for can fail with any
+    except Exception as error:  # a pickle can raise any exception
         raise foreign(path, _first_line(error)) from error
     if not isinstance(found, dict):
         raise foreign(path, f"it holds a {type(found).__name__}")
@@ -53,18 +53,18 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def foreign(path: Path, why: str) -> ValueError:
-    """The error of a file that was not written for a training state."""
+    """The error for a file that is not part of a training state."""
     return ValueError(f"{path} is not what save_training_state writes: {why}")
 
 
 def check_metadata(folder: Path, files: Collection[str]) -> None:
-    """Look at what torch reads first: which file has which tensor.
+    """Check what torch reads first: which file has which tensor.
 
     Args:
-        files: that may be named.
+        files: the names that are allowed.
 
     Raises:
-        ValueError: it holds anything but the places of tensors, or names another file.
+        ValueError: it holds anything but the places of tensors, or names a file that is not allowed.
     """
     _check_places(folder, _metadata(folder), files)
 
@@ -80,7 +80,7 @@ class StateReader(FileSystemReader):
 
 
 class StatePlanner(DefaultLoadPlanner):
-    """torch's planner, which loads what is no tensor as `weights_only`."""
+    """torch's planner, which loads values other than tensors as `weights_only`."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -119,7 +119,7 @@ def _metadata(folder: Path) -> Metadata:
     try:
         with path.open("rb") as stream:
             found = _Unpickler(stream).load()
-    except Exception as error:  # a pickle can fail with any
+    except Exception as error:  # a pickle can raise any exception
         raise foreign(path, _first_line(error)) from error
     if not isinstance(found, Metadata):
         raise foreign(path, f"it holds a {type(found).__name__}")

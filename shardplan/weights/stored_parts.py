@@ -1,4 +1,4 @@
-"""What a rank has of a model: its parts, their tensors, and which indices of each whole tensor it holds."""
+"""A rank's parts of a model, their tensors, and which indices of each whole tensor it holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StoredPart:
     Args:
         outer: as `apply_plan` returned it.
         inner: without wrappers.
-        elsewhere: the tensors that other parts have, by name, without memory.
+        elsewhere: the tensors of other parts, by name, without memory.
         ties: the names of each parameter of the whole model that has several.
     """
 
@@ -36,7 +36,7 @@ class StoredPart:
 
     @property
     def entries(self) -> list[StateEntry]:
-        """Its tensors, each under all names that it has in the whole model; its own name comes first."""
+        """The part's tensors, each under all its names in the whole model; its own name comes first."""
         other = {name: tie for tie in self.ties for name in tie}
         return [
             StateEntry(

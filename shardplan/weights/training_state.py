@@ -30,7 +30,7 @@ from .stage_moments import loaded, to_load, to_save
 from .state_files import METADATA, StatePlanner, StateReader, check_metadata, foreign, read_file
 
 EXTRA, RANDOM, SCHEDULES = "extra.pt", "random.pt", "schedules.pt"
-_seen: dict[Path, str | None] = {}  # on the first rank: what it last saved or loaded at a place
+_seen: dict[Path, str | None] = {}  # on the first rank: what it last saved or loaded at a path
 
 
 def save_training_state(
@@ -42,25 +42,25 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a planned model, its optimizer, its schedules and the place of its random numbers, so that training can resume on any
-    mesh. Call it on all ranks.
+    """Write a planned model, its optimizer, its schedules and the positions of its random generators, so that training can resume
+    on any mesh. Call it on all ranks.
 
     Every rank writes its own part, into one folder that all ranks see. The files go to a hidden folder of this save alone, which is
-    renamed at the end: until then an old one of that name stays complete. Of two jobs that save one folder, the one that began
-    last does; the other raises.
+    renamed at the end: until then an old state stays complete. If two jobs save one folder, the one that began last succeeds; the
+    other raises.
 
     Args:
         optimizer: one, or several that together have the model's parameters, in any order.
-        schedulers: of these optimizers; the first rank's are saved.
+        schedulers: schedules of these optimizers; the first rank's are saved.
         extra: numbers, texts, tensors, and lists and dicts of them, such as the step; the first rank's are saved.
         overwrite: replace what `save_training_state` wrote there before.
 
     Raises:
-        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, a schedule is of another
-            optimizer, or the folder has files and `overwrite` is not given, or is no checkpoint.
+        ValueError: no plan was applied; the optimizer holds tensors that are not the model's parameters; a schedule is of another
+            optimizer; or the folder has files, and `overwrite` is not given or it is not a checkpoint.
         TypeError: `optimizer` or `schedulers` is something else.
-        RuntimeError: a rank failed, such as on a full disk, and is named with its error; or another job saves this folder, or has
-            saved it since this job last saved or loaded it. Every rank raises.
+        RuntimeError: a rank failed, for example on a full disk (the message names it and its error); or another job saves this
+            folder, or has saved it since this job last saved or loaded it. Every rank raises.
     """
     folder, first = Path(folder).resolve(), is_first(None)
     new: Path | None = None
@@ -74,7 +74,7 @@ def save_training_state(
                 _refuse_another(folder)
                 new = begin(folder, overwrite=overwrite, marks=(METADATA,))
                 stack.enter_context(saving(new, folder))
-                _refuse_another(folder)  # no other can save it from here on, unless it ends this save
+                _refuse_another(folder)  # no other job can save it from here on without ending this save
         new = of_first(new)
         weights, moments = get_state_dict(_named(model), optimizers)
         if isinstance(model, Pipeline):
@@ -104,7 +104,7 @@ def _write(files: SummedFiles, path: Path, content: dict[str, Any]) -> None:
 
 
 def _refuse_another(folder: Path) -> None:
-    """A job that was stopped, and goes on after another has taken its place, does not put its older state over the newer one."""
+    """Refuse to put an older state over a newer one: this job was stopped, and another took its place."""
     if folder in _seen and (found := identity(folder)) is not None and found != _seen[folder]:
         raise RuntimeError(
             f"{folder} is not what this job last saved or loaded there: another job has saved it since, and its state stays. "
@@ -119,12 +119,11 @@ def load_training_state(
     *,
     schedulers: LRScheduler | Sequence[LRScheduler] = (),
 ) -> dict[str, Any]:
-    """Read what `save_training_state` wrote, on any mesh, into a planned model with memory, its optimizer and its schedules. To be
-    called on all ranks.
+    """Read what `save_training_state` wrote on any mesh into a planned model with memory, its optimizer and its schedules. Call it
+    on all ranks.
 
-    Every file is compared with the checksum that was saved with it, each by one rank, before anything is changed. If reading
-    fails after that, model and optimizer hold parts of the checkpoint and are not to be used. The files are read as data: no code
-    that is pickled in one runs.
+    Before anything changes, every file is compared with its saved checksum, each by one rank. If reading fails after that, model
+    and optimizer are partly loaded and must not be used. The files are read as data: no pickled code runs.
 
     Args:
         optimizer, schedulers: one or several, as they were saved.
@@ -133,8 +132,8 @@ def load_training_state(
         What was saved as `extra`.
 
     Raises:
-        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, other schedules were
-            saved, or a file is not as it was written, or holds something else than `save_training_state` writes.
+        ValueError: no plan was applied; the optimizer holds tensors that are not the model's parameters; other schedules were
+            saved; or a file has changed since it was written, or holds something that `save_training_state` does not write.
         FileNotFoundError: the folder or a file of it is missing.
         TypeError: `optimizer` or `schedulers` is something else.
         RuntimeError: names or shapes do not fit, another rank failed, or another job saved the folder meanwhile. Every rank
@@ -203,7 +202,7 @@ def _schedulers(given: Any, optimizers: Sequence[Optimizer]) -> list[LRScheduler
 
 
 def _read_random(path: Path) -> dict[str, int] | None:
-    """The place of the random numbers, if it was saved."""
+    """The positions of the random generators, if they were saved."""
     if not path.is_file():
         return None
     found = read_file(path)
@@ -230,13 +229,13 @@ def _read_schedules(folder: Path, schedules: Sequence[LRScheduler]) -> list[tupl
 
 
 def _named(model: nn.Module | Pipeline) -> nn.Module:
-    """A module with the names of the whole model, as far as this rank has them."""
+    """A module with the names of the whole model, for the parts that this rank has."""
     return merged([without_wrapper(part) for part in model.parts]) if isinstance(model, Pipeline) else model
 
 
 @contextmanager
 def _named_rank(doing: str) -> Iterator[None]:
-    """torch collects the errors of all ranks, and raises them on each as something that `except Exception` misses."""
+    """Raise errors that `except Exception` catches: torch collects the errors of all ranks, and raises one that it misses."""
     try:
         yield
     except CheckpointException as error:

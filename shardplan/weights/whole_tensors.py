@@ -1,4 +1,4 @@
-"""The tensors of a model over the ranks of a job: which boxes of each every rank holds, and boxes that are there only after they were sent."""
+"""The tensors of a model over a job's ranks: which boxes each rank holds, and boxes that exist only after they were sent."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .stored_parts import StoredPart, part_of, ranges_of
 
 @dataclass(frozen=True)
 class Own:
-    """A tensor of a model, and what this rank holds of it.
+    """A tensor of a model, and this rank's part of it.
 
     Args:
-        names: several where it is tied.
+        names: several for a tied tensor.
         tensor: the parameter or buffer, which may be a DTensor.
-        ranges: in the whole tensor.
+        ranges: this rank's, in the whole tensor.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Own:
         return to_local_if_dtensor(self.tensor).detach()
 
     def take(self, box: Box) -> Tensor:
-        """A view of a box of the whole tensor, all of which this rank holds without a gap."""
+        """A view of a box of the whole tensor; this rank holds all of it without a gap."""
         for place, own in boxes_of(self.ranges):
             if box == overlap(box, own):
                 shift = [p[0] - o[0] for p, o in zip(place, own, strict=True)]
@@ -55,7 +55,7 @@ Described = tuple[tuple[str, ...], tuple[int, ...], torch.dtype, tuple[Ranges, .
 
 
 def stored_parts(model: nn.Module | Pipeline) -> list[StoredPart]:
-    """This rank's parts of a model, which may have no plan."""
+    """This rank's parts of a model, with or without a plan."""
     if isinstance(model, Pipeline):
         model.check_finished()
     elif not was_touched(model):
@@ -64,7 +64,7 @@ def stored_parts(model: nn.Module | Pipeline) -> list[StoredPart]:
 
 
 def own_of(model: nn.Module | Pipeline | None) -> list[Own]:
-    """This rank's tensors of a model, which may have no plan; nothing where the rank has no part of it.
+    """This rank's tensors of a model, with or without a plan; empty where the rank has no part of it.
 
     Raises:
         ValueError: one is on the meta device; the model has adapters.
@@ -91,7 +91,7 @@ class WholeTensor:
     holders: dict[tuple[Ranges, ...], list[int]] = field(default_factory=dict)
 
     def sources(self, box: Box, receiver: int, turn: int) -> tuple[tuple[int, Box], ...]:
-        """Who gives which part of a box: the receiver itself what it has, and else, of ranks that have the same, one by turns."""
+        """Which rank gives which part of a box: the receiver itself where it has it, else, by turns, one of the ranks that have it."""
         left, found = [box], []
         for ranges, ranks in sorted(self.holders.items(), key=lambda one: receiver not in one[1]):
             source = receiver if receiver in ranks else ranks[turn % len(ranks)]
@@ -112,7 +112,7 @@ class WholeTensor:
 
 
 def merged(ranks: Sequence[Sequence[Described]]) -> list[WholeTensor]:
-    """The tensors of the whole model, from what each rank has.
+    """The tensors of the whole model, from the descriptions of each rank.
 
     Raises:
         ValueError: a tensor has another shape or dtype on another rank.
@@ -132,7 +132,7 @@ def merged(ranks: Sequence[Sequence[Described]]) -> list[WholeTensor]:
 
 
 def numbers_of(wholes: Sequence[WholeTensor]) -> dict[str, int]:
-    """Each name of each tensor -> the tensor's number."""
+    """Name of a tensor -> its number. Every name of a tensor is there."""
     return {name: key for key, one in enumerate(wholes) for name in one.names}
 
 
@@ -142,7 +142,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, cut: Box) -> Iterator[Box]:
-    """What is left of a box without a box inside it."""
+    """The rest of a box without a box inside it."""
     for dim, ((start, stop), (first, last)) in enumerate(zip(box, cut, strict=True)):
         for side in ((start, first), (last, stop)):
             if side[0] < side[1]:
@@ -154,7 +154,7 @@ def without(box: Box, cut: Box) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class Want:
-    """A box of a whole tensor, by the tensor's number, and the dtype in which it is put down."""
+    """A box of a whole tensor, by the tensor's number, and the dtype of its destination."""
 
     key: int
     box: Box
@@ -163,7 +163,7 @@ class Want:
 
 @dataclass(eq=False)
 class Arrived:
-    """What is read of tensors that others hold: read into a tensor on the meta device it is noted, later it is there."""
+    """Reads of tensors that other ranks hold: a read into the meta device is recorded; a later read finds the box."""
 
     noted: dict[Want, None] = field(default_factory=dict)
     boxes: dict[Want, Tensor] = field(default_factory=dict)
@@ -176,7 +176,7 @@ class Arrived:
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere(Expression):
-    """A tensor that others hold."""
+    """A tensor that other ranks hold."""
 
     key: int
     arrived: Arrived
@@ -191,7 +191,7 @@ class Elsewhere(Expression):
 
 
 def under_own_names(wholes: Sequence[WholeTensor], arrived: Arrived) -> dict[str, Lazy]:
-    """Each tensor under each name that it has in its model."""
+    """Each tensor under each of its names in its model."""
     found: dict[str, Lazy] = {}
     for key, one in enumerate(wholes):
         found |= dict.fromkeys(one.names, _elsewhere(one, key, arrived))
@@ -205,7 +205,7 @@ def under_checkpoint_names(
 
     Args:
         model: without wrappers.
-        tied: whether a tied tensor is there under each of its names, or, as in a checkpoint, once.
+        tied: whether a tied tensor is there under each of its names, or once, as in a checkpoint.
     """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     found: dict[str, Lazy] = {}
