@@ -1,4 +1,4 @@
-"""Checks that all ranks are about to do the same."""
+"""Checks that all ranks are about to do the same thing."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ DIFFERENT = (
 
 
 class DifferentRanks(RuntimeError):
-    """The ranks are about to do different things, which all of them know."""
+    """The ranks are about to do different things; all of them know it."""
 
 
 class Agreement:
-    """What the ranks of a mesh agree on, while each prepares what it is about to do."""
+    """The points on which a mesh's ranks agree while each prepares its work."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self.said: list[str] = []
 
     def say(self, text: str) -> None:
-        """What this rank is about to do; compared with the other ranks' at the end."""
+        """State what this rank is about to do; it is compared with the other ranks' texts at the end."""
         self.said.append(text)
 
     def share(self, make: Callable[[], Result]) -> Result:
-        """What the mesh's first rank makes, on all ranks; an error of it too.
+        """Make a value on the mesh's first rank, and return it on all ranks. An error of the first rank is raised on all.
 
         Raises:
-            RuntimeError: a rank is not here: it failed before, or does something else.
+            RuntimeError: a rank is missing: it failed before, or does something else.
         """
         if not _all_equal("shared", self._mesh):
             raise DifferentRanks(DIFFERENT)
@@ -60,7 +60,7 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
     agreement = Agreement(mesh)
     try:
         yield agreement
-    except DifferentRanks:  # the others know
+    except DifferentRanks:  # the other ranks know
         raise
     except Exception as error:
         _all_equal(f"failed: {error}", mesh)
@@ -70,16 +70,16 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
 
 
 def on_first_rank(make: Callable[[], Result], mesh: DeviceMesh) -> Result:
-    """What a function returns on the mesh's first rank, on all ranks. What it raises is raised on all."""
+    """Call a function on the mesh's first rank, and return the result on all ranks. Its error is raised on all."""
     box: list[tuple[bool, Any]] = [(False, None)]
     if all(place == 0 for place in mesh.get_coordinate() or ()):
         try:
             box = [(True, make())]
         except PlanError as error:
             box = [(False, error)]
-        except Exception as error:  # what other code raises may not be sent as it is
+        except Exception as error:  # exceptions of other code may not be picklable
             box = [(False, RuntimeError(f"{type(error).__name__} on the first rank: {error}"))]
-    for axis in range(mesh.ndim):  # along one axis after the other
+    for axis in range(mesh.ndim):  # one axis after the other
         group = mesh.get_group(axis)
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     fine, result = box[0]
@@ -89,7 +89,7 @@ def on_first_rank(make: Callable[[], Result], mesh: DeviceMesh) -> Result:
 
 
 def intention(program: Program) -> str:
-    """A program, the parameters that it is for and the options that it is applied with, as text."""
+    """A program, its parameters and the options for applying it, as text."""
     resolved = program.resolved
     parameters = [f"{name} {p.shape} {p.dtype} {p.requires_grad}" for name, (_, p) in resolved.tree.parameters.items()]
     sections = (resolved.data_parallel, resolved.activation_checkpointing, resolved.compile)
@@ -104,7 +104,7 @@ def _all_equal(text: str, mesh: DeviceMesh) -> bool:
 
 
 def least(numbers: Sequence[int], mesh: DeviceMesh) -> list[int]:
-    """The smallest of each number over all ranks of a mesh. A collective on each axis."""
+    """The minimum of each number over all ranks of a mesh. A collective on each axis."""
     smallest = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))

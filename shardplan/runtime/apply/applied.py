@@ -38,14 +38,14 @@ class Applied:
 
     Args:
         program: the compiled plan.
-        diagnostics: the warnings it was compiled with.
+        diagnostics: the warnings from compiling it.
         steps: the phases that ran, in order.
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
-        mesh: what the plan was applied on.
+        mesh: the mesh that the plan was applied on.
         fused: the result of asynchronous tensor parallelism; None without it.
-        proof: how the plan is known to be right, in words, or why it is not proven.
-        derived: the plan, where `auto` derived it.
+        proof: in words, how the plan is known to be right, or why it is not proven.
+        derived: the plan, if `auto` derived it.
         streams: the random numbers that the model's modules draw; None where tp is 1, or they draw none.
     """
 
@@ -61,7 +61,7 @@ class Applied:
     derived: DerivedPlan | None = None
 
     def __str__(self) -> str:
-        """The receipt for a run's log: a line for each fact. The bytes are this rank's."""
+        """The receipt for a run's log: one fact a line. The bytes are this rank's."""
         resolved, sizes = self.program.resolved, self.mesh.sizes
         lines = [
             f"plan {resolved.plan.name} on {sizes.text() or 'one rank'}: {', '.join(self.steps) or 'nothing to do'}"
@@ -92,8 +92,8 @@ class Applied:
 
     @property
     def async_collectives(self) -> Mapping[str, Counter[str]]:
-        """The result of asynchronous tensor parallelism in the graphs compiled so far: the operators of
-        collectives "fused" with products, and the collectives "left" as they are.
+        """The result of asynchronous tensor parallelism in the graphs compiled so far: "fused" counts the operators of
+        collectives fused with products, "left" the unchanged collectives.
 
         Raises:
             ValueError: the plan does not use it, or no step has run yet.
@@ -105,7 +105,7 @@ class Applied:
         return {"fused": self.fused.fused, "left": self.fused.left}
 
     def seed(self, seed: int) -> None:
-        """Begin the model's random numbers anew. To be called on all ranks with the same seed; does nothing for a model that
+        """Restart the model's random numbers. Call it on all ranks with the same seed. It does nothing for a model that
         draws none under tensor parallelism."""
         if self.streams is not None:
             self.streams.seed, self.streams.calls = seed, 0
@@ -115,14 +115,14 @@ class Applied:
         reshard(self.model)
 
     def check_optimizer(self, optimizer: Optimizer, others: Iterable[Tensor] = ()) -> None:
-        """Check that the optimizer holds this model's parameters: one made before `apply_plan` updates
-        tensors that the model no longer has.
+        """Check that the optimizer holds this model's parameters: one made before `apply_plan` updates tensors that the
+        model no longer has.
 
         Args:
-            others: of the model's other parts.
+            others: tensors of the model's other parts.
 
         Raises:
-            ValueError: some of its tensors are not parameters of the model; says how many.
+            ValueError: some of its tensors are not parameters of the model; the message says how many.
         """
         reshard(self.model)
         alive = {id(p) for p in (*self.model.parameters(), *others)}
@@ -136,8 +136,8 @@ class Applied:
             )
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer as the plan's data-parallel backend needs it: the same object, with Megatron-FSDP made to work with
-        its wrapper, and otherwise as it was.
+        """Adapt the optimizer to the plan's data-parallel backend. Returns the same object; Megatron-FSDP adapts it to its
+        wrapper, other backends leave it unchanged.
 
         Raises:
             ValueError: the optimizer holds tensors that are not parameters of the model.
@@ -149,8 +149,8 @@ class Applied:
         return FUNCTIONS[section.backend].optimizer(optimizer)
 
     def keep_checkpoints_portable(self, optimizer: Optimizer, others: Sequence[Applied] = ()) -> None:
-        """Make the optimizer's state_dict use the original order of packed rows, as the model's does, so that a
-        checkpoint can be read at another tp; and its load_state_dict accept whole tensors and those of other meshes.
+        """Make the optimizer's state_dict write packed rows in the original order, as the model's does, so that another
+        tp can read the checkpoint; and make its load_state_dict accept whole tensors and those of other meshes.
 
         Args:
             others: the records of the model's other parts.
@@ -175,8 +175,8 @@ class AppliedParts:
     Args:
         title: the first line of its receipt.
         program: the compiled plan, of the whole model.
-        mesh: what it was applied on.
-        parts: what was done to each part of this rank.
+        mesh: the mesh that it was applied on.
+        parts: the record of each part of this rank.
     """
 
     title: str
@@ -185,7 +185,7 @@ class AppliedParts:
     parts: tuple[Applied, ...]
 
     def __str__(self) -> str:
-        """The receipt for a run's log: those of this rank's stages."""
+        """The receipt for a run's log: the receipts of this rank's stages."""
         return "\n".join([self.title, *map(str, self.parts)])
 
     @property
@@ -195,25 +195,25 @@ class AppliedParts:
 
     @property
     def proof(self) -> str:
-        """How the plan is known to be right, in words, or why it is not proven."""
+        """In words, how the plan is known to be right, or why it is not proven."""
         return self.parts[0].proof
 
     def seed(self, seed: int) -> None:
-        """As `Applied.seed`, of all parts."""
+        """`Applied.seed` of all parts."""
         for part in self.parts:
             part.seed(seed)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """As `Applied.check_optimizer`: the optimizer holds parameters of this rank's parts."""
+        """`Applied.check_optimizer` for the parameters of this rank's parts."""
         self.parts[0].check_optimizer(optimizer, self._others)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """As `Applied.wrap_optimizer`."""
+        """`Applied.wrap_optimizer`."""
         self.check_optimizer(optimizer)
         return optimizer  # the backends of pipeline stages need nothing
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
-        """As `Applied.keep_checkpoints_portable`."""
+        """`Applied.keep_checkpoints_portable`."""
         self.parts[0].keep_checkpoints_portable(optimizer, self.parts[1:])
 
     @property
@@ -224,8 +224,8 @@ class AppliedParts:
 
 
 def remember(record: Applied, model: nn.Module) -> None:
-    """Attach the record to the model, to the model inside it if peft wraps one, and to the wrapper around it if there is
-    one."""
+    """Attach the record to the model, to the model inside peft's wrapper if there is one, and to the wrapper around it
+    if there is one."""
     unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = record
     record.model.__dict__[_KEY] = record
 
@@ -249,7 +249,7 @@ def applied(model: nn.Module | Parted) -> Applied | AppliedParts: ...
 
 
 def applied(model: nn.Module | Parted) -> Applied | AppliedParts:
-    """What `apply_plan` did to a model, or to the stages of this rank.
+    """The record of what `apply_plan` did to a model, or to the stages of this rank.
 
     Raises:
         ValueError: no plan was applied, or applying it failed half-way.
@@ -266,18 +266,18 @@ def applied(model: nn.Module | Parted) -> Applied | AppliedParts:
 
 
 def was_touched(model: nn.Module) -> bool:
-    """Whether `apply_plan` has changed the model before, to the end or not."""
+    """Whether `apply_plan` has changed the model before, completely or not."""
     return _KEY in model.__dict__ or _KEY in unwrapped(model).__dict__
 
 
 @contextmanager
 def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
-    """Run the model, or all parts of a pipeline, with the tensor-parallel moves of the same plan: for evaluation and decoding, where
-    sequences have lengths that tp does not divide.
+    """Run the model, or all parts of a pipeline, with the tensor-parallel moves that the plan has without sequence parallelism: for
+    evaluation and decoding, where tp does not divide the length of sequences.
 
     Raises:
-        ValueError: no plan was applied to the model, it stores a packed parameter otherwise with sequence parallelism than without, or it
-            exchanges heads over cp.
+        ValueError: no plan was applied to the model; it stores a packed parameter differently with and without sequence parallelism; or
+            it exchanges heads over cp.
     """
     for record in map(applied, parts_of(model)):
         if record.program.exchanges_heads:

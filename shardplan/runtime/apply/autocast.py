@@ -16,7 +16,7 @@ ALLOWED = ("bfloat16", "float16")
 
 
 def read_dtype(dtype: torch.dtype | str | None, section: DataParallel | None) -> torch.dtype | None:
-    """The dtype that is asked for.
+    """The requested dtype.
 
     Raises:
         ValueError: autocast does not support it, or it differs from `mixed_precision.param` of the section.

@@ -1,4 +1,4 @@
-"""What each data-parallel backend does to a model. What is known about it is in its record, `shardplan.styles.backends`."""
+"""What each data-parallel backend does to a model. The facts about each are in `shardplan.styles.backends`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Functions:
     """The functions of a backend.
 
     Args:
-        model: (model, data-parallel mesh, section, names) -> what `apply_plan` returns: the model, or a wrapper around it.
-        optimizer: makes an optimizer work with the wrapper; it returns the same object.
+        model: (model, data-parallel mesh, section, names) -> the result of `apply_plan`: the model, or a wrapper around it.
+        optimizer: adapts an optimizer to the wrapper; returns the same object.
     """
 
     model: Callable[[nn.Module, DeviceMesh, DataParallel, Wrapped], nn.Module]

@@ -1,4 +1,4 @@
-"""A planned model that has no weights yet: its forward says which call gives it some."""
+"""A planned model without weights: its forward names the call that gives it some."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .watched import Looks, Watched
 
 
 def weights_are_there(watched: Watched) -> Looks:
-    """RuntimeError at a forward of the model, or of one of its FSDP2 units, as long as a parameter is on the meta device.
+    """Raise RuntimeError at a forward of the model, or of one of its FSDP2 units, while a parameter is on the meta device.
 
-    It is raised before FSDP2 looks at its parameters for the first time, so that the model can still be loaded.
+    It is raised before FSDP2 first looks at its parameters, so the model can still be loaded.
     """
     model, ready = watched.outer, False
     if not any(parameter.is_meta for parameter in model.parameters()):

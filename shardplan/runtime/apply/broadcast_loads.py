@@ -1,9 +1,9 @@
 """`set_model_state_dict(..., broadcast_from_rank0=True)` on packed parameters.
 
-torch.distributed.checkpoint writes a rank's rows of the whole tensor, which are in the original order, into the parameter itself, and
-hands that to `load_state_dict`. Only what was written tells such a parameter from one that the state on rank 0 did not have, or
-that a script passes as it is: those are in the stored order. Before it writes, torch asks the parameter's module for its
-`_fqn_modifiers` (the default of `StateDictOptions.dsd_fqn_modifiers`), and that is when the state is noted.
+torch.distributed.checkpoint writes a rank's rows of the whole tensor, in the original order, into the parameter itself, and passes
+that to `load_state_dict`. But a parameter that the state on rank 0 did not have, or that a script passes unchanged, is in the stored
+order; only the write tells the two apart. Before it writes, torch asks the parameter's module for its `_fqn_modifiers` (the default
+of `StateDictOptions.dsd_fqn_modifiers`); the state is noted at that moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ASKED, _NOTED = "_fqn_modifiers", "_shardplan_before_broadcast"
 
 
 def note_before_broadcasts(model: nn.Module, names: Collection[str]) -> None:
-    """Make the modules of packed parameters note what these hold when torch is about to write into them.
+    """Make the modules of packed parameters note the parameters' state just before torch writes into them.
 
     Args:
         names: the packed parameters.
@@ -39,14 +39,14 @@ def _note(owner: nn.Module, leaf: str, asked: Callable[[], Mapping[str, str]]) -
 
 
 def _writes(parameter: DTensor) -> int:
-    """How often the rank's part was written to."""
+    """The number of writes to the rank's part."""
     with torch.no_grad():
         return parameter.to_local()._version
 
 
 def as_loaded(owner: nn.Module, leaf: str, value: Tensor) -> Tensor | None:
-    """A value that `load_state_dict` was given for a packed parameter, with rows in the original order: another object where torch
-    wrote into the parameter itself; None where that was to be loaded and is there already."""
+    """A value passed to `load_state_dict` for a packed parameter, with rows in the original order. Another object where torch
+    wrote into the parameter itself; None where the parameter was passed unchanged."""
     parameter, before = owner.__dict__.get(_NOTED, {}).pop(leaf, (None, 0))
     if parameter is not value:
         return value

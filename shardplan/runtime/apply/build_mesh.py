@@ -1,4 +1,4 @@
-"""Making a mesh from sizes, of which one may be inferred."""
+"""Making a mesh from sizes; one size may be inferred."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def build_mesh(
     pp: int | None = 1,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """A mesh over all ranks, with the axes that plans are applied on: pp, dp_replicate, dp_shard, cp, tp, in this order.
+    """Make a mesh over all ranks, with the axes that plans are applied on: pp, dp_replicate, dp_shard, cp, tp, in this order.
 
-    The axes dp_shard and tp are always there, the others where they are larger than one. The axis ep is none of them: it is a
-    view of dp_shard x cp x tp, the innermost ranks of them. The mesh carries its size to `apply_plan`; slices of the mesh do not.
+    dp_shard and tp are always there, the other axes where they are larger than one. ep is not one of them: it is a view of the
+    innermost ranks of dp_shard x cp x tp. The mesh carries its size to `apply_plan`; slices of the mesh do not.
 
     Args:
-        dp_shard, tp, dp_replicate, cp, pp: the sizes; pp is the number of ranks that a pipeline's stages are on.
-            At most one may be None (or 0, or below): what the others leave of the
-            world size.
-        ep: over how many ranks experts are distributed. It divides dp_shard x cp x tp, and it divides tp or tp divides it.
+        dp_shard, tp, dp_replicate, cp, pp: the sizes; pp is the number of ranks for a pipeline's stages. At most one may
+            be None (or 0, or below): it gets what the others leave of the world size.
+        ep: the number of ranks over which experts are distributed. It divides dp_shard x cp x tp; and it divides tp, or tp
+            divides it.
         device_type: "cuda" or "cpu"; None follows the process group's backend.
 
     Raises:
         ValueError: no process group; several sizes to infer; the sizes do not multiply to the world size; ep does not fit.
-        TypeError: a size that is no whole number.
+        TypeError: a size is not a whole number.
     """
     if not dist.is_initialized():
         raise ValueError(
             "there is no process group: call torch.distributed.init_process_group() first, in processes that torchrun starts"
         )
-    stages = {Axis.PP: 1 if pp is None else pp}  # never what the others leave: a number of stages is a choice
+    stages = {Axis.PP: 1 if pp is None else pp}  # never inferred: a number of stages is a choice
     given: dict[Axis, int | None] = {**stages, **dict(zip(APPLIED, (dp_replicate, dp_shard, cp, tp), strict=True))}
     sizes = _inferred(given, dist.get_world_size())
     _check_type(Axis.EP, ep)

@@ -14,7 +14,7 @@ from shardplan.runtime.parallel.forward import Around, wrap_forward
 from shardplan.runtime.parallel.regime import Regime
 from shardplan.runtime.parallel.selective import keep_products
 
-# What `checkpoint` is given besides use_reentrant.
+# The arguments of `checkpoint` besides use_reentrant.
 MODES: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": keep_products}}
 
 
@@ -32,12 +32,12 @@ def checkpoint_modules(
     compiled: Container[str],
     regime: Regime | None = None,
 ) -> None:
-    """Recompute the named modules' activations in backward: all of them, or all but what the mode keeps.
+    """Recompute the named modules' activations in backward: all of them, or all except those that the mode keeps.
 
     Args:
-        compiled: the modules whose forward is compiled. In "selective" mode nothing is put around these: the compiler's
-            partitioner keeps products and collectives, and computes the rest again (docs/decisions/0024).
-        regime: of a model whose parts may be called with other moves than those of the plan's overlays.
+        compiled: the modules whose forward is compiled. In "selective" mode these are not wrapped: the compiler's
+            partitioner keeps products and collectives, and recomputes the rest (docs/decisions/0024).
+        regime: for a model whose parts may be called with other moves than those of the plan's overlays.
     """
     for name in names:
         if section.mode == "full" or name not in compiled:

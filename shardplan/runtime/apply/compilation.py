@@ -1,4 +1,4 @@
-"""Per-module torch.compile of a module's forward: hooks (block inputs of the block, FSDP2) stay outside the graph."""
+"""torch.compile of each module's forward: hooks (block inputs of the block, FSDP2) stay outside the graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASYNC_DEVICES = ("cuda",)
 
 
 class Compiled:
-    """Around a module's forward: the same forward, compiled at its first call."""
+    """Wraps a module's forward: compiles it at its first call."""
 
     def __init__(self, section: Compile, backend: str | Inductor):
         self.fullgraph, self.backend = section.fullgraph, backend
@@ -39,10 +39,10 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
         tp: the one-dimensional tp mesh, if there is one.
 
     Returns:
-        What was fused, known once the modules have run; None without asynchronous tensor parallelism.
+        The fused operators, known once the modules have run; None without asynchronous tensor parallelism.
 
     Raises:
-        ValueError: asynchronous tensor parallelism on devices without it.
+        ValueError: asynchronous tensor parallelism on devices that do not support it.
     """
     fused = None
     if section.async_tensor_parallel:
@@ -54,7 +54,7 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
         model.register_forward_hook(_warn_once(fused))
     backend = Inductor(fused) if tp is not None and section.backend == "inductor" else section.backend
     for name in names:
-        # The graph of a block gets its parameters as plain tensors: they are read around it.
+        # A block's graph gets its parameters as plain tensors: they are read outside of it.
         wrap_forward(model.get_submodule(name), Compiled(section, backend), inside=Reads)
     return fused
 

@@ -1,4 +1,4 @@
-"""What no step may change, checked after each that does something: the names of modules and parameters, and which are trained."""
+"""What no step may change, checked after each step that does something: the names of modules and parameters, and which are trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Names:
 
 
 def names_of(model: nn.Module) -> Names:
-    """The names as they are now."""
+    """The current names."""
     modules: list[tuple[str, nn.Module]] = []
     pending = [("", model)]
     while pending:  # named_modules() would take several times as long: its generators are nested

@@ -1,4 +1,4 @@
-"""The first step of a model's optimizers: those that were made before a plan was applied hold parameters that it no longer has."""
+"""The first step of a model's optimizers: optimizers made before a plan was applied hold parameters that the model no longer has."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ SHOWN = 3
 
 
 class Originals:
-    """The parameters that a model has before a plan is applied to it, by name. They are not kept alive."""
+    """A model's parameters before a plan is applied to it, by name. They are not kept alive."""
 
     def __init__(self, model: nn.Module):
         self.names = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
 
     def refuse_optimizers(self, model: nn.Module | Parted) -> None:
-        """Make the first step of an optimizer that holds a replaced parameter, or that cannot step the new ones, raise ValueError, before
-        it changes anything.
+        """Make the first step of an optimizer raise ValueError before it changes anything, if the optimizer holds a replaced parameter or
+        cannot step the new ones.
 
-        torch calls the hook for the optimizers of all models; those that hold no parameter of this one pass. The hook goes once
-        optimizers of all trained parameters have stepped, or with the model.
+        torch calls the hook for the optimizers of all models; those without a parameter of this one pass. The hook is removed
+        once optimizers of all trained parameters have stepped, or with the model.
 
         Args:
             model: the same one, after the plan was applied.
         """
         for parameter in _parameters(model):
-            self.names.pop(parameter, None)  # no weak reference may stay on it: torch moves such a tensor nowhere
+            self.names.pop(parameter, None)  # no weak reference may remain: torch does not move a tensor that has one
         if not self.names and not any(isinstance(p, DTensor) for p in _parameters(model)):
             return
         replaced, planned = self.names, weakref.ref(model)
@@ -49,7 +49,7 @@ class Originals:
                 refuse_unfit(optimizer)
                 waiting.difference_update(own)
             if planned() is None or not waiting:
-                # torch is in the middle of its list of hooks here: they are removed after the step.
+                # torch iterates over its list of hooks here: they are removed after the step.
                 optimizer.register_step_post_hook(lambda *_: handle.remove())
 
         handle = register_optimizer_step_pre_hook(check)

@@ -1,4 +1,4 @@
-"""The ep axis of a mesh: a view of its dp_shard x cp x tp, the innermost ranks of them."""
+"""The ep axis of a mesh: a view of the innermost ranks of dp_shard x cp x tp."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.core.mesh import VIEWED, Axis, MeshSizes
 from shardplan.runtime.parallel.process_groups import flatten, unflatten
 
-EP, EP_SHARD = "ep", "ep_shard"  # the names of the view's axes, as NeMo Automodel and torchtitan have them
+EP, EP_SHARD = "ep", "ep_shard"  # the names of the view's axes, as in NeMo Automodel and torchtitan
 # On a DeviceMesh, which hashes by value: two meshes with the same ranks may have different ep. Slices do not have them.
 _SIZE = "_shardplan_ep"
 _VIEWS = "_shardplan_expert_views"
 
 
 def note_ep(mesh: DeviceMesh, ep: int) -> None:
-    """Let `ep_of` know the size of ep that a mesh was made for."""
+    """Tell `ep_of` the size of ep that a mesh was made for."""
     setattr(mesh, _SIZE, ep)
 
 
@@ -25,7 +25,7 @@ def ep_of(mesh: DeviceMesh, ep: int | None) -> int:
     """The size of the ep axis: as given, as `build_mesh` noted it, or 1.
 
     Raises:
-        ValueError: both, and they differ.
+        ValueError: both are given, and they differ.
     """
     noted = getattr(mesh, _SIZE, None)
     if ep is not None and noted not in (None, ep):
@@ -37,7 +37,7 @@ def ep_of(mesh: DeviceMesh, ep: int | None) -> int:
 
 def expert_view(mesh: DeviceMesh, names: Mapping[Axis, str], sizes: MeshSizes) -> DeviceMesh:
     """[dp_replicate,] ep_shard, ep over the mesh's ranks, and a tp axis of size 1 where the mesh has none. Made once for a mesh,
-    because it makes process groups: by all ranks at the same time."""
+    by all ranks at the same time, because it makes process groups."""
     views: dict[Any, DeviceMesh] = mesh.__dict__.setdefault(_VIEWS, {})
     axes = tuple(names[axis] for axis in (Axis.DP_REPLICATE, *VIEWED) if axis in names)
     key = (axes, sizes.ep)

@@ -1,4 +1,4 @@
-"""Modules of experts that are distributed over ep: FSDP2 units of their own, over a mesh of their own."""
+"""Modules of experts that are distributed over ep: separate FSDP2 units, over a separate mesh."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .plan_mesh import PlanMesh
 
 
 def check_experts(mesh: PlanMesh, program: Program) -> None:
-    """Raise ValueError where the experts' gradients would not be averaged as the others are: no data-parallel section with a
-    backend that can, a parameter that it leaves alone, or one of the stacks that is not distributed beside others that are."""
+    """Raise ValueError where the experts' gradients would not be averaged like the others: the plan has no data-parallel section
+    with a capable backend, the section ignores a parameter, or one stack of a module is not distributed while others are."""
     resolved, sizes = program.resolved, mesh.sizes
     if not program.experts:
         return
@@ -66,7 +66,7 @@ def _left_whole(program: Program) -> list[str]:
 
 
 def _parameters(program: Program) -> list[str]:
-    """Of all modules of experts, with what is below them."""
+    """The parameters of all modules of experts, and of the modules in them."""
     starts = tuple(f"{name}." for name in program.experts)
     return [name for name in program.resolved.tree.parameters if name.startswith(starts)]
 
@@ -76,7 +76,7 @@ def _trained(program: Program, name: str) -> bool:
 
 
 def placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """The dim along which FSDP2 shards a stack of experts over so many ranks, by `expert_dim`.
+    """A function that says along which dim FSDP2 shards a stack of experts over this number of ranks, by `expert_dim`.
 
     The function raises ValueError for a stack without such a dim.
     """

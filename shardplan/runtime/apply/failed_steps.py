@@ -1,4 +1,4 @@
-"""A step of applying a plan that fails on some rank: all ranks learn of it, and the model runs no longer."""
+"""A step of applying a plan that fails on some rank: all ranks learn of it, and the model cannot run any more."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OtherRankFailed(RuntimeError):
 
 
 class Ranks:
-    """The ranks that apply a plan. They compare between two steps, and before each communication within a step, whether all
-    of them go on. So a rank that fails is waited for by nobody.
+    """The ranks that apply a plan. Between two steps, and before each communication within a step, they compare whether all
+    continue. So no rank waits for one that failed.
 
     Args:
-        mesh: whose ranks; None: a failure is nobody else's concern, and nothing is communicated.
+        mesh: the mesh of the ranks; None: a failure concerns no other rank, and nothing is communicated.
     """
 
     def __init__(self, mesh: DeviceMesh | None):
@@ -30,7 +30,7 @@ class Ranks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step, which every rank ends, or none.
+        """One step: every rank completes it, or none does.
 
         Raises:
             OtherRankFailed: it failed on another rank. The rank that failed raises its own error.
@@ -48,10 +48,10 @@ class Ranks:
         self.go_on()
 
     def go_on(self) -> None:
-        """Go on, if all ranks do. A collective.
+        """Continue, if all ranks do. A collective.
 
         Raises:
-            OtherRankFailed: another rank failed; names the first one.
+            OtherRankFailed: another rank failed; the message names the first one.
         """
         first = self._first_failed(here=False)
         if first is not None:
@@ -69,7 +69,7 @@ ALONE = Ranks(None)
 
 
 def refuse_forwards(model: nn.Module, step: str) -> None:
-    """Make every module of the model raise RuntimeError when it is called: some of them are sharded, others are not."""
+    """Make every module of the model raise RuntimeError when called: some are sharded, others are not."""
 
     def refuse(module: nn.Module, args: Any) -> None:
         raise RuntimeError(f"this model is unusable: applying a plan failed in the step {step!r}; build it again")

@@ -22,9 +22,9 @@ from .wrapped import Wrapped
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
-    """Shard the units, inner ones first, then the root, which keeps what belongs to no unit; then the experts that are distributed:
-    what all experts of a module share belongs to the unit around it. Scalars belong to none (`parallel.whole_scalars`). Returns the
-    same model.
+    """Shard the units, inner ones first; then the root, which keeps the parameters of no unit; then the distributed experts: what
+    all experts of a module share belongs to the unit around it. Scalars belong to none (`parallel.whole_scalars`). Returns the same
+    model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
@@ -48,8 +48,8 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
 
 
 def _keep_class_names(model: nn.Module) -> None:
-    """FSDP2 gives a unit a class of its own, made of FSDPModule and the module's. transformers finds what a class records
-    (`output_hidden_states`, which a tower's reader needs) by its qualified name, so that stays the module's."""
+    """Keep the qualified class names. FSDP2 gives a unit a new class, made of FSDPModule and the module's. transformers
+    finds what a class records (`output_hidden_states`, which a tower's reader needs) by its qualified name."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             own, original = type(module), type(module).__bases__[-1]
@@ -66,7 +66,7 @@ def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParalle
 
 
 def _holds_fused_head(wrapped: Wrapped, name: str) -> bool:
-    """Whether a loss reads parameters of the unit when its forward has ended; backward begins with them."""
+    """Whether a loss reads parameters of the unit after its forward has ended; backward begins with them."""
     return any(head == name or name in ancestors(head) for head in wrapped.fused_heads)
 
 
@@ -92,7 +92,7 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
 
 def _of_experts(options: dict[str, Any], section: DataParallel, wrapped: Wrapped, name: str) -> dict[str, Any]:
     """The arguments of `fully_shard` for a module of experts. Where the plan does not have it as a unit, its inputs keep their
-    dtypes, as they would if it were none: the weights of the routes may be in float32."""
+    dtypes, as without a unit: the weights of the routes may be in float32."""
     mesh = wrapped.experts_mesh
     assert mesh is not None, wrapped.experts
     policy = _unit_policy(section)
@@ -103,7 +103,7 @@ def _of_experts(options: dict[str, Any], section: DataParallel, wrapped: Wrapped
 
 
 def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set[nn.Parameter]:
-    """The parameters that FSDP2 does not manage, on the mesh's device, where it would put the others."""
+    """The parameters that FSDP2 does not manage, moved to the mesh's device as FSDP2 moves the others."""
     parameters = {model.get_parameter(name) for name in names}
     for parameter in parameters:
         if not parameter.is_meta and parameter.device.type != mesh.device_type:
@@ -112,7 +112,7 @@ def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the sharded parameters back: FSDP2 leaves gathered ones in their place after a forward without a backward."""
+    """Put the sharded parameters back: after a forward without a backward FSDP2 leaves gathered ones in the model."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -123,7 +123,7 @@ def _reshard(section: DataParallel, last: bool) -> bool | int:
 
 
 def dtype_of(section: MixedPrecision | None) -> torch.dtype | None:
-    """What FSDP2 casts the parameters to that it gathers; None: they keep theirs."""
+    """The dtype to which FSDP2 casts the parameters that it gathers; None: their own."""
     return None if section is None else _dtype(section.param)
 
 
@@ -153,7 +153,7 @@ def _unit(model: nn.Module, name: str) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch | None) -> None:
-    """Set how many units are gathered ahead; each is gathered with the parts and the experts inside it."""
+    """Set how many units are gathered ahead. Each unit is gathered with the parts and the experts inside it."""
     if prefetch is None:
         return
     parts = dict.fromkeys((*wrapped.parts, *(name for name in wrapped.experts if name not in wrapped.units)))
@@ -165,13 +165,13 @@ def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch | None) -> 
             unit.set_modules_to_forward_prefetch([m for group in groups[i + 1 : i + 1 + ahead] for m in group])
         if (ahead := prefetch.backward) is not None:
             before = [m for group in reversed(groups[max(0, i - ahead) : i]) for m in group]
-            # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
+            # To gather nothing ahead, pass the unit itself, which is already gathered: for an empty list FSDP2 decides itself.
             unit.set_modules_to_backward_prefetch(before or [unit])
 
 
 def gather_once(model: nn.Module) -> None:
-    """Gather the parameters of each unit, and free them: FSDP2 keeps the tensors that it gathers into, and makes them in the first
-    forward otherwise."""
+    """Gather the parameters of each unit once, and free them: FSDP2 keeps the tensors that it gathers into, and would otherwise
+    make them in the first forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

@@ -1,4 +1,4 @@
-"""What watches the forwards of a planned model (docs/decisions/0045): one table, and one hook in front of each watched module."""
+"""The guards that watch the forwards of a planned model (docs/decisions/0045): one table, and one hook before each watched module."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Guard:
     """A row of the table.
 
     Args:
-        looks: a watched model -> in front of which modules it looks, and how; nothing where there is nothing to look for.
-        of: what it is attached to: every program that is applied, those of proofs too; or the stages of a pipeline and whole models
-            that users train; or these models alone.
-        some: it looks at the forwards 1, 2, 4, ..., 512 and every 1,000th, and not at all of them.
-        compares: ranks compare: with `check_inputs` alone.
-        alone: it is a hook of its own, not one of those in front of a module: it may change the arguments, and hundreds of modules have one.
-        in_graphs: it looks while a forward is compiled too, and what it reads becomes a part of the graph's conditions.
+        looks: a watched model -> the modules before which it looks, and how; empty where there is nothing to look for.
+        of: what it is attached to: "program": every applied program, also in proofs; "stage": the stages of a pipeline and whole models that
+            users train; "model": such whole models alone.
+        some: it looks only at the forwards 1, 2, 4, ..., 512 and every 1,000th.
+        compares: ranks compare; only with `check_inputs`.
+        alone: it is a hook of its own, not part of the hook before a module: it may change the arguments, and hundreds of modules have one.
+        in_graphs: it looks also while a forward is compiled; what it reads becomes part of the graph's guards.
     """
 
     looks: Callable[[Watched], Looks]
@@ -55,10 +55,10 @@ def _put_right(watched: Watched) -> Looks:
     return {root: lambda module, args, kwargs: put_right(root)} if isinstance(root, FSDPModule) else {}
 
 
-# In the order in which they look. Calls that are refused whatever ranks hold come first. Then what makes comparing senseless: weights
-# that are not there. Then what ranks compare; of these the inputs are last, as the others name what is wrong for all inputs. FSDP2's state
-# is put right when nothing else raises, right before its own hooks, which are behind all of these: their collectives would not match, and
-# FSDP2 fixes its state in its first forward, also in one that fails.
+# In the order of looking. First the calls that are refused whatever ranks hold. Then missing weights, without which comparing makes no
+# sense. Then the comparisons between ranks; the inputs come last, as the others name errors of all inputs. FSDP2's state is put right if
+# nothing else raises, right before FSDP2's own hooks, which run after all of these: otherwise their collectives would not match; and FSDP2
+# fixes its state in its first forward, even in one that fails.
 GUARDS: tuple[Guard, ...] = (
     Guard(no_attention_maps, "program", in_graphs=True),
     Guard(no_whole_labels, "program", in_graphs=True),
@@ -75,7 +75,7 @@ GUARDS: tuple[Guard, ...] = (
 
 
 def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
-    """Attach the guards to a model that a plan was applied to, let its ranks sample together, and look at what losses are means over.
+    """Attach the guards to a model that a plan was applied to, let its ranks sample together, and watch what its losses are means over.
 
     Args:
         compare: compare the inputs of tp ranks, the kinds of inputs and the labels of data-parallel ranks, and the weights of replicas.
@@ -88,7 +88,7 @@ def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
                     module.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
                 else:
                     found[module].append((one, look))
-    for module, looking in found.items():  # behind those that are alone, so that it runs in front of them
+    for module, looking in found.items():  # registered after the hooks that are alone, so that it runs before them
         _watch(module, looking)
     if kind == "model" and watched.mesh.tp is not None and watched.mesh.tp_size > 1:
         sample_alike(watched.inner, watched.mesh.tp)
@@ -99,7 +99,7 @@ def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
 
 
 def _watch(module: nn.Module, looking: Sequence[tuple[Guard, Look]]) -> None:
-    """Call all that look in front of a module's forward; the hook goes with the last of them."""
+    """Call all guards of a module before its forward; the hook is removed with the last of them."""
     always = [look for one, look in looking if one.in_graphs]
     others = [(one.some, look) for one, look in looking if not one.in_graphs]
     count = 0

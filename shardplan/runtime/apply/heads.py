@@ -1,4 +1,4 @@
-"""Losses for models whose logits stay split over the vocabulary, or are made by the loss."""
+"""Losses for models whose logits stay split over the vocabulary, or are computed by the loss."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
 
 
 def use_sharded_loss(model: nn.Module, program: Program) -> None:
-    """Give a transformers model a loss on split logits, so that `labels=` keeps working. A model without a
-    `loss_function` computes its own loss on the DTensor. Fused logits need none: they are what torch's cross-entropy takes."""
+    """Give a transformers model a loss on split logits, so that `labels=` keeps working. A model without a `loss_function`
+    computes its own loss on the DTensor. Fused logits need none: torch's cross-entropy takes them."""
     if program.sharded_logits and hasattr(model, "loss_function"):
         model.loss_function = loss_of_model  # type: ignore[assignment]  # torch's types know tensors and modules alone
 
 
 class FusedHead:
-    """Around the forward of an output head, inside of all else: it makes no logits.
+    """Wraps the forward of an output head, inside of all other wrappers: it makes no logits.
 
     Args:
-        size: of the whole vocabulary.
-        mesh: that it is split over; None: it is whole.
+        size: the whole vocabulary's.
+        mesh: the mesh that splits it; None: it is whole.
     """
 
     uncompiled = "the loss makes the logits of a fused head"
@@ -41,13 +41,13 @@ class FusedHead:
 
 
 def fuse_heads(model: nn.Module, program: Program, mesh: DeviceMesh | None) -> bool:
-    """Let the loss make the logits of the heads that the program says.
+    """Let the loss compute the logits of the program's fused heads.
 
     Args:
-        mesh: of tp; None: of one rank.
+        mesh: the tp mesh; None: one rank.
 
     Raises:
-        ValueError: a head computes something else than torch's linear layer.
+        ValueError: a head does not compute torch's linear layer.
     """
     for name in program.fused_heads:
         one = program.modules[name]

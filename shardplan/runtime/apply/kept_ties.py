@@ -17,7 +17,7 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def restore_ties(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> None:
-    """Make each group one Parameter again: `parallelize_module` replaced its members one by one."""
+    """Make each group one Parameter again: `parallelize_module` replaced its members separately."""
     for first, *others in groups:
         kept = model.get_parameter(first)
         for name in others:

@@ -28,5 +28,5 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def undivided(function: Any) -> Any:
-    """A model's own loss function, also where one stands in its place that divides by the count of a step."""
+    """A model's own loss function, even if a function that divides by the count of a step has replaced it."""
     return getattr(function, "undivided", function)

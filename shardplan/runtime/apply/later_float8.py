@@ -1,5 +1,5 @@
-"""Linear layers that were made to compute in float8 after a plan was applied: refused, as they would meet this rank's part of a weight
-as if it were a whole one."""
+"""Refuses linear layers that were converted to float8 after a plan was applied: they would treat this rank's part of a weight as a
+whole weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .watched import Looks, Watched
 
 
 def no_later_float8(watched: Watched) -> Looks:
-    """RuntimeError where a layer was converted after the plan was applied."""
+    """Raise RuntimeError where a layer was converted after the plan was applied."""
     known = {id(module) for module in watched.outer.modules() if is_float8(module)}
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,5 +1,5 @@
-"""Hooks on parameters that FSDP2 shards: `register_hook` belongs to a tensor that autograd gives a gradient, which is the gathered one.
-FSDP2 sets the gradient of the sharded one itself, so the hook would never run: registering it is refused."""
+"""Hooks on parameters that FSDP2 shards: autograd runs a hook of `register_hook` for the tensor that it gives a gradient, the gathered
+one. FSDP2 sets the sharded tensor's gradient itself, so its hook would never run: registering it is refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .marked_parameters import mark_parameters
 
 
 def refuse_later_hooks(model: nn.Module) -> None:
-    """Make `register_hook` of the parameters that FSDP2 shards raise RuntimeError, with what to write instead."""
+    """Make `register_hook` of the parameters that FSDP2 shards raise RuntimeError; the message says what to write instead."""
     units = units_of(model.modules())
     sharded = {id(p.sharded_param) for unit in units for found in unit.groups for p in found.group.fsdp_params}
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in sharded]
     by_identity = {id(parameter): name for name, parameter in mark_parameters(model, names, _mark).items()}
-    # After a forward, the gathered parameters of the root and of units that stay gathered are in the model.
+    # After a forward, the model has the gathered parameters of the root and of units that stay gathered.
     kept = [cast(nn.Module, u.module) for u in units if any(f.after_forward is None for f in u.groups)]
     when_gathered({model, *kept}, lambda parameter: partial(_mark, by_identity[id(parameter)]))
 

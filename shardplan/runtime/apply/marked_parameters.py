@@ -1,5 +1,5 @@
-"""Attributes of parameter objects that refuse a call of them. What makes other objects of a parameter sets the attribute anew: `_apply`
-(`to`, `to_empty`) and `load_state_dict(assign=True)`; of FSDP2, where it gathers, see `fsdp_units.when_gathered`."""
+"""Attributes of parameter objects that refuse a call. They are set anew by whatever makes new parameter objects: `_apply` (`to`,
+`to_empty`) and `load_state_dict(assign=True)`. For FSDP2, which gathers, see `fsdp_units.when_gathered`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mark = Callable[[str, Tensor], None]
 
 
 def mark_parameters(model: nn.Module, names: Collection[str], mark: Mark) -> dict[str, Tensor]:
-    """Set an attribute of DTensor parameters, now and whenever other objects take their places. Returns the objects of now, by name.
+    """Set an attribute of DTensor parameters, now and whenever other objects replace them. Returns the current objects by name.
 
     Args:
         mark: (name, parameter) -> None; sets it.

@@ -13,7 +13,7 @@ from shardplan.core.sections import DataParallel, MegatronFSDP
 
 from .wrapped import Wrapped
 
-# Our names for arguments that have other names in the package, or belong to its policy of dtypes.
+# Our names for arguments that the package names differently, or has in its policy of dtypes.
 RENAMED = {"check_for_nan_in_grad": "report_nan_in_param_grad"}
 DTYPES = ("grad_reduce_in_fp32", "preserve_fp32_weights")
 
@@ -31,7 +31,7 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, section: DataParalle
 
 
 def arguments(model: nn.Module, mesh: Any, section: DataParallel, wrapped: Wrapped) -> dict[str, Any]:
-    """The keyword arguments of `fully_shard_model`, besides its policy of dtypes."""
+    """The keyword arguments of `fully_shard_model`, without its policy of dtypes."""
     options = section.megatron_fsdp or MegatronFSDP()
     named = {RENAMED.get(name, name): value for name, value in options.values.items() if name not in DTYPES}
     if named["init_model_with_meta_device"] is None:
@@ -44,7 +44,7 @@ def arguments(model: nn.Module, mesh: Any, section: DataParallel, wrapped: Wrapp
 
 
 def unit_classes(model: nn.Module, units: tuple[str, ...]) -> list[type[nn.Module]]:
-    """The classes of the plan's units as they are now, each once: the package finds units by their class."""
+    """The current classes of the plan's units, each once: the package finds units by class."""
     return list(dict.fromkeys(type(model.get_submodule(name)) for name in units))
 
 
@@ -57,7 +57,7 @@ def dtypes(options: MegatronFSDP) -> dict[str, torch.dtype | None]:
 
 
 def wrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, whose `step` and `zero_grad` work with the wrapper."""
+    """Make the optimizer's `step` and `zero_grad` work with the wrapper. Returns the same optimizer."""
     from megatron_fsdp import fully_shard_optimizer
 
     return fully_shard_optimizer(optimizer)

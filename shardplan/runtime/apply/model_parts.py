@@ -1,4 +1,4 @@
-"""A model, or several that are parts of one: what a rank has of it."""
+"""A rank's part of a model: the model itself, or several parts of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ALIVE: WeakSet[Parted] = WeakSet()
 
 
 class Parted:
-    """The base of what has a model in parts.
+    """Base class of a model in parts.
 
     Attributes:
-        parts: those of this rank, as models; together with those of other ranks they are one model.
-        group: of the ranks whose parts are one model together.
+        parts: this rank's parts, as models; with those of other ranks they are one model.
+        group: the ranks whose parts together are one model.
         device: where the parts compute.
-        record: what was done to them, an `AppliedParts`.
-        doubled: those of this rank's parameters that are copies of one in an earlier part.
+        record: the `AppliedParts` of its plan.
+        doubled: this rank's parameters that are copies of a parameter in an earlier part.
     """
 
     parts: list[nn.Module]
@@ -34,7 +34,7 @@ class Parted:
         _ALIVE.add(self)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """For an optimizer: the parameters of this rank's parts, each once."""
+        """The parameters of this rank's parts, each once, for an optimizer."""
         yield from dict.fromkeys(parameter for part in self.parts for parameter in part.parameters())
 
     def check_finished(self) -> None:
@@ -42,7 +42,7 @@ class Parted:
 
 
 def parts_of(model: nn.Module | Parted) -> tuple[nn.Module, ...]:
-    """The parts of this rank; a model is its own one part."""
+    """The parts of this rank; a whole model is its only part."""
     return tuple(model.parts) if isinstance(model, Parted) else (model,)
 
 

@@ -1,5 +1,5 @@
-"""`full_tensor()` of a packed parameter returns permuted rows, which a script would export unnoticed: the parameters of a
-planned model refuse it (`marked_parameters`). A gradient, a `detach()` and a `data` are objects of their own, which nothing reaches.
+"""`full_tensor()` of a packed parameter returns permuted rows, which a script would export unnoticed: the parameters of a planned
+model refuse it (`marked_parameters`). A gradient, a `detach()` and a `data` are other objects and cannot be marked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .marked_parameters import mark_parameters
 
 
 def refuse_full_tensor(model: nn.Module, names: Collection[str]) -> None:
-    """Make `full_tensor()` of these parameters raise RuntimeError, with what to call instead.
+    """Make `full_tensor()` of these parameters raise RuntimeError; the message says what to call instead.
 
     Args:
         model: with its styles, ties and FSDP2 units in place.

@@ -55,7 +55,7 @@ class Work:
     """The state that the phases change."""
 
     model: nn.Module  # as the caller has it
-    inner: nn.Module  # the model that the program is for: the same, or what peft wraps
+    inner: nn.Module  # the model that the program is for: the same, or the one that peft wraps
     mesh: PlanMesh
     program: Program
     src_data_rank: int | None
@@ -78,7 +78,7 @@ class Work:
 
     @property
     def moves(self) -> bool:
-        """Whether values are moved between modules: over tp or over cp."""
+        """Whether values move between modules: over tp or over cp."""
         return self.split or self.program.resolved.context_parallel
 
 
@@ -111,7 +111,7 @@ def _checkpoints(work: Work) -> bool:
 
 
 def _scalars(work: Work) -> bool:
-    """Behind the compiled forwards, and inside of checkpoints, whose second run reads the scalars again."""
+    """Runs after compiled forwards, and inside of checkpoints, whose second run reads the scalars again."""
     resolved = work.program.resolved
     section = resolved.data_parallel
     if section is None or not BACKENDS[section.backend].fully_shard:
@@ -214,11 +214,11 @@ def _refusals(work: Work) -> bool:
         for model in {id(model): model for model in (work.model, work.inner)}.values():
             refuse_changes(model)
         refuse_adapter_changes(work.model, work.inner)
-    return False  # nothing that a user asked for
+    return False  # not a user's choice
 
 
 def _replaces(work: Work) -> bool:
-    """As `check.parameter_hooks.replaces`, for a mesh: FSDP2 replaces parameters on an axis of size 1 too, and experts are
+    """`check.parameter_hooks.replaces` for a mesh: FSDP2 replaces parameters even on an axis of size 1, and experts are
     distributed over ep."""
     section = work.program.resolved.data_parallel
     if replaces(work.program.resolved) or work.program.experts:
@@ -229,9 +229,9 @@ def _replaces(work: Work) -> bool:
     return backend.shards and work.mesh.data_parallel(backend) is not None
 
 
-# The order that works: heads inside of all else, styles first (they find modules by name), ties before FSDP2 (both names in one group), a
-# checkpoint around the compiled forward (docs/decisions/0002) and around what draws a rank's own random numbers
-# (docs/decisions/0044), FSDP2 last (its hooks outermost).
+# The order that works: heads inside of all else; styles first (they find modules by name); ties before FSDP2 (both names in one group); a
+# checkpoint around the compiled forward (docs/decisions/0002) and around modules that draw a rank's own random numbers
+# (docs/decisions/0044); FSDP2 last (its hooks outermost).
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("fused heads", _fused_heads),
     ("tensor parallel", _tensor_parallel),
@@ -249,7 +249,7 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
 
 
 def refuse_used(model: nn.Module) -> None:
-    """Raise ValueError for a model with DTensors or with an applied plan; it stays untouched."""
+    """Raise ValueError for a model with DTensors or an applied plan; it stays untouched."""
     if was_touched(model):
         raise ValueError("a plan was applied to this model before; build it again")
     placed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
@@ -278,22 +278,22 @@ def apply_program(
 
     Args:
         autocast: the dtype in which the forward runs under torch.autocast.
-        seed: of the random numbers that the modules draw in training, the same on all ranks; None: they are not managed, as for
-            a model whose dropout is 0.
-        proof: how the program is known to be right, in words.
-        derived: the plan, where `auto` derived it.
-        ranks: those that do it together, and learn from each other where one of them fails.
-        place: of this model among others with the same seed, which draw other numbers.
-        kind: what it is applied to, as the guards are asked.
+        seed: the seed of the random numbers that the modules draw in training, the same on all ranks; None: they are not
+            managed, as for a model whose dropout is 0.
+        proof: in words, how the program is known to be right.
+        derived: the plan, if `auto` derived it.
+        ranks: the ranks that apply it together; each learns if another fails.
+        place: the model's place among others with the same seed, which draw other numbers.
+        kind: what it is applied to, for the guards.
         compare: as for `guard`.
-        bare: a program without data parallelism is not refused on a mesh with such ranks: the model is looked at, not trained.
+        bare: accept a program without data parallelism on a mesh with data-parallel ranks: the model is inspected, not trained.
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
         ValueError: parameters that are not contiguous; experts over ep whose gradients would not be averaged; fused logits with a
-            backend that cannot have them. The model is untouched.
-        RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
-            its forward raises.
+            backend that does not support them. The model is untouched.
+        RuntimeError: a step failed, here or on another rank; the message names it and the module. The model is then marked
+            unusable, and its forward raises.
     """
     draws = draws_of(program)
     streams = streams_of(mesh, seed, place) if seed is not None and draws else None
@@ -347,7 +347,7 @@ def apply_program(
         steps = tuple(work.steps)
         record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)
         remember(record, model)
-    except BaseException:  # an interruption too, wherever it comes
+    except BaseException:  # also an interruption, at any point
         mark_unusable(model, name)
         refuse_forwards(model, name)
         raise

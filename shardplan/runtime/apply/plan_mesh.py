@@ -1,4 +1,4 @@
-"""The mesh that a plan is applied on: its axes under our names, the tp part and the data-parallel part."""
+"""The mesh that a plan is applied on: its axes under our names, its tp part and its data-parallel part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlanMesh:
     Args:
         mesh: the mesh as given.
         names: our axis name -> the mesh's own name.
-        ep_size: over how many ranks experts are distributed: the innermost ones of dp_shard x cp x tp.
+        ep_size: the number of ranks over which experts are distributed: the innermost ones of dp_shard x cp x tp.
     """
 
     mesh: DeviceMesh
@@ -61,7 +61,7 @@ class PlanMesh:
 
     @property
     def within_stage(self) -> PlanMesh:
-        """The same mesh without its axis pp: the ranks that have the same stages as this one.
+        """The same mesh without its pp axis: the ranks that have the same stages as this one.
 
         Raises:
             ValueError: pp is its only axis.
@@ -93,7 +93,7 @@ class PlanMesh:
 
     @property
     def expert_axes(self) -> Mapping[Axis, DeviceMesh]:
-        """The axes of the mesh that experts are on: ep, and what FSDP2 shards them over; none where experts are not distributed."""
+        """The axes of the experts' mesh: ep, and the axis over which FSDP2 shards experts; empty where they are not distributed."""
         if self.ep_size == 1:
             return {}
         names = {Axis.DP_SHARD: EP_SHARD, Axis.EP: EP}
@@ -103,12 +103,12 @@ class PlanMesh:
 
     @property
     def tp_or_one(self) -> DeviceMesh:
-        """The tp mesh; one of this rank alone where the mesh has no such axis."""
+        """The tp mesh; a mesh of this rank alone where there is no tp axis."""
         tp = self.tp
         return tp if tp is not None else self._experts[Axis.TP.value]
 
     def experts_data_parallel(self, backend: Backend) -> DeviceMesh | None:
-        """What a backend works over for the experts of one ep rank: [dp_replicate,] ep_shard. None where experts are not
+        """A backend's mesh for the experts of one ep rank: [dp_replicate,] ep_shard. None where experts are not
         distributed, or the backend wraps nothing. The first call makes process groups: all ranks must make it."""
         if self.ep_size == 1 or self.data_parallel(backend) is None:
             return None
@@ -123,13 +123,13 @@ class PlanMesh:
 
     @property
     def batch_groups(self) -> list[ProcessGroup]:
-        """The groups over which ranks have batches of their own, one for each axis of several; ranks of cp have one batch."""
+        """The groups over which ranks have different batches, one for each axis of several ranks; ranks of cp share a batch."""
         axes = [self.mesh[self.names[axis]] for axis in BATCHES if axis in self.names]
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
     def data_parallel(self, backend: Backend) -> DeviceMesh | None:
-        """What a backend works over: a hybrid one over [dp_replicate,] dp_shard x cp flattened, another over all of its
-        axes flattened. None where the mesh does not have them.
+        """A backend's mesh: [dp_replicate,] dp_shard x cp flattened for a hybrid backend, else all data-parallel axes
+        flattened. None where the mesh does not have them.
         """
         replicate = (
             self.names.get(Axis.DP_REPLICATE) if backend.hybrid and Axis.DP_REPLICATE in backend.splits else None
@@ -142,14 +142,14 @@ class PlanMesh:
         name, mesh = "_".join(flat), self.mesh
         if len(flat) > 1:
             flatten(mesh, flat, name)
-            mesh = root_of(mesh)  # a slice of a mesh, as that of a stage, does not know the name
+            mesh = root_of(mesh)  # a slice of a mesh, such as a stage's, does not know the name
         return mesh[(replicate, name)] if replicate else mesh[name]
 
     def joint(self, mesh: DeviceMesh) -> ProcessGroup | None:
-        """The process group over both axes of a data-parallel mesh; None where it has one."""
+        """The process group over both axes of a data-parallel mesh; None where it has one axis."""
         if mesh.ndim == 1:
             return None
-        assert mesh.mesh_dim_names is not None  # it is a part of this mesh, whose axes have names
+        assert mesh.mesh_dim_names is not None  # it is part of this mesh, whose axes have names
         name = "_".join(mesh.mesh_dim_names)
         flatten(self.mesh, tuple(self.names[a] for a in DATA_PARALLEL if a in self.names), name)
         return root_of(self.mesh)[name].get_group()
@@ -194,14 +194,13 @@ def read_mesh(
 
     Args:
         mesh: a DeviceMesh with dim names; any of pp, dp_replicate, dp_shard, cp and tp, or their other spellings.
-        axes: our axis name -> the mesh's, for names that are not among the known spellings.
-        ep: over how many ranks experts are distributed; None: as `build_mesh` says, else 1.
+        axes: our axis name -> the mesh's name, for names that are not known spellings.
+        ep: the number of ranks over which experts are distributed; None: the value of `build_mesh`, else 1.
 
     Raises:
         TypeError: it is not a DeviceMesh.
-        ValueError: an axis without a name, with an unknown name, two axes with one meaning, or axes in an
-            order that torch's mesh slices cannot express; ep that does not fit the mesh, or is an axis of it; two sizes of
-            ep.
+        ValueError: an axis has no name, or an unknown one; two axes have one meaning; the axes have an order that torch's
+            mesh slices cannot express; ep does not fit the mesh, or is an axis of it; two sizes of ep.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
@@ -237,8 +236,8 @@ def read_mesh(
 
 
 def _check_order(canonical: Mapping[str, Axis]) -> None:
-    """FSDP2 puts its axes before tp in every parameter's mesh; where the mesh itself has another order, torch (2.13)
-    fails as soon as such a parameter is reduced over both, as clip_grad_norm_ does."""
+    """Refuse other orders of axes: FSDP2 puts its axes before tp in every parameter's mesh; where the mesh itself has
+    another order, torch (2.13) fails when such a parameter is reduced over both, as clip_grad_norm_ does."""
     given = {axis: name for name, axis in canonical.items() if axis is not Axis.EP}
     expected = [given[axis] for axis in (Axis.PP, *APPLIED) if axis in given]
     if list(given.values()) != expected:

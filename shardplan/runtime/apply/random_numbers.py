@@ -21,7 +21,7 @@ ByVariant = Mapping[str, Mapping[str, Draws]]  # module -> variant -> whose numb
 
 
 def draws_of(program: Program) -> ByVariant:
-    """Whose random numbers each module draws, in each variant."""
+    """Which random numbers each module draws, in each variant."""
     found: dict[str, dict[str, Draws]] = {}
     for variant, modules in program.by_name.items():
         for name, module in modules.items():
@@ -31,7 +31,7 @@ def draws_of(program: Program) -> ByVariant:
 
 
 def shared_seed(mesh: PlanMesh) -> int:
-    """The seed of the mesh's first rank (`torch.initial_seed`), on all of its ranks. A collective; it draws nothing."""
+    """The seed of the mesh's first rank (`torch.initial_seed`), on all ranks. A collective that draws nothing."""
     seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=mesh.mesh.device_type)
     for axis in range(mesh.mesh.ndim):
         dist.broadcast(seed, group=mesh.mesh.get_group(axis), group_src=0)
@@ -42,15 +42,15 @@ def streams_of(mesh: PlanMesh, seed: int, place: tuple[int, ...] = ()) -> Stream
     """This rank's streams.
 
     Args:
-        place: of the model among others with the same seed.
+        place: the model's place among others with the same seed.
     """
-    assert mesh.tp is not None  # without it no module's numbers are managed
+    assert mesh.tp is not None  # without tp no module's numbers are managed
     others = tuple(mesh.mesh[name].get_local_rank() for name in mesh.names.values() if name != mesh.tp_name)
     return Streams(seed, (*place, *others), mesh.tp.get_local_rank(), mesh.mesh.device_type)
 
 
 def use_own_streams(model: nn.Module, draws: ByVariant, streams: Streams, regime: Regime) -> None:
-    """What is to stand inside of checkpoints: they compute it again from the same state."""
+    """Wrap modules inside of checkpoints: a checkpoint runs them again from the same random state."""
     for name, of_module in draws.items():
         if set(of_module.values()) == {"inside"}:
             continue
@@ -60,7 +60,7 @@ def use_own_streams(model: nn.Module, draws: ByVariant, streams: Streams, regime
 
 
 def use_common_streams(model: nn.Module, draws: ByVariant, streams: Streams, regime: Regime) -> None:
-    """What is to stand outside of checkpoints, which keep the state that they begin with."""
+    """Wrap modules outside of checkpoints, which keep the random state that they begin with."""
     for name, of_module in draws.items():
         inside = frozenset(
             v for v, whose in of_module.items() if whose == "common" and _around(draws, name, v) == "own"
@@ -74,7 +74,7 @@ def use_common_streams(model: nn.Module, draws: ByVariant, streams: Streams, reg
 
 
 def _around(draws: ByVariant, name: str, variant: str) -> Draws:
-    """Whose numbers are drawn where a module is called."""
+    """Which numbers are drawn around a module."""
     for above in ancestors(name):
         whose = draws.get(above, {}).get(variant)
         if whose in ("own", "common"):

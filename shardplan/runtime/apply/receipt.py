@@ -11,7 +11,7 @@ from shardplan.core.plan import ResolvedPlan
 
 
 def data_parallel_text(resolved: ResolvedPlan) -> str:
-    """Backend, units and dtypes of a plan with a `data_parallel` section."""
+    """The backend, units and dtypes of a plan with a `data_parallel` section."""
     section = resolved.data_parallel
     assert section is not None
     parts = [section.backend, f"{len(resolved.dp_units)} units"]
@@ -22,7 +22,7 @@ def data_parallel_text(resolved: ResolvedPlan) -> str:
 
 
 def parameters_text(model: nn.Module) -> str:
-    """Bytes on this rank, of the whole, and the dtypes."""
+    """The parameters' bytes on this rank and in all, and their dtypes."""
     whole = here = 0
     dtypes: dict[str, None] = {}
     for parameter in model.parameters():

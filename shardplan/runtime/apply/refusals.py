@@ -1,4 +1,4 @@
-"""Calls that a split model cannot answer as the unsharded one does: refused before anything is computed."""
+"""Calls that a split model cannot answer like the unsharded one: refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardplan.styles.boundary import returns_tokens
 
 from .watched import Looks, Watched
 
-# Methods that would change or write parameters as if they were whole -> what to do instead.
+# Methods that would change or write parameters as if they were whole -> the alternative.
 INSTEAD = {
     "resize_token_embeddings": "resize the embeddings before apply_plan",
     "set_input_embeddings": "replace the embeddings before apply_plan",
@@ -26,7 +26,7 @@ INSTEAD = {
 _MERGE = "merge before apply_plan, or in an unsharded model that has read the adapters that were saved"
 _ADD = "add all adapters before apply_plan, and choose among them with set_adapter"
 _DELETE = "delete the adapter before apply_plan, or choose another one with set_adapter"
-# The same of adapters, by the names of peft's models, transformers' and diffusers'.
+# The same for adapters: the names of peft's models, transformers' and diffusers'.
 _OF_ADAPTERS = {
     **dict.fromkeys(("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload"), _MERGE),
     **dict.fromkeys(("fuse_lora", "unfuse_lora", "unload_lora"), _MERGE),
@@ -35,17 +35,17 @@ _OF_ADAPTERS = {
     ),
     **dict.fromkeys(("delete_adapter", "delete_adapters"), _DELETE),
 }
-# And of one layer with adapters.
+# The same for one layer with adapters.
 _OF_LAYERS = {"merge": _MERGE, "unmerge": _MERGE, "update_layer": _ADD, "delete_adapter": _DELETE}
 
 
-# Switches of a forward that raise where ranks have heads of their own -> why.
+# Switches of a forward that raise where ranks have different heads -> why.
 REFUSED_SWITCHES = {"output_attentions": "every rank computes its own heads only"}
 
 
 def no_attention_maps(watched: Watched) -> Looks:
-    """ValueError for `output_attentions=True` where each rank has the maps of its own heads only: on several tp ranks, and where heads are
-    exchanged over cp."""
+    """Raise ValueError for `output_attentions=True` where each rank has only the maps of its own heads: on several tp ranks, and where
+    heads are exchanged over cp."""
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
@@ -58,7 +58,8 @@ def no_attention_maps(watched: Watched) -> Looks:
 
 
 def no_whole_labels(watched: Watched) -> Looks:
-    """ValueError for labels of the whole sequence where a rank of cp has the logits of its own tokens, and for a number of the last ones."""
+    """Raise ValueError for labels of the whole sequence, and for a number of last logits, where a rank of cp has only its own tokens'
+    logits."""
     regime = watched.regime
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -104,8 +105,8 @@ def refuse_adapter_changes(model: nn.Module, inner: nn.Module) -> None:
 
 
 def no_later_adapters(watched: Watched) -> Looks:
-    """RuntimeError where adapters came into the model after its plan was applied: what peft adds is no part of the plan, and nothing
-    reduces its gradients."""
+    """Raise RuntimeError where adapters were added after the plan was applied: peft's additions are not part of the plan, and no
+    rank reduces their gradients."""
     known = dict(adapters_of(watched.inner))
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -134,7 +135,7 @@ def _same_size(
     return pad_to_multiple_of is None and new_num_tokens in (None, rows)
 
 
-# Calls of these methods that remain correct.
+# Calls of these methods that stay correct.
 HARMLESS: dict[str, Callable[..., bool]] = {
     "resize_token_embeddings": _same_size,
     "set_input_embeddings": lambda model, value: value is model.get_input_embeddings(),
@@ -145,7 +146,7 @@ HARMLESS: dict[str, Callable[..., bool]] = {
 
 
 def _name_of_adapter(model_id: object = None, adapter_name: object = None, *args: Any, **options: Any) -> object:
-    """The second argument of peft's and transformers' `load_adapter`: weights for an adapter that is there."""
+    """The second argument of peft's and transformers' `load_adapter`: weights for an existing adapter."""
     return adapter_name
 
 

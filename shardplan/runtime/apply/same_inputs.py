@@ -1,4 +1,4 @@
-"""Whether the ranks of a tp group are fed the same batch."""
+"""Whether the ranks of a tp group get the same batch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _PARALLEL = {Axis.TP: "tensor", Axis.CP: "context", Axis.PP: "pipeline"}
 SLOTS = 32  # of the numbers that are compared: one for all names, shapes and dtypes, the others for contents
 
 _FakeTensor = private("FakeTensor")
-# The mixing function of splitmix64: every bit of a word and its place changes about half of the bits, modulo 2**64.
+# The mixing function of splitmix64: every bit of a word and of its place changes about half of the bits, modulo 2**64.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 
 
 def same_inputs(watched: Watched) -> Looks:
-    """Compare the arguments over tp, and over cp where the plan splits the sequence of whole arguments."""
+    """Compare the arguments over tp, and also over cp where the plan splits the sequence of whole arguments."""
     cp = watched.mesh.cp if watched.program.resolved.context_parallel else None
-    own = ("labels", "shift_labels") if returns_tokens(watched.program.resolved.on_cp) else ()  # of a rank's tokens
+    own = ("labels", "shift_labels") if returns_tokens(watched.program.resolved.on_cp) else ()  # a rank's own tokens
     looks = [
         comparing(mesh, axis, own if axis is Axis.CP else ())
         for axis, mesh in ((Axis.TP, watched.mesh.tp), (Axis.CP, cp))
@@ -48,15 +48,15 @@ def same_inputs(watched: Watched) -> Looks:
 def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP, own: Collection[str] = ()) -> Look:
     """Compares the tensor arguments of a model's training forwards over an axis, at some of them: `is_compared`.
 
-    Compared are the names, shapes, dtypes and contents of the tensors among the arguments; of DTensors, other subclasses and
-    sparse tensors, the contents are not looked at. The first comparison is waited for. The later ones run beside the model,
-    and their result is looked at by the next forward.
+    It compares the names, shapes, dtypes and contents of the tensors among the arguments, but not the contents of DTensors,
+    other subclasses and sparse tensors. The process waits for the first comparison. Later ones run concurrently with the
+    model, and the next forward reads their result.
 
-    RuntimeError names the arguments and the ranks that were fed another batch than rank 0.
+    RuntimeError names the arguments and the ranks whose batch differs from rank 0's.
 
     Args:
         mesh: the one-dimensional mesh of the axis.
-        own: the arguments of which ranks have their own.
+        own: the arguments that differ between ranks by design.
     """
     count = 0
     running: _Comparison | None = None
@@ -71,7 +71,7 @@ def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP, own: Collection[str] = ())
             earlier.finish()
         if not (module.training and torch.is_grad_enabled()):
             return
-        # Whether ranks compare depends on this number alone: what a rank sees in its batch may differ.
+        # Whether ranks compare depends only on this count: what each rank sees in its batch may differ.
         count += 1
         if is_compared(count):
             running = _begin(inputs, mesh, count, axis)
@@ -86,13 +86,13 @@ def is_compared(count: int) -> bool:
     """Whether the inputs of a training forward are compared: the 1st, 2nd, 4th, 8th, ..., 512th, then every 1,000th.
 
     Args:
-        count: its number, from 1.
+        count: the forward's number, from 1.
     """
     return count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0)
 
 
 def named_arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
-    """The arguments of a forward by their names, sorted; positional ones are `argument 0` and so on."""
+    """The arguments of a forward by name, sorted; positional ones are `argument 0` and so on."""
     named = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
     return {name: named[name] for name in sorted(named)}
 
@@ -102,7 +102,7 @@ def _tensors(args: tuple, kwargs: dict) -> dict[str, Tensor]:
 
 
 def in_a_graph(inputs: dict[str, Tensor]) -> bool:
-    """Whether this forward is being recorded rather than run: nothing of a comparison may become a part of the graph."""
+    """Whether this forward is being recorded rather than run: no part of a comparison may enter the graph."""
     return (
         torch.compiler.is_compiling()
         or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
@@ -112,15 +112,15 @@ def in_a_graph(inputs: dict[str, Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison that runs.
+    """A comparison in progress.
 
     Args:
         names: the arguments, in their order.
         shown: their names, dtypes and shapes on this rank.
-        table: the numbers of all ranks, [ranks, SLOTS] int64 on the CPU, once `done` returned.
+        table: the numbers of all ranks, [ranks, SLOTS] int64 on the CPU, once `done` has returned.
         done: waits for them.
         count: the number of the training forward, from 1.
-        axis: whose ranks are compared.
+        axis: the axis whose ranks are compared.
     """
 
     names: tuple[str, ...]
@@ -131,7 +131,7 @@ class _Comparison:
     axis: Axis
 
     def finish(self) -> None:
-        """Raise RuntimeError where a rank has other numbers than rank 0 of the axis."""
+        """Raise RuntimeError where a rank's numbers differ from those of the axis's rank 0."""
         self.done()
         rows = self.table.tolist()
         wrong = {
@@ -142,7 +142,7 @@ class _Comparison:
         if not wrong:
             return
         listed = [f"{self._named(slot)} on {self.axis} ranks {ranks}" for slot, ranks in wrong.items()]
-        if 0 in wrong:  # numbers of contents stand in other slots there
+        if 0 in wrong:  # then the contents' numbers are in other slots
             listed = [
                 f"the names, shapes or dtypes of the inputs on {self.axis} ranks {wrong[0]} (this rank has {self.shown})"
             ]
@@ -160,7 +160,7 @@ def _slot(argument: int) -> int:
 
 
 def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int, axis: Axis) -> _Comparison:
-    """Send this rank's numbers. The device is not waited for."""
+    """Send this rank's numbers, without waiting for the device."""
     shown = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in inputs.items())
     mine = torch.zeros(SLOTS, dtype=torch.int64, device=mesh.device_type)
     mine[0].fill_(int.from_bytes(hashlib.sha256(shown.encode()).digest()[:7], "big"))
@@ -172,7 +172,7 @@ def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int, axis: Axis) 
     assert work is not None  # this rank is in the group
     if table.device.type == "cpu":
         return _Comparison(tuple(inputs), shown, table, work.wait, count, axis)
-    work.wait()  # what follows on the device's stream waits; this process does not
+    work.wait()  # the device's later work on its stream waits; this process does not
     host = torch.empty_like(table, device="cpu", pin_memory=True)
     host.copy_(table, non_blocking=True)
     copied = torch.get_device_module(table.device).Event()
@@ -187,12 +187,12 @@ def _has_contents(x: Tensor) -> bool:
 
 
 def content(x: Tensor) -> Tensor:
-    """A number for the bits of a strided tensor and their places: int64, of no dims, on its device."""
+    """A number for the bits of a strided tensor and their places: an int64 scalar on its device."""
     data = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = torch.zeros(-(-data.numel() // 8), dtype=torch.int64, device=x.device)
     words.view(torch.uint8)[: data.numel()].copy_(data)
     words.bitwise_xor_(torch.arange(1, words.numel() + 1, device=x.device).mul_(_GOLDEN))
     for shift, factor in _ROUNDS:
-        shifted = (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # int64 shifts copies of its sign in
+        shifted = (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # an int64 shift copies the sign bit
         words.bitwise_xor_(shifted).mul_(factor)
     return words.sum()

@@ -1,5 +1,5 @@
-"""Whether the data-parallel ranks are given the same kinds of inputs: with an image on one rank and text alone on another, FSDP2 gathers
-the vision tower, and reduces its gradients, on the first rank alone."""
+"""Whether the data-parallel ranks get the same kinds of inputs: with an image on one rank and only text on another, FSDP2 gathers the
+vision tower, and reduces its gradients, on the first rank alone."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .watched import Looks, Watched
 
 
 def same_kinds(watched: Watched) -> Looks:
-    """Compare over all ranks, before each forward that FSDP2 gathers parameters for, which arguments are floating-point tensors, or
-    lists of them; masks, token ids and positions may differ. One all-reduce of two integers for each axis of the mesh, which the
-    process waits for. Models that cannot be given other kinds of inputs, and other backends, are left alone.
+    """Compare over all ranks, before each forward that FSDP2 gathers parameters for, which arguments are floating-point tensors or
+    lists of them; masks, token ids and positions may differ. It costs one all-reduce of two integers for each axis of the mesh, for
+    which the process waits. It skips models with one kind of input, and other backends.
 
-    RuntimeError on all ranks, naming the arguments and the ranks, before anything of the model runs.
+    RuntimeError on all ranks names the arguments and the ranks, before any part of the model runs.
     """
     model, mesh = watched.outer, watched.mesh
     meshes = {axis: mesh.mesh[mesh.names[axis]] for axis in APPLIED if axis in mesh.names}
     split = any(meshes[axis].size() > 1 for axis in meshes.keys() & set(DATA_PARALLEL))
     if not isinstance(model, FSDPModule) or not split or not _takes_several_kinds(watched.inner):
         return {}
-    # Those of tp too: where they are fed different batches, some data-parallel group would go on without the ranks that raise.
+    # tp ranks too: if they get different batches, some data-parallel group would continue without the ranks that raise.
     axes = [one for one in meshes.values() if one.size() > 1]
     groups = [found.group for unit in units_of(model.modules()) for found in unit.groups]
 
@@ -42,7 +42,7 @@ def same_kinds(watched: Watched) -> Looks:
         given = named_arguments(args, kwargs)
         if in_a_graph({name: x for name, x in given.items() if isinstance(x, Tensor)}):
             return
-        # Ranks that gathered all of the model beforehand may each run it as often as they like.
+        # Ranks that gathered the whole model beforehand may each run it any number of times.
         if torch.is_grad_enabled() or not all(group.is_unsharded for group in groups):
             _compare(tuple(name for name, x in given.items() if _is_features(x)), axes)
 
@@ -50,8 +50,8 @@ def same_kinds(watched: Watched) -> Looks:
 
 
 def _takes_several_kinds(model: nn.Module) -> bool:
-    """Whether a forward may leave out an input that others have: transformers' classes say which kinds they take; of other models,
-    any that has an optional argument."""
+    """Whether a forward may leave out an input that others have. transformers' classes say which kinds they take; other models may
+    if they have an optional argument."""
     kinds = getattr(model, "input_modalities", None)
     if kinds is not None:
         return not isinstance(kinds, str) and len(kinds) > 1

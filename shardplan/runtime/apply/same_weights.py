@@ -1,4 +1,4 @@
-"""Whether the ranks that keep the same weights have the same ones."""
+"""Whether replicated weights are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .same_inputs import content
 from .watched import Looks, Watched
 
 SHOWN = 3
-PIECE = 2**24  # elements that are summed up at once, which bounds the memory
+PIECE = 2**24  # elements summed at once, to bound the memory
 
 
 def same_weights(watched: Watched) -> Looks:
-    """The first training forward compares the weights over the axes on which they are replicated: tp for parameters that
-    are whole, dp_replicate under HSDP. Weights that each rank made from a seed of its own train apart without a word.
+    """Make the first training forward compare the weights over the axes on which they are replicated: tp for whole parameters, dp_replicate
+    under HSDP. Weights that each rank made from its own seed would train apart silently.
 
-    RuntimeError on all ranks; where weights differ it names the axis and the parameters. Parameters that are no DTensors are not looked at:
-    DistributedDataParallel sends its own.
+    RuntimeError on all ranks; where weights differ it names the axis and the parameters. Only DTensors are compared:
+    DistributedDataParallel broadcasts its parameters.
     """
 
     def look(module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -43,13 +43,13 @@ def same_weights(watched: Watched) -> Looks:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A number for the bits of a strided tensor and their places: int64, of no dims, on its device."""
+    """A number for the bits of a strided tensor and their places: an int64 scalar on its device."""
     pieces = [content(piece) * (2 * i + 1) for i, piece in enumerate(x.detach().reshape(-1).split(PIECE))]
     return torch.stack(pieces).sum()
 
 
 def _replicated(model: nn.Module) -> dict[tuple[DeviceMesh, int], dict[str, Tensor]]:
-    """(mesh, its dim) -> name -> what this rank has, of the parameters that are replicated there."""
+    """(mesh, its dim) -> name -> this rank's tensor, for the parameters that are replicated there."""
     found: dict[tuple[DeviceMesh, int], dict[str, Tensor]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -60,7 +60,7 @@ def _replicated(model: nn.Module) -> dict[tuple[DeviceMesh, int], dict[str, Tens
 
 
 def _difference(mesh: DeviceMesh, dim: int, found: dict[str, Tensor]) -> str:
-    """Which of them differ over a dim of a mesh, in words; "" for none."""
+    """The parameters that differ over a dim of a mesh, in words; "" for none."""
     sums = torch.stack([checksum(one) for one in found.values()]).to(mesh.device_type)  # from the CPU under cpu_offload
     table = sums.repeat(mesh.size(dim), 1)
     dist.all_gather(list(table.unbind()), sums, group=mesh.get_group(dim))

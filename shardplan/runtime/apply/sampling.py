@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def sample_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make `model.generate`, where it has one, draw the random numbers of tp rank 0: `first_ranks_numbers`.
+    """Make `model.generate`, if it exists, draw the random numbers of tp rank 0: `first_ranks_numbers`.
 
     Args:
-        model: a transformers model, or what peft wraps.
+        model: a transformers model, or the model that peft wraps.
         mesh: the one-dimensional tp mesh.
     """
     if callable(generate := getattr(model, "generate", None)):
@@ -26,15 +26,15 @@ def sample_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def end_together(model: nn.Module) -> None:
-    """Let transformers' code call the model, and the layers that it would skip at random, as often on each rank: a forward gathers
-    parameters from all data-parallel ranks, whose texts end at different lengths.
+    """Make transformers' code call the model, and the layers that it would skip at random, equally often on each rank: a forward
+    gathers parameters from all data-parallel ranks, whose texts end at different lengths.
 
     Args:
-        model: whose parameters are sharded over ranks with batches of their own.
+        model: its parameters are sharded over ranks with different batches.
     """
     for module in model.modules():
         if module is model or any(isinstance(below, FSDPModule) for below in module.modules() if below is not module):
-            # As FSDP2 marks a module; not what is in a unit, which torch.compile treats otherwise with the mark.
+            # FSDP2's mark of a module. Modules inside a unit do not get it: torch.compile treats marked modules differently.
             vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
@@ -45,10 +45,10 @@ def _generate(generate: Callable[..., Any], mesh: DeviceMesh, *args: Any, **opti
 
 @contextmanager
 def first_ranks_numbers(mesh: DeviceMesh) -> Iterator[None]:
-    """Draw the random numbers that tp rank 0 draws, on the CPU and on the mesh's device. A collective.
+    """Draw tp rank 0's random numbers in this context, on the CPU and on the mesh's device. A collective.
 
-    A rank whose generator was in another state has that state again afterwards. One that was in the same state goes on behind
-    what was drawn, as tp rank 0 does: ranks with one seed keep one state.
+    A rank whose generator was in another state gets that state back. One that was in the same state continues after the drawn
+    numbers, as tp rank 0 does: ranks with one seed keep one state.
     """
     sources = [torch] if mesh.device_type == "cpu" else [torch, torch.get_device_module(mesh.device_type)]
     own = [source.get_rng_state() for source in sources]

@@ -22,11 +22,11 @@ from .plan_mesh import PlanMesh
 def shard(
     model: nn.Module, mesh: PlanMesh, program: Program, *, src_data_rank: int | None, ready: Callable[[], None]
 ) -> Shared:
-    """Shard the model's parameters over the tp and ep axes of the mesh and register the moves, those over cp too. Without ranks on tp,
-    only modules of experts are touched, and those with moves over cp.
+    """Shard the model's parameters over the mesh's tp and ep axes, and register the moves, also those over cp. Without tp ranks, only
+    modules of experts and those with moves over cp are touched.
 
     Args:
-        ready: called before the values of a parameter are sent; raises where another rank failed.
+        ready: called before a parameter's values are sent; raises where another rank failed.
     """
     ep = mesh.ep if program.experts else None
     share = mesh.sizes.expert_share if program.experts else 1.0
@@ -37,7 +37,7 @@ def shard(
     tp = mesh.tp_or_one
     for name in sorted(
         styles, key=lambda name: not name
-    ):  # the root last; given all names, torch looks for each by patterns
+    ):  # the root last; given all names, torch searches for each by patterns
         parallelize_module(model.get_submodule(name), tp, styles[name], src_data_rank=src_data_rank)
     if ep is not None:
         watch_experts(model, partial(around_of, kind=OwnExperts))

@@ -27,7 +27,7 @@ class Packing:
 
 
 class _Split(Protocol):
-    """A placement that splits a dim: a Shard, or FSDP2's strided one. The two have no common class."""
+    """A placement that splits a dim: a Shard, or FSDP2's strided one; they share no base class."""
 
     dim: int
 
@@ -38,14 +38,13 @@ def splits(placement: Placement) -> TypeGuard[_Split]:
 
 
 def cuts(stored: DTensor) -> list[tuple[int, int]]:
-    """(mesh axis, dim) of each cut, in the order in which they are made: over tp first, then (strided) over what FSDP
-    added."""
+    """(mesh axis, dim) of each cut, in the order of cutting: over tp first, then (strided) over FSDP's axes."""
     sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if splits(placement)]
     return [(axis, placement.dim) for axis, placement in sorted(sharded, key=lambda cut: type(cut[1]) is not Shard)]
 
 
 def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as `stored` is."""
+    """This rank's part of a whole tensor, cut like `stored`."""
     mesh = stored.device_mesh
     local = whole
     for axis, dim in cuts(stored):
@@ -56,7 +55,7 @@ def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
 
 
 def like(whole: Tensor, stored: DTensor, packed: Packing | None = None) -> DTensor:
-    """A whole tensor, with rows in the original order, as a DTensor that is stored as another one is.
+    """Make a whole tensor, with rows in the original order, a DTensor stored like another one.
 
     Args:
         whole: on every rank.

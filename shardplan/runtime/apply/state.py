@@ -1,5 +1,5 @@
-"""Checkpoints: packed rows are in the original order outside, in the packed order (it depends on tp) inside; and what
-is loaded may be whole, or split over another mesh."""
+"""Checkpoints: packed rows are in the original order outside, in the packed order (which depends on tp) inside; loaded
+tensors may be whole, or split over another mesh."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def to_original(value: DTensor, packed: Packing, tp: int) -> DTensor:
 
 
 def to_stored(value: Tensor, stored: Tensor, packed: Packing | None) -> Tensor:
-    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank), placed as `stored` is: a DTensor,
-    or whole on every rank (DDP)."""
+    """Place a tensor with rows in the original order (a DTensor of any mesh, or whole on every rank) like `stored`: a DTensor, or
+    whole on every rank (DDP)."""
     if value.shape != stored.shape:
         return value  # torch's own message about the sizes names the parameter
     if packed is None and _fits(value, stored):
@@ -101,11 +101,11 @@ def _load_hook(own: Mapping[str, Packing | None]) -> Any:
 
 
 def keep_optimizer_order(optimizer: Optimizer, packings: Mapping[int, Packing], tp: int) -> None:
-    """Make the optimizer's state_dict and load_state_dict use the original order of rows too, and accept what the
+    """Make the optimizer's state_dict and load_state_dict also use the original order of rows, and accept what the
     model's do. Further calls change nothing.
 
     Args:
-        packings: of parameters, by their id.
+        packings: parameter id -> its packing.
     """
     if optimizer.__dict__.setdefault(_PORTABLE, False):
         return
@@ -115,7 +115,7 @@ def keep_optimizer_order(optimizer: Optimizer, packings: Mapping[int, Packing], 
     def save_one(value: Tensor, parameter: Tensor, packed: Packing | None) -> Tensor:
         if packed is None:
             return value
-        assert isinstance(value, DTensor)  # it has the shape of a parameter, and is placed as that is
+        assert isinstance(value, DTensor)  # it has a parameter's shape and placements
         return to_original(value, packed, tp)
 
     def change(state_dict: dict, convert: Callable[[Tensor, Any, Packing | None], Tensor]) -> dict:

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was proven: its modules, their classes, forwards and hooks, its parameters, and those that were
+"""Whether a model is still the one that was proven: its modules, their classes, forwards and hooks, its parameters, and which ones are
 frozen."""
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-# What their hooks do is known to be right: they gather, measure, record what a model returns, or change what leaves a table of
-# embeddings, which is whole.
+# Their hooks are known to be right: they gather, measure, record what a model returns, or change the whole output of an
+# embedding table.
 KNOWN = ("shardplan", "transformers", "accelerate", "peft", "torch.distributed", "torch.utils")
 
 
 def unchanged(watched: Watched) -> Looks:
-    """Look at every forward, and where a part is called by itself. RuntimeError, with the line to write, for what would be wrong without a
-    word: a parameter that was frozen when the plan was applied, and is trained now; and of a model whose values or experts are split a
-    hook that came later where values are split, a forward set on a module, a module or a parameter in the place of another, another class.
+    """Look at every forward, and at parts that are called directly. RuntimeError, with the line to write, for changes that would be
+    silently wrong: a parameter that was frozen when the plan was applied, and is trained now. For a model with split values or experts
+    also: a new hook where values are split, a forward set on a module, a replaced module or parameter, another class.
 
-    Right, and let pass: freezing; adapters of peft that take turns; hooks of the model itself, where values are whole, and of parameters;
+    These are right, and pass: freezing; peft's adapters in turn; hooks of the model itself, where values are whole, and of parameters;
     FSDP2, checkpoints and torch.compile around modules.
     """
     checks: list[Callable[[], None]] = []
@@ -57,7 +57,7 @@ def unchanged(watched: Watched) -> Looks:
 
 
 class _Modules:
-    """The modules of the inner model. Lists are compared as wholes, and what differs is looked for only then."""
+    """The modules of the inner model. Lists are compared as a whole; differences are searched only where they differ."""
 
     def __init__(self, watched: Watched):
         self.names = {module: name for name, module in watched.inner.named_modules()}
@@ -67,7 +67,7 @@ class _Modules:
             (m._modules, leaf) for m in self.modules for leaf, child in m._modules.items() if child is not None
         ]
         self.children: list[nn.Module | None] = [items[leaf] for items, leaf in self.slots]
-        inside = self.modules[1:]  # the model's own forward is wrapped by many, after it was planned too
+        inside = self.modules[1:]  # many tools wrap the model's own forward, also after apply_plan
         self.attributes = [vars(module) for module in inside]
         self.forwards = ["forward" in one for one in self.attributes]
         whole = _whole(watched, self.names.values())
@@ -86,7 +86,7 @@ class _Modules:
             self._other_children(children)
         if (forwards := ["forward" in one for one in self.attributes]) != self.forwards:
             self._other_forwards(forwards)
-        if RemovableHandle.next_id != self.registered:  # a number for each hook that anything got, tensors too
+        if RemovableHandle.next_id != self.registered:  # a count of all hooks registered anywhere, on tensors too
             if (hooks := list(map(tuple, self.hooks))) != self.known:
                 self._other_hooks(hooks)
             self.registered = RemovableHandle.next_id
@@ -133,7 +133,7 @@ class _Modules:
 
 
 class _Parameters:
-    """The parameters that the program stores over tp or ep: what takes their place is stored alike."""
+    """The parameters that the program stores over tp or ep: a replacement must be stored the same way."""
 
     def __init__(self, watched: Watched):
         names = [full_name(m.name, p.name) for m in watched.program.modules.values() for p in m.parameters]
@@ -157,8 +157,8 @@ class _Parameters:
 
 
 class _Frozen:
-    """The parameters that were frozen: nobody reduces their gradients, or as nobody has proven. What FSDP2 shards, where nothing else is
-    split, it reduces whenever it is trained; adapters have the layouts of their styles, of which one is active at a time.
+    """The frozen parameters: no rank reduces their gradients, or not in a proven way. What only FSDP2 shards, it reduces whenever it is
+    trained; adapters have the layouts of their styles, and one is active at a time.
 
     Args:
         split: whether values or experts are split.
@@ -190,7 +190,7 @@ class _Frozen:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a module keeps a parameter."""
+    """The place where a module keeps a parameter."""
 
     items: dict[str, Any]
     leaf: str
@@ -206,7 +206,7 @@ def _slot(model: nn.Module, name: str) -> _Slot:
 
 
 def _stored(parameter: object) -> object:
-    """How the last axis of a parameter's mesh, which is the plan's, stores it; FSDP2's come before."""
+    """How the last axis of a parameter's mesh, the plan's axis, stores it; FSDP2's axes come before."""
     return (parameter.shape, parameter.placements[-1]) if isinstance(parameter, DTensor) else type(parameter)
 
 
@@ -219,7 +219,7 @@ def _whole(watched: Watched, names: Iterable[str]) -> frozenset[str]:
 
 
 def _is_around(module: nn.Module | None, inner: nn.Module | None) -> bool:
-    """Whether a module of torch has another one alone in it: a checkpoint's wrapper, one that torch.compile has made."""
+    """Whether a module of torch wraps exactly another one: a checkpoint's wrapper, or one made by torch.compile."""
     return module is not None and type(module).__module__.startswith("torch.") and list(module.children()) == [inner]
 
 

@@ -1,4 +1,4 @@
-"""Whether a loss is the mean over each rank's own labels, of which data-parallel ranks have unequal numbers."""
+"""Whether a loss is a mean over each rank's own labels while data-parallel ranks have unequal numbers of them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TEXT = (
 
 
 def warn_of_unequal_means(watched: Watched) -> None:
-    """Warn once where the gradients of a model are averages of means over unequal numbers of labels: `TEXT`.
+    """Warn once where a model's gradients are averages of means over unequal numbers of labels: `TEXT`.
 
-    Looked at are the training forwards that `is_compared` says, until ranks have unequal numbers. When the loss of such a forward is
-    differentiated, ranks compare how many labels they have and what gradient their loss has, in an all-reduce of four numbers for each data-parallel axis.
-    A loop that does not differentiate the model's loss, weighs it by the labels, or passes `num_items_in_batch`, is none of these.
+    It looks at the training forwards chosen by `is_compared`, until ranks have unequal numbers. When the loss of such a forward is differentiated, ranks
+    compare their numbers of labels and their loss's gradients, in an all-reduce of four numbers for each data-parallel axis. No warning for a loop that
+    does not differentiate the model's loss, weighs it by the labels, or passes `num_items_in_batch`.
     """
     groups, model = watched.mesh.batch_groups, watched.inner
     if not groups:

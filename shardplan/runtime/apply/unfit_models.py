@@ -1,4 +1,4 @@
-"""Models and arguments that `apply_plan` cannot work with: refused before anything is compiled or touched."""
+"""Models and arguments that `apply_plan` does not accept: refused before anything is compiled or touched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse_unfit(model: object) -> nn.Module:
     """The model, as a module.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is not a module.
         ValueError: it has no forward; it, or a module in it, is compiled or in a data-parallel wrapper, or its weights are
             quantized, or gathered in float8; a dropout probability is not from 0 to 1.
     """
@@ -46,7 +46,7 @@ def refuse_unfit(model: object) -> nn.Module:
             raise ValueError(
                 f"{where} has a weight that FSDP2 gathers in float8: convert the model with enable_fsdp_float8_all_gather=False"
             )
-        # torch looks only when it is made, and lets NaN pass.
+        # torch checks only in the constructor, and accepts NaN.
         if isinstance(module, DROPOUTS) and not 0 <= module.p <= 1:
             raise ValueError(f"{where} drops with the probability {module.p}, which must be from 0 to 1")
     _refuse_quantized(model)
@@ -79,10 +79,10 @@ def refuse_source(src_data_rank: object, tp: int) -> None:
 
 
 def refuse_scattered(model: nn.Module) -> None:
-    """Check that parameters are contiguous, which data-parallel backends that shard them need.
+    """Check that parameters are contiguous, as data-parallel backends that shard them require.
 
     Raises:
-        ValueError: names those that are not.
+        ValueError: some are not; the message names them.
     """
     scattered = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
     if scattered:

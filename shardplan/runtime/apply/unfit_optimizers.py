@@ -1,4 +1,4 @@
-"""Optimizers that raise in the middle of a step where parameters are DTensors, and leave some of them stepped."""
+"""Optimizers that raise in the middle of a step on DTensor parameters, after stepping some of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-# Classes, with those of packages by name -> what their steps do that DTensor has no rule for, and what to write.
+# Classes, packages' ones by name -> the operation of their steps that DTensor has no rule for, and what to write.
 _UNFIT = {
     (torch.optim.Adafactor, "transformers.optimization.Adafactor"): (
         "takes means of rows and columns in place",
@@ -20,7 +20,7 @@ _UNFUSED = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def refuse_unfit(optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that cannot step what it holds."""
+    """Raise ValueError for an optimizer that cannot step its parameters."""
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return
     for kinds, (what, instead) in _UNFIT.items():

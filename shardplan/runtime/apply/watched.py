@@ -1,4 +1,4 @@
-"""What the guards of a planned model are made from, and what each of them is (`guards.GUARDS`)."""
+"""The inputs of a planned model's guards, and the type of a guard (`guards.GUARDS`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardplan.runtime.parallel.regime import Regime
 
 from .plan_mesh import PlanMesh
 
-# Called in front of a module's forward, with its arguments. It raises where something is wrong, and returns True where it need not be
-# called again; one that is a hook of its own (`Guard.alone`) returns what torch's hooks return, the arguments.
+# Called before a module's forward, with its arguments. It raises where something is wrong, and returns True when it need not be
+# called again. One that is a hook of its own (`Guard.alone`) returns what torch's hooks return, the arguments.
 Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-Looks = Mapping[nn.Module, Look]  # of the modules in front of whose forwards it is called
+Looks = Mapping[nn.Module, Look]  # module -> what is called before its forward
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Watched:
     """A model that a plan was applied to.
 
     Args:
-        outer: what its caller calls: with the wrapper of a data-parallel backend, and of peft.
+        outer: what its caller calls, with the wrappers of a data-parallel backend and of peft.
         inner: the model that the program is for.
-        mesh: of all ranks that run the model.
-        parts: the hooks of modules that may be called by themselves.
-        program: as it was applied.
+        mesh: all ranks that run the model.
+        parts: the hooks of modules that may be called directly.
+        program: the applied program.
         regime: the switches of the tensor-parallel styles; None where there are none.
-        split: whether it runs on several tp ranks, or a data-parallel backend has it.
+        split: whether it runs on several tp ranks, or in a data-parallel backend.
     """
 
     outer: nn.Module

@@ -1,4 +1,4 @@
-"""The names that a data-parallel backend needs, besides the plan's section."""
+"""The names that a data-parallel backend needs besides the plan's section."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """Names in the model as the caller has it.
+    """Names in the caller's model.
 
     Args:
-        units: the modules that the plan gathers together, in the order of the model.
-        parts: modules that are gathered on their own beside them.
-        experts: modules of experts that are distributed over ep, gathered on their own too.
-        experts_mesh: what these are sharded over: [dp_replicate,] ep_shard.
+        units: the modules that the plan gathers as units, in the order of the model.
+        parts: further modules that are gathered separately.
+        experts: modules of experts that are distributed over ep, also gathered separately.
+        experts_mesh: the mesh that shards these: [dp_replicate,] ep_shard.
         ignored: parameters that are left alone.
-        fused_heads: modules whose parameters a loss reads, behind their forward.
+        fused_heads: modules whose parameters a loss reads after their forward.
         mesh: the whole mesh.
-        tp: the mesh's name of its tp axis, if it has one.
-        joint: the process group of dp_replicate and dp_shard in one, where there are both.
+        tp: the mesh's name of its tp axis, if any.
+        joint: one process group of dp_replicate and dp_shard, where there are both.
     """
 
     units: tuple[str, ...] = ()
