@@ -1,4 +1,4 @@
-"""In which order the modules of a repeated block run."""
+"""The order in which the modules of a repeated block run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .model import ModelLayouts
 
 
 def block_calls(model: ModelLayouts) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """A repeated block of the reduced model, the last one that runs, and the modules below it in the order in which they are called
-    first: the name from the block, and how many modules around it are below the block. ("", ()) where nothing repeats.
+    """The last repeated block of the reduced model that runs, and the modules below it in the order of their first calls:
+    each by its name from the block, with the number of modules between it and the block. ("", ()) where nothing repeats.
     """
     bench = model.benches[0]
     blocks = repeated_blocks(bench.tree)

@@ -1,4 +1,4 @@
-"""The layouts of the axis cp: the rules for it alone, typed as those of tp are."""
+"""The layouts of the axis cp: its rules alone, typed as those of tp are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .run import Workbench
 
 
 def with_cp(report: LayoutReport, rules: ResolvedPlan, benches: Sequence[Workbench]) -> LayoutReport:
-    """A report of the rules for tp with what those for cp show.
+    """A report of the rules for tp, with the findings of those for cp.
 
     Args:
         rules: `ResolvedPlan.on_cp`, bound to the reduced model.
@@ -34,7 +34,7 @@ def with_cp(report: LayoutReport, rules: ResolvedPlan, benches: Sequence[Workben
 
 
 def _with_help(rules: ResolvedPlan, finding: Diagnostic) -> Diagnostic:
-    """The finding with the rule to write: what mixes tokens needs all of them."""
+    """The finding with the rule to write: a module that mixes tokens needs all of them."""
     tree = rules.tree
     for name in finding.modules:
         around = block(name)

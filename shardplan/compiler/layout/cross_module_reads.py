@@ -1,4 +1,4 @@
-"""Parameters that the code of one module reads of another one, below it (`self.conv.weight`, not `self.conv(x)`)."""
+"""Parameters that a module's code reads of a module below it (`self.conv.weight`, not `self.conv(x)`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def below(name: str, other: str) -> bool:
 
 
 def cross_module_reads_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
-    """The same in all layers of a model, from its reduced model's."""
+    """The same in all layers of a model, from its reduced model."""
     known: dict[str, dict[str, None]] = {}
     for module, names in reads.items():
         suffixes = (name.removeprefix(full_name(module, "")) for name in names)

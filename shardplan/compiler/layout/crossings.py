@@ -25,16 +25,16 @@ from .typing_state import Known
 
 
 class Crossings:
-    """Types what crosses the boundaries of modules.
+    """Types the values that cross the boundaries of modules.
 
     Args:
-        known: of the values so far; types of what was moved and findings are added.
-        operations: types values that were not compared before they reach a boundary.
+        known: the types of the values so far; types of moved values and findings are added.
+        operations: types a value that is first compared when it reaches a boundary.
         model: the unsharded model.
         plan: each module and its boundary.
-        spreads: of the run of every rank.
+        spreads: those of the run of every rank.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
-        results: the layouts that the model's results may have which have a gradient; the first is that of what is read outside of blocks.
+        results: the layouts that results of the model with a gradient may have; the first is also that of values read outside of blocks.
 
     Attributes:
         incoming, entering, reduced: as in `Proof`.
@@ -55,11 +55,11 @@ class Crossings:
         self.plan, self.spreads, self.gathers, self.results = plan, spreads, gathers, results
         self.incoming: dict[str, Layout] = {}
         self.running: list[str] = []
-        self.arguments: dict[str, tuple[int, ...]] = {}  # module -> the shape of what was moved last
+        self.arguments: dict[str, tuple[int, ...]] = {}  # module -> the shape of its last moved argument
         self.entering: list[tuple[int, str]] = []
         self.reduced: list[tuple[int, str]] = []
-        self.waiting: Counter[str] = Counter()  # embedding -> its partial sums that no block input took yet
-        self.taken_unseen = False  # a block input took some that gathers its output
+        self.waiting: Counter[str] = Counter()  # embedding -> its partial sums that no block input has taken yet
+        self.taken_unseen = False  # a block input that gathers its output took some
 
     def enter(self, event: Event) -> None:
         """A module is called: its inputs must have layouts that its boundary accepts."""
@@ -80,8 +80,8 @@ class Crossings:
                 self._check_slice(event, bound, part, event.names.index(part.argument))
 
     def _follow_input(self, event: Event, bound: BoundModule) -> None:
-        """The gradients of the module's parameters are complete where its first floating-point argument is I, and partial
-        sums where that is R or a slice; tokens to be sent to the ranks of their experts are not R."""
+        """The gradients of the module's parameters are complete where its first floating-point argument is I. They are
+        partial sums where it is R or a slice. Tokens that go to the ranks of their experts are not R."""
         values = self.known.run.values
         position = next((i for i, n in enumerate(event.inputs) if values[n].is_floating_point()), None)
         if position is None:
@@ -122,7 +122,7 @@ class Crossings:
                 self.known.find(
                     "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}{AS_BEFORE}"
                 )
-        # What a block input splits; where it outputs the whole sequence again, the name is that of the output's layout.
+        # What a block input splits. If it outputs the whole sequence again, the name is that of the output's layout.
         if P in one.sources and I in one.sources and not (bound.boundary.output and bound.boundary.output.gathers):
             self.incoming.setdefault(bound.name, P if actual.kind == "P" else I)
         if one == bound.boundary.inputs[0]:
@@ -132,9 +132,9 @@ class Crossings:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
 
     def _check_sum(self, event: Event, bound: BoundModule, number: int, actual: Type) -> None:
-        """Where a block input splits a partial sum of embeddings, one must wait for it: it takes one look-up of each table with it
-        (runtime/parallel/regime.py). A whole value that comes while others wait is known by another block input that takes a sum;
-        not by one that gathers its output, of which the output's layout is on record."""
+        """Where a block input splits a partial sum of embeddings, one must wait for it: it takes one look-up of each
+        table (runtime/parallel/regime.py). If a whole value arrives while others wait, another block input that takes a
+        sum shows that. One that gathers its output does not: its output's layout is on record."""
         gathers = bound.boundary.output is not None and bound.boundary.output.gathers
         waits, wanted = self.waiting.total() > 0, None
         if actual.kind == "P":
@@ -148,7 +148,7 @@ class Crossings:
             self.known.find("arrival", event, bound.name, (number,), actual=described, wanted=str(wanted))
 
     def _check_slice(self, event: Event, bound: BoundModule, part: ArgumentSlice, position: int) -> None:
-        """An argument of which each rank reads its share must be whole everywhere, without a complete gradient."""
+        """An argument that each rank reads its share of must be whole on every rank, without a complete gradient."""
         number, inside = event.inputs[position], event.outputs[position]
         if inside != number and inside not in self.known.origins.read:
             return
@@ -163,7 +163,7 @@ class Crossings:
         self.known.types[inside] = Type("V", Spread("split", part.dim, order))
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
-        """The type of a value at a boundary; a value that was not compared before is compared there."""
+        """The type of a value at a boundary. A value that was not compared yet is compared here."""
         found = self.known.type_of(number)
         if found.kind != "?":
             return found
@@ -194,7 +194,7 @@ class Crossings:
         return same_order(found.spread.order, expected, ranks)
 
     def _expected_order(self, bound: BoundModule) -> tuple[tuple[int, ...], ...] | None:
-        """The order in which the split input features of a module's weight, or the channels of a convolution, lie on the ranks."""
+        """How the split input features of a module's weight, or a convolution's channels, are ordered on the ranks."""
         weight = next((p for p in bound.parameters if p.name.rpartition(".")[2] == "weight"), None)
         return read_order(weight, sum(weight.parts), len(self.spreads.runs)) if weight is not None else None
 
@@ -239,7 +239,7 @@ class Crossings:
             self.known.maker[moved] = bound.name
 
     def _type_outside_reads(self, event: Event, position: int) -> None:
-        """What follows the module's tokens is as they are: slices of them are gathered."""
+        """A result that follows the module's tokens is spread as they are: slices are gathered."""
         found = self.known.type_of(event.inputs[position])
         style, ndim = self.plan[event.module].style, self.known.run.values[event.inputs[position]].ndim
         bound = self.plan[event.module]
@@ -255,7 +255,7 @@ class Crossings:
         self.known.maker[event.outputs[position]] = event.module
 
     def _check_results(self, event: Event) -> None:
-        """The model's results: callers expect each whole on every rank, over tp with a complete gradient; or a rank's tokens of it."""
+        """The model's results: callers expect each whole on every rank, with a complete gradient over tp; or a rank's tokens."""
         for name, number in zip(event.names, event.outputs, strict=True):
             found = self.known.type_of(number)
             ndim = self.known.run.values[number].ndim
@@ -268,12 +268,12 @@ class Crossings:
 
 
 def in_place(bound: BoundModule) -> bool:
-    """Whether a module works on slices of the sequence as they are, and returns such."""
+    """Whether a module works on slices of the sequence as they are, and returns slices."""
     style, output = bound.style, bound.boundary.output
     on_slices = style is not None and style.input_destination == style.output_source == V(SEQ)
     return on_slices and output is not None and output.destination == output.source
 
 
 def tokens_in_one_row(found: Type, ndim: int) -> bool:
-    """Whether a rank has slices of the tokens, and code made one row of them: [batch * sequence, hidden]."""
+    """Whether a rank has slices of the tokens that the code joined into one row: [batch * sequence, hidden]."""
     return found.kind == "V" and ndim == 2 and found.spread.dim == 0 and found.spread.copies == 1

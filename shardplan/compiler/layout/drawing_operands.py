@@ -1,4 +1,4 @@
-"""The operations of a run that draw random numbers as soon as a probability is above 0, and how their operands are spread."""
+"""The operations of a run that draw random numbers once a probability is above 0, and how their operands are spread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .spreads import Spreads
 from .types import KINDS, TypeKind
 from .typing_state import Known
 
-# Each drops elements of what it reads alone: the elements of a slice may be dropped with numbers of its rank's own.
+# Each drops single elements of its operand: a rank may drop those of its slice with numbers of its own.
 ELEMENTWISE = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "scaled_dot_product_attention"))
-# Each drops whole features, which a slice may have a part of.
+# Each drops whole features; a slice may have a part of one.
 WHOLE_FEATURES = frozenset(
     "dropout1d dropout2d dropout3d feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_".split()
 )
 OWN_CODE = "own code"  # in place of an operation: any value of the module's own code
-LINEAR = frozenset(("dropout", "dropout_"))  # of a sum they are the sum of what they are of its parts
+LINEAR = frozenset(("dropout", "dropout_"))  # applied to each part of a sum, they add up to what they give for the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class DrawingOperand:
 
 
 def drawing_operands(run: Trace, known: Known) -> tuple[DrawingOperand, ...]:
-    """Those of a run that was typed, each once."""
+    """The drawing operands of a typed run, each once."""
     found: dict[DrawingOperand, None] = {}
     for event in run.events:
         if event.kind != "op":
@@ -48,15 +48,15 @@ def drawing_operands(run: Trace, known: Known) -> tuple[DrawingOperand, ...]:
         if event.place[2] == "atom" and event.inputs:
             found[DrawingOperand(event.module, "", None, known.type_of(event.inputs[0]).kind)] = None
         elif event.name in ELEMENTWISE | WHOLE_FEATURES:
-            # The weights that attention drops are spread as its result is: by heads, or by rows.
+            # The weights that attention drops are spread like its result: by heads, or by rows.
             kind = known.type_of(event.outputs[0]).kind
             found[DrawingOperand(event.module, event.name, event.source, kind)] = None
     return tuple(found)
 
 
 def own_values(run: Trace, known: Known, spreads: Spreads, modules: Collection[str]) -> Iterator[DrawingOperand]:
-    """How what the own code of modules reads and computes is spread: arguments, parameters, results of operations and of the modules
-    that it calls. Code that draws under a condition which is false in this run can read nothing else."""
+    """How the values are spread that the modules' own code reads and computes: arguments, parameters, and results of
+    operations and of called modules. Code that draws under a condition that is false in this run can read nothing else."""
     running = [""]
     for event in run.events:
         if event.kind == "enter":
@@ -80,6 +80,6 @@ def _kind(event: Event, position: int, number: int, known: Known, spreads: Sprea
     if number in known.types:
         return known.types[number].kind
     if event.kind == "read":
-        return "whole"  # of what an operation reads next
+        return "whole"  # what matters is what an operation reads next
     spread = spreads.of(event, position, inputs=inputs)
     return KINDS[spread.kind] if isinstance(spread, Spread) else "?"

@@ -1,7 +1,7 @@
 """Whose random numbers each module draws in training: found by a run of the reduced model with the model's own probabilities.
 
-The reduced model is typed without dropout, as masks would hide how values are spread. With dropout it is run once more,
-unsharded, which tells the operations that draw. Each is then looked up among the typed ones.
+The reduced model is typed without dropout, as masks would hide how values are spread. It is run once more with dropout,
+unsharded, to find the operations that draw. Each is then looked up among the typed ones.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Noise:
 
     Args:
         drawings: what drew, each once.
-        lost: (modules, attribute) with a probability above 0 that the reduced model does not have.
-        unmanaged: operations other than dropout that draw and act: module, in words, whether they draw from torch's generator.
+        lost: (modules, attribute) with a probability above 0 that is missing in the reduced model.
+        unmanaged: operations other than dropout that draw and act: module, words, whether torch's generator is used.
     """
 
     drawings: tuple[Drawing, ...] = ()
@@ -69,7 +69,7 @@ class Noise:
 
 
 def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
-    """A copy of the reduced model with the model's own probabilities, and those (module, attribute) that it does not have.
+    """A copy of the reduced model with the model's own probabilities; and each (module, attribute) that it lacks.
 
     Args:
         tree: the model's own.
@@ -94,7 +94,7 @@ def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, t
 
 
 def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
-    """Run the reduced model with the model's own probabilities. It costs nothing where all of them are 0.
+    """Run the reduced model with the model's own probabilities. This costs nothing where all of them are 0.
 
     Args:
         tree: the model's own.
@@ -133,7 +133,7 @@ class _Drawn(TorchFunctionMode):
         super().__init__()
         self.atoms = bench.atoms
         self.drawings: list[Drawing] = []
-        self.hidden = False  # whether something drew that is no operation
+        self.hidden = False  # whether something other than an operation drew
         self._running = [""]
         self._inputs: dict[str, list[Tensor]] = {}
         self._last = torch.empty(0)
@@ -158,7 +158,7 @@ class _Drawn(TorchFunctionMode):
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[_Drawn]:
-        """Follow which module of the model runs."""
+        """Track which module of the model runs."""
         self.model = model
 
         def enter(name: str) -> Callable[..., None]:
@@ -197,12 +197,12 @@ class _Decision:
 def decide(
     tree: ModuleTree, reduced_tree: ModuleTree, noise: Iterable[Noise], operands: Iterable[DrawingOperand]
 ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
-    """Whose numbers each module of the model draws, and a diagnostic for each pattern of modules where that cannot be right.
+    """Whose numbers each module of the model draws. A diagnostic for each pattern of modules where no choice is right.
 
     Args:
         tree: the model's own.
         reduced_tree: the reduced model's.
-        noise: of each kind of input.
+        noise: the run for each kind of input.
         operands: those of one variant of a plan.
     """
     by_place: dict[tuple[str, str, SourceLine | None], set[str]] = defaultdict(set)

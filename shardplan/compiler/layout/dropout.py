@@ -1,4 +1,4 @@
-"""Which dropout probabilities of a model are above 0, and whose random numbers compiled modules draw under tensor parallelism."""
+"""The dropout probabilities of a model above 0, and whose random numbers compiled modules draw under TP."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WORDS = ("drop", "jitter")  # in the names of attributes that are probabilities,
 
 
 def active_probabilities(tree: ModuleTree) -> Mapping[str, Mapping[str, float]]:
-    """Module -> attribute -> probability, of those above 0."""
+    """Module -> attribute -> probability, for those above 0."""
     return {name: found for name, m in tree.modules.items() if (found := probabilities(m.kind, m.numbers))}
 
 
 def probabilities(kind: str, numbers: Mapping[str, int | float]) -> dict[str, float]:
-    """The dropout probabilities above 0: `p` of an nn.Dropout, any float in (0, 1] whose name speaks of dropping or of a
-    router's jitter."""
+    """The dropout probabilities above 0: `p` of an nn.Dropout, and any float in (0, 1] whose name suggests dropping or
+    a router's jitter."""
     return {
         name: value
         for name, value in numbers.items()
@@ -35,7 +35,7 @@ def probabilities(kind: str, numbers: Mapping[str, int | float]) -> dict[str, fl
 
 
 def is_noisy(kind: str, numbers: Mapping[str, int | float]) -> bool:
-    """Whether a module that is no nn.Dropout has a probability, or a width of noise, whatever it is."""
+    """Whether a module other than nn.Dropout has a probability or a width of noise, of any value."""
     words = (name for name, value in numbers.items() if isinstance(value, float))
     return kind != "dropout" and any(word in name for name in words for word in WORDS)
 
@@ -43,8 +43,8 @@ def is_noisy(kind: str, numbers: Mapping[str, int | float]) -> bool:
 def around_compiled(
     draws: Mapping[str, Draws], resolved: ResolvedPlan
 ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
-    """The same where some modules are compiled: a graph begins with one state of the generator, so all modules inside of it draw the
-    same kind of numbers, and the outermost compiled module is where the state is exchanged. A finding where they do not.
+    """The same where some modules are compiled. A graph begins with one state of the generator, so all modules inside draw
+    the same kind of numbers; the state is exchanged at the outermost compiled module. A finding where the kinds differ.
 
     Args:
         draws: whose random numbers each module draws.

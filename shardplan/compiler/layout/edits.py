@@ -1,4 +1,4 @@
-"""Changes that were tried, as changes of a plan's text."""
+"""Tried changes, as edits of a plan's text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .repairs import OURS, Repair, written
 
 
 def edits_of(plan: ResolvedPlan, repair: Repair | None) -> tuple[Edit, ...]:
-    """The edits of a plan that do what a change does to its bound rules; empty where no edit of one rule does.
+    """The edits of a plan that have the effect of a change to its bound rules; empty where no edit of one rule has it.
 
     Args:
         plan: bound to the reduced model, as the change is.
@@ -54,7 +54,7 @@ def _with_flags(value: str | None, old: Rule) -> str | None:
 
 
 def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] | None:
-    """The alternatives of a rule's pattern that reach nothing of what is changed; None where one reaches both."""
+    """The alternatives of a rule's pattern that reach nothing that is changed; None where one reaches both."""
     kept = []
     for text, names in _reached(plan, old):
         if names & changed and names - changed:
@@ -65,7 +65,7 @@ def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] |
 
 
 def _reached(plan: ResolvedPlan, rule: Rule) -> Iterator[tuple[str, set[str]]]:
-    """Each alternative of a pattern, and what the rule is for of what it matches."""
+    """Each alternative of a pattern, and the names it matches that the rule applies to."""
     own = [name for name, a in plan.assignments.items() if a.rule.location == rule.location]
     for text in parse_glob(rule.pattern).texts:
         one = parse_glob(text)

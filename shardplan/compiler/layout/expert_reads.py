@@ -1,4 +1,4 @@
-"""Stacks of experts that are distributed, read by other code than their module's: there they are DTensors, at tp 1 too, where no
+"""Distributed stacks of experts that code outside of their module reads: there they are DTensors, at tp 1 too, where no
 rank's run is typed."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .run import Workbench
 
 
 def outside_findings(plan: ResolvedPlan, benches: Iterable[Workbench]) -> tuple[Diagnostic, ...]:
-    """One finding for each place of the code and parameter, in the names of the reduced model.
+    """One finding for each pair of a place in the code and a parameter, in the names of the reduced model.
 
     Args:
         plan: bound to the reduced model.

@@ -1,4 +1,4 @@
-"""What the proof finds, before it is put into words."""
+"""The findings of the proof, before they are put into words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal[
 ]
 
 
-AS_BEFORE = ", as in an earlier call"  # ends the layout that a module must get again
+AS_BEFORE = ", as in an earlier call"  # ends the words for a layout that a module must get again
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +58,16 @@ class Finding:
     """Something that the proof found.
 
     Args:
-        kind: what.
-        module: where: the module in whose forward it happens, or at whose boundary.
-        subject: what it is about: a parameter's full name or a module's name.
+        kind: one of the kinds above.
+        module: the module in whose forward, or at whose boundary, it happens.
+        subject: a parameter's full name or a module's name.
         operation: the torch function, if it is one.
         source: the line of the model's code.
         operands: what it reads.
         actual, wanted: the layouts at a boundary.
         message: of an exception.
-        follows: it concerns a value that an earlier finding concerns.
-        at: how many operations were typed before it.
+        follows: whether it concerns a value that an earlier finding concerns.
+        at: the number of operations typed before it.
     """
 
     kind: Kind

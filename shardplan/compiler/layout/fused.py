@@ -1,5 +1,5 @@
-"""Matrices whose result the code cuts into equal parts by a number of its module (q, k and v in one): what splits them, and
-which line of the model's code must change where no rule does."""
+"""Matrices whose result the code cuts into equal parts by a number of its module (q, k and v in one): the changes that
+split them, and the line of the model's code that must change where no rule helps."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .undivided import dividing
 
 PACKED = "packed_colwise"
 WIDEST = 6  # parts
-MOST_ATTRIBUTES = 4  # beside the width, that are tried
+MOST_ATTRIBUTES = 4  # to try, besides the width
 SHAPING = ("view", "reshape", "unflatten", "expand", "split")
 KINDS = ("crash", "slices")
 
 
 def fused_repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try where the code of a module fails on what a matrix below it gives: the matrix packed, and the numbers
-    divided by which the code cuts."""
+    """Changes to try where a module's code fails on the result of a matrix below it: pack the matrix, and divide the
+    numbers by which the code cuts."""
     module = plan.tree.modules.get(finding.module)
     if finding.kind not in KINDS or module is None:
         return
     tp = plan.sizes.tp or 1
-    numbers = {n: v for n, v in module.numbers.items() if n not in HEAD_SIZES}  # heads are split, never what is in one
+    numbers = {n: v for n, v in module.numbers.items() if n not in HEAD_SIZES}  # heads are split, never inside
     counts = {n: v for n, v in numbers.items() if type(v) is int and v > 1 and v % tp == 0}
     tried: list[tuple[str, int, tuple[str, ...]]] = []
     for child in _fused_children(plan, module):
@@ -45,7 +45,7 @@ def fused_repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
 
 
 def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
-    """What to change in the model's code, where it gives a slice the shape of the whole; None where that is not so."""
+    """What to change in the model's code, where it gives a slice the shape of the whole; else None."""
     module = plan.tree.modules.get(finding.module)
     if finding.kind not in KINDS or module is None or finding.source is None:
         return None
@@ -74,7 +74,7 @@ def _both(plan: ResolvedPlan, module: str, child: str, parts: int, divided: tupl
 
 
 def _fused_children(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[ModuleInfo]:
-    """The matrices right below a module that are split by their output features, or not at all."""
+    """The matrices right below a module that are split by their output features or not at all."""
     for name in plan.tree.children[module.name]:
         child = plan.tree.modules[name]
         if child.kind not in ("linear", "conv1d") or child.parameter("weight") is None:

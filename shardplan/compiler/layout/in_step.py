@@ -1,4 +1,4 @@
-"""Which operation of the unsharded run is the same as one of a rank's run, where a rank's code skips or adds some."""
+"""Finds the unsharded run's operation that matches a rank's, where the rank's code skips or adds some."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LONGEST = 2000  # operations of one call that are aligned: the time is quadratic
 class InStep:
     """Finds the places of a rank's operations in the unsharded run.
 
-    Code asks how many heads there are (`if num_key_heads != num_value_heads: key = key.repeat_interleave(...)`), so a rank
-    with one of each runs fewer operations of a call. Those behind are the same as the unsharded run's, at other positions.
+    Code asks how many heads there are (`if num_key_heads != num_value_heads: key = key.repeat_interleave(...)`), so a
+    rank with one of each runs fewer operations of a call. Later ones match the unsharded run's, at other positions.
 
     Args:
         reference: the unsharded run.
-        run: of a rank; the ranks do the same.
+        run: of one rank; all ranks run the same operations.
     """
 
     def __init__(self, reference: Trace, run: Trace):
@@ -55,7 +55,7 @@ class InStep:
 
 
 def _steps(run: Trace) -> _Steps:
-    """Per call the operations in its own code, in order, with their positions."""
+    """For each call, the operations of its own code, in order, with their positions."""
     found: _Steps = {}
     for event in run.events:
         position = event.place[2]
@@ -70,5 +70,5 @@ def _aligned(whole: Mapping[int, _Step], own: Mapping[int, _Step]) -> _Positions
     for block in SequenceMatcher(None, [*whole.values()], [*own.values()], autojunk=False).get_matching_blocks():
         for offset in range(block.size):
             positions[ours[block.b + offset]] = theirs[block.a + offset]
-    positions[max(ours, default=-1) + 1] = max(theirs, default=-1) + 1  # what is read behind the last
+    positions[max(ours, default=-1) + 1] = max(theirs, default=-1) + 1  # reads after the last operation
     return positions

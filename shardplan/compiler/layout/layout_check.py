@@ -1,4 +1,4 @@
-"""The layout check of a bound plan: what is wrong, one finding for each mistake, and the change that fixes it."""
+"""The layout check of a bound plan: one finding for each mistake, and the change that fixes it."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from .undivided import dividing_repairs
 from .unsummed import holding, undeclared
 
 TRIALS = 40  # changes that are tried for one mistake
-AFTER = 4  # more that are tried when one fixes the finding, but leaves others
+AFTER = 4  # further tries after one that fixes the finding but leaves others
 
 
 @dataclass(slots=True)
 class Search:
-    """How much the search for changes may still do for one plan, in all its variants and kinds of input. What is found once
-    it may do no more is reported without a change.
+    """How much the search for changes may still do for one plan, over all its variants and kinds of input. Once it is
+    used up, findings are reported without a change.
 
     Args:
-        tries: how many changes may still be tried. This is the bound that plans meet: the same on every machine.
-        seconds: of processor time that they may take: the outer bound, for models that are slow.
+        tries: how many changes may still be tried. This is the limit that plans meet, the same on every machine.
+        seconds: the processor time left for them; an outer limit, for slow models.
     """
 
     tries: int = 120
@@ -55,7 +55,7 @@ class Search:
         return self.tries <= 0 or self.seconds <= 0
 
     def attempt(self, plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool]) -> Proof:
-        """Prove a plan that was changed, up to a finding that shows that the change is useless."""
+        """Prove a changed plan, up to a finding that shows the change to be useless."""
         start = time.process_time()
         proof = prove(plan, bench, stop)
         self.tries -= 1
@@ -72,21 +72,21 @@ class LayoutReport:
 
     Args:
         diagnostics: one for each mistake.
-        secondary: what follows from these mistakes.
+        secondary: the findings that follow from these mistakes.
         incoming: `ResolvedPlan.incoming`, for the lowering.
         cross_module_reads: `ResolvedPlan.cross_module_reads`, for the lowering.
-        reads: values that several modules move I -> R, each on its own, where one block input would do.
-        lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
-        sums: partial sums that are added to each other once each is reduced on its own.
+        reads: values that several modules each move I -> R, where one block input would do.
+        lengths: for a model without configuration: length of a dim that its code splits -> where. tp must divide each.
+        sums: partial sums that are reduced one by one and then added to each other.
         repairs: for each of `diagnostics` the change that fixes it, where one was found.
         shared_reads: `ResolvedPlan.shared_reads`, for counting.
         same_arguments: `ResolvedPlan.same_arguments`, for counting.
         read_results: `ResolvedPlan.read_results`, for the lowering.
-        through: (sum that the plan declares, dropout that its values pass on the way).
-        operands: of each operation that may draw random numbers, how its operand is spread, in all runs.
+        through: (declared sum, dropout that its values pass on the way).
+        operands: how the operand of each operation that may draw random numbers is spread, over all runs.
         draws: `ResolvedPlan.draws`, for the lowering.
-        summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
-        on_cp: that of the rules for the axis cp, where these apply; its findings are here too.
+        summed: the places of those `sum_outputs` that held in every run of their blocks.
+        on_cp: the report of the rules for the axis cp, where these apply; its findings are here too.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -111,7 +111,7 @@ class LayoutReport:
         return not self.diagnostics
 
     def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """The plan with what the lowering takes from here, without the optional sums that were not seen to hold."""
+        """The plan with what the lowering takes from here; optional sums that were not seen to hold are left out."""
         sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
         return replace(
             resolved,
@@ -135,17 +135,17 @@ def check_layout(
     """Prove that every activation and every gradient of a plan has the layout that its readers assume.
 
     Args:
-        resolved: the plan bound to the reduced model's tree, with a tp size, free of structural errors.
-        reduced_model: the reduced model, or workbenches with its unsharded runs (they serve many plans).
-        help: look for the changes that fix what is wrong; each costs a run.
-        search: how much that may do; None: as much as for a plan of its own.
+        resolved: the plan, bound to the reduced model's tree, with a tp size and without structural errors.
+        reduced_model: the reduced model, or workbenches with its unsharded runs, which serve many plans.
+        help: look for the changes that fix the findings; each costs a run.
+        search: the limit of that search; None: as much as for a plan of its own.
     """
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
     benches = _benches(resolved, reduced_model)
     if resolved.axis is Axis.CP and returns_tokens(
         resolved
-    ):  # labels are not the model's to shift: they are cut before its call
+    ):  # labels are not for the model to shift: they are cut before its call
         benches = [bench.unlabelled for bench in benches]
     if resolved.sizes.tp == 1:
         return LayoutReport()
@@ -220,7 +220,7 @@ def _benches(
 def _explain(
     resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search, help: bool
 ) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
-    """What was found as diagnostics: one for each mistake, what fixes each, and what follows from them."""
+    """The findings as diagnostics: one for each mistake, the change that fixes each, and what follows from them."""
     groups = grouped(proof.findings, resolved.tree)
     primary: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
@@ -255,7 +255,7 @@ def _explain(
 
 
 def revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair | None] | None:
-    """Which earlier change a later one of the same rule replaces, and both as one; None where the later one takes it back."""
+    """The earlier change that a later one of the same rule replaces, and both as one; None where it is undone."""
     if repair is None:
         return None
     same = ((i, one) for i, one in enumerate(changes) if one is not None and one.names == repair.names)
@@ -263,7 +263,7 @@ def revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[in
 
 
 def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple[list[Diagnostic], list[Repair | None]]:
-    """One diagnostic for the same mistake at modules side by side (`{q,k}_norm`)."""
+    """One diagnostic for the same mistake at sibling modules (`{q,k}_norm`)."""
     kept: list[Diagnostic] = []
     changes: list[Repair | None] = []
     for one, repair in zip(diagnostics, repairs, strict=True):
@@ -285,7 +285,7 @@ def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple
 
 
 def grouped(findings: Iterable[Finding], tree: ModuleTree) -> dict[Key, list[Finding]]:
-    """Equal findings over layers together, in the order of the run."""
+    """Equal findings of several layers together, in the order of the run."""
     groups: dict[Key, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(_key(finding, tree), []).append(finding)
@@ -300,15 +300,15 @@ def _key(f: Finding, tree: ModuleTree) -> Key:
 def _fix(
     plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
-    """The change after which the first finding is gone and the fewest are left, of several that of which a run gets furthest; and
-    those."""
+    """The change that removes the first finding and leaves the fewest, and those left. Of several, the one whose run
+    gets furthest."""
     key, group = next(iter(groups.items()))
     best: tuple[Repair, dict[Key, list[Finding]]] | None = None
     last, tried = TRIALS, 0
     crashed = any(known[0] == "crash" for known in groups)
 
     def useless(finding: Finding) -> bool:
-        """It is still there, or it is a new one, which only what a crash had hidden may be."""
+        """The finding is still there, or there is a new one; only findings that a crash had hidden may be new."""
         found = _key(finding, plan.tree)
         return found == key or (not crashed and found not in groups)
 
@@ -338,14 +338,14 @@ def _fix(
 
 
 def _rank(repair: Repair, left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int, bool]:
-    """The less the better: how many findings are left; where a crash is among them, how early it is; whether a split is given up."""
+    """The less the better: how many findings are left; how early a crash among them is; whether a split is lost."""
     crash = max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
     return len(left), -crash, bool(repair.given_up)
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
-    """Whether a change fixes something: what is left was there before, or a crash had hidden it, behind which it is, or which
-    is gone."""
+    """Whether a change fixes something. Every finding left was there before, or a crash had hidden it: it comes after
+    the crash, or the crash is gone."""
     new = [group[0] for key, group in after.items() if key not in before]
     crashes = [_reached(group[0]) for key, group in before.items() if key[0] == "crash"]
     if not crashes:
@@ -354,12 +354,12 @@ def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequenc
 
 
 def _reached(finding: Finding) -> tuple[int, bool]:
-    """How far the run got: a crash in an operation is behind one between the same operations."""
+    """How far the run got: a crash in an operation comes after one between the same operations."""
     return (finding.at, finding.kind == "crash" and bool(finding.operation))
 
 
 def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:
-    """The rule to point at: the one to change, else the nearest that is involved in the finding."""
+    """The rule to point at: the one to change, else the nearest one involved in the finding."""
     if repair is not None and repair.old is not None:
         blamed = plan.assignments[next(name for name in repair.names if name in plan.assignments)]
         if blamed.rule.location != OURS:

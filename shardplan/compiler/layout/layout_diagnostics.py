@@ -23,7 +23,7 @@ CRASH = Code("SP408")
 MEETING = Code("SP409")
 OUTSIDE = Code("SP410")
 
-# Styles of an output head: what it returns is whole, split, or not made.
+# Styles of an output head, by its result: whole, split, or not made.
 GATHERED, SPLIT, FUSED = "colwise_gather_output", "colwise_vocab", "colwise_fused"
 
 NAMES = {
@@ -62,7 +62,7 @@ def _partial(f: Finding, tree: ModuleTree) -> str:
 
 
 def _result(name: str) -> str:
-    """The name of one of the model's results: a key, or where it stands (`result[1]`)."""
+    """The name of one of the model's results: a key, or its position (`result[1]`)."""
     if not name[0].isdigit():
         return name
     return "result" if name == "0" else f"result[{name}]"
@@ -139,9 +139,9 @@ def diagnostic(
     """One diagnostic for equal findings over layers.
 
     Args:
-        plan: the plan that they are about.
+        plan: the plan with these findings.
         findings: of one kind at one place, the first layer's first.
-        repair: a change that was tried and fixes them.
+        repair: a change that fixes them, as a try has shown.
         blamed: the rule to point at.
     """
     first = findings[0]

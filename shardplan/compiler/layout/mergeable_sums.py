@@ -1,7 +1,7 @@
-"""Partial sums that are reduced and then added to each other: reduced together, they cost one collective.
+"""Partial sums that are reduced and then added to each other. Reduced together, they cost one collective.
 
-A plan declares them with `sum_outputs`, and a run shows whether that is right. Sums that no plan declares are found for
-`shardplan init`.
+A plan declares them with `sum_outputs`, and a run shows whether that is right. Those that no plan declares are found
+for `shardplan init`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
 
 @dataclass(frozen=True, slots=True)
 class SharedSum:
-    """Results of one block that its code adds up, and reads nowhere else.
+    """Results in one block that its code adds up and reads nowhere else.
 
     Args:
         carriers: the modules whose partial sums can wait.
         closer: the module whose partial sum is reduced last.
-        through: modules whose code the values pass on the way, unchanged on the reduced model (a dropout).
+        through: modules that the values pass on the way, unchanged on the reduced model (a dropout).
     """
 
     carriers: tuple[str, ...]
@@ -40,13 +40,13 @@ class SharedSum:
 
 @dataclass(frozen=True, slots=True)
 class SeenSum:
-    """What a run shows of one sum that a plan declares.
+    """What a run shows of one declared sum.
 
     Args:
-        sum: what is declared.
+        sum: the declared sum.
         wrong: why it does not hold, or "".
-        module: what that is about.
-        through: dropouts that the values pass on the way, which drop nothing here.
+        module: the module that this is about.
+        through: dropouts that the values pass on the way; here they drop nothing.
     """
 
     sum: SummedOutputs
@@ -58,7 +58,7 @@ class SeenSum:
 def seen_sums(
     tree: ModuleTree, run: Trace, outputs: Iterable[tuple[int, str]], declared: Iterable[SummedOutputs]
 ) -> tuple[SeenSum, ...]:
-    """Look at the sums that a plan declares, in each call of their blocks; nothing is reported for a block that does not run.
+    """Look at the sums that a plan declares, in each call of their blocks. A block that does not run gets no report.
 
     Args:
         tree: of the modules that run.
@@ -79,7 +79,7 @@ def seen_sums(
     return tuple(found)
 
 
-# Of a call: (module, the partial sum that it outputs, or None), in the order of the run.
+# Of one call, in the order of the run: (module, the partial sum that it outputs, or None).
 _Call = list[tuple[str, int | None]]
 
 
@@ -138,7 +138,7 @@ def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one:
 
 
 def shared_sums(run: Trace, outputs: Iterable[tuple[int, str]]) -> tuple[SharedSum, ...]:
-    """The sums that a block's code makes of reduced values.
+    """The sums that a block's code forms of reduced values.
 
     Args:
         run: of a rank.
@@ -172,8 +172,8 @@ def _relative(one: SharedSum, home: str) -> SharedSum:
 
 
 def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:
-    """The values that a value becomes by additions alone, each read once, within its block; and the modules whose code it
-    passes as it is."""
+    """The values that a value becomes by additions alone, each read once, within its block; and the modules that it
+    passes unchanged."""
     path: list[int] = [number]
     passed: list[str] = []
     while True:
@@ -181,7 +181,7 @@ def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home:
         for event in reading.get(number, ()):
             if event.kind in ("enter", "leave"):
                 if event.module == home or number not in event.outputs:
-                    return path, passed  # it leaves the block, or is moved
+                    return path, passed  # the value leaves the block, or is moved
                 continue
             if event.kind != "op" or step is not None:
                 return path, passed

@@ -1,4 +1,4 @@
-"""The layout check of plans for one model: on its reduced model, which is made and run once."""
+"""The layout check of plans for one model, on its reduced model, which is made and run once."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
 from .unsummed import acting, dropping
 
-MOST_HEADS_TIMES = 4  # as many heads as usual
+MOST_HEADS_TIMES = 4  # times the usual number of heads
 STAGES = 3  # a first, a middle and a last one
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """What is known of a plan: what may still be tried for it, and the report of each variant."""
+    """The state of the check of one plan: the tries that are left, and the report of each variant."""
 
     plan: PlanFile
     search: Search
@@ -62,11 +62,11 @@ class ModelLayouts:
     Args:
         found: the model.
         tp, ep: the sizes of the axes.
-        heads_times: how many times as many heads as usual its reduced model has; `fit` may choose more.
-        cp: the size of the axis cp; above 1 where the plans that are checked have rules for it.
-        shared: of the model, numbers of key-value heads with which several ranks of cp compute -> how many of them a rank of tp has in the
-            reduced model (`heads_shared_over_cp`).
-        pp, blocks: with several stages the reduced model has blocks for a first, a middle and a last one, or so many.
+        heads_times: the factor by which its reduced model has more heads than usual; `fit` may choose a larger one.
+        cp: the size of the axis cp; above 1 where the checked plans have rules for it.
+        shared: the model's number of key-value heads that several ranks of cp share -> how many of them a rank of tp
+            has in the reduced model (`heads_shared_over_cp`).
+        pp, blocks: with several stages, the reduced model has blocks for a first, a middle and a last one, or `blocks`.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ModelLayouts:
     def for_mesh(
         cls, found: FoundModel, resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, whole: bool, blocks: int = 0
     ) -> ModelLayouts:
-        """The model at the sizes that stand for a mesh.
+        """The model at the sizes that represent a mesh.
 
         Args:
             resolved: variants of a plan, bound to the model.
-            whole: at those of the mesh itself, as its processes run it; else at those of the first mesh on which the plan is proven.
-            blocks: how many of a pipeline's schedule; 0: as the mesh says.
+            whole: use the sizes of the mesh itself, as run; else those of the first mesh for the proof.
+            blocks: the number of blocks of a pipeline's schedule; 0: as the mesh says.
         """
         shared = heads_shared_over_cp(resolved, sizes, exact=whole or not found.shrinks)
         first = sizes if whole else proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
@@ -107,7 +107,7 @@ class ModelLayouts:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """The arguments besides the model."""
+        """The arguments other than the model."""
         return {name: getattr(self, name) for name in ("tp", "ep", "heads_times", "pp", "blocks", "cp", "shared")}
 
     @property
@@ -122,7 +122,8 @@ class ModelLayouts:
         Raises:
             PlanError: SP520, SP521, SP522: there is none.
         """
-        # Experts one by one: grouped multiplications want sizes that a reduced model's shards may not have, and no float64.
+        # Experts one by one: grouped multiplications need sizes that a reduced model's shards may not have, and take no
+        # float64.
         experts = "eager" if self.found.config is not None else None
         return make_reduced_model(
             self.found,
@@ -136,17 +137,17 @@ class ModelLayouts:
         )
 
     def with_model(self, model: ReducedModel) -> ModelLayouts:
-        """The same with another reduced model of the same modules, whose code takes other branches; what is known of the layouts stays."""
+        """The same with another reduced model of the same modules, whose code takes other branches; the known layouts stay."""
         other = copy(self)
         other.reduced_model = model
         return other
 
     def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
-        """Let the reduced model have as many heads as a plan needs that fits the model itself: where it splits groups of heads, each
-        rank has a group.
+        """Give the reduced model as many heads as a plan needs that fits the model itself: where it splits groups of
+        heads, each rank gets a group.
 
         Returns:
-            Whether some number fits; else they are as many as before.
+            Whether some number fits; if not, the number stays as it was.
         """
         variants = tuple(overlays)
         for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
@@ -157,7 +158,7 @@ class ModelLayouts:
         return False
 
     def _forget(self, heads_times: int) -> None:
-        """Have a reduced model with another number of heads, of which nothing is known yet."""
+        """Replace the reduced model by one with another number of heads; nothing is known of it yet."""
         self.heads_times = heads_times
         for name in ("reduced_model", "benches", "noise"):
             vars(self).pop(name, None)
@@ -171,7 +172,7 @@ class ModelLayouts:
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
-        """The reduced model with each kind of input that it takes. At tp 1 it has more heads where its code divides them in more parts.
+        """The reduced model with each kind of input that it takes. At tp 1 it has more heads if its code divides them into more parts.
 
         Raises:
             PlanError: there is none, or it does not run (SP523).
@@ -201,8 +202,8 @@ class ModelLayouts:
         return benches
 
     def benches_for(self, resolved: ResolvedPlan) -> tuple[Workbench, ...]:
-        """Those for a plan: with the modules of experts that it distributes, or runs on each rank's own tokens, as one operation
-        each: which of its experts a rank runs depends on its tokens.
+        """The benches for a plan. Modules of experts that it distributes, or runs on each rank's own tokens, are one
+        operation each: which experts a rank runs depends on its tokens.
 
         Args:
             resolved: the plan, bound to the reduced model.
@@ -236,7 +237,7 @@ class ModelLayouts:
         """The places that draw.
 
         Args:
-            alike: leave out those in modules whose own code has nothing but whole values, of which all ranks draw the same numbers.
+            alike: leave out places in modules whose own code has only whole values: all ranks draw the same numbers for them.
         """
         sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
         if alike is None:
@@ -269,15 +270,15 @@ class ModelLayouts:
         help: bool = True,
         allow_unproven: bool = False,
     ) -> LayoutReport:
-        """Check a plan that is free of structural errors for the model itself.
+        """Check a plan that has no structural errors for the model itself.
 
         The incoming layouts and shared reads are those of the model's modules.
 
         Args:
-            of_model: the variant bound to the model itself, which says what is compiled.
-            help: look for the changes that fix what is wrong.
-            allow_unproven: what keeps the check from running is a warning, and else an error: an unproven plan does not
-                count as right.
+            of_model: the variant bound to the model itself; it says what is compiled.
+            help: look for the changes that fix the findings.
+            allow_unproven: report what keeps the check from running as a warning, not an error. An unproven plan does
+                not count as right.
         """
         if (too_many := self._too_many(plan)) is not None:
             return LayoutReport((too_many,))
@@ -294,11 +295,11 @@ class ModelLayouts:
             resolved, _ = bind(plan, self.tree, self.sizes, overlays)
         elif structure:
             return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
-        if self.tp > 1 and self._sites():  # what would fix the layouts is no help there
+        if self.tp > 1 and self._sites():  # a fix of the layouts would not help there
             sliced = self._sites(self.check_copy(resolved).operands)
             if sliced:
                 return LayoutReport((self._about_the_model(randomness.finding(self.found.name, sliced, self.tp)),))
-        if resolved.on_cp is not None and (sites := self._sites()):  # a rank would draw those of its own tokens
+        if resolved.on_cp is not None and (sites := self._sites()):  # a rank would draw for its own tokens alone
             drawn = randomness.finding(self.found.name, sites, self.cp, Axis.CP)
             return LayoutReport((self._about_the_model(drawn),))
         report = self.layouts_of(plan, resolved, help=help)
@@ -338,7 +339,7 @@ class ModelLayouts:
     def _draws(
         self, report: LayoutReport, of_model: ResolvedPlan | None
     ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
-        """Whose random numbers each module draws. A plan with errors is right about none."""
+        """Whose random numbers each module draws. Nothing of this is right for a plan with errors."""
         if self.tp == 1 or not report.ok:
             return {}, ()
         try:
@@ -353,7 +354,7 @@ class ModelLayouts:
         return draws, (*wrong, *mixed)
 
     def _untyped(self, why: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-        """Why layouts are not known. Where that is accepted, a model with dropout is not (SP370)."""
+        """Why the layouts are not known. Where that is accepted, dropout in the model is not (SP370)."""
         found = tuple(why)
         active = tuple(active_probabilities(self.found.tree))
         if self.tp == 1 or not active or any(d.is_error for d in found):
@@ -361,12 +362,12 @@ class ModelLayouts:
         return (*found, unmanaged(active))
 
     def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
-        """What tp must divide in the code of a model without configuration, whose reduced model has its sizes."""
+        """What tp must divide in the code of a model without configuration. Its reduced model has the model's sizes."""
         return {} if self.found.config is not None else split_lengths(resolved, self.benches[0])
 
     def _too_many(self, plan: PlanFile) -> Diagnostic | None:
-        """That tp does not divide a dim which the code of a model without configuration splits: seen at the smallest size
-        that divides tp, as the model may not run, or not split, with as many ranks."""
+        """The finding that tp does not divide a dim that the code of a model without configuration splits. It is seen
+        at the smallest size that divides tp, as the model may not run, or not split, with all the ranks."""
         least = next((n for n in range(2, self.tp) if self.tp % n == 0), None)
         if self.found.config is not None or least is None:
             return None
@@ -379,7 +380,7 @@ class ModelLayouts:
         return misfit({n: where for n, where in lengths.items() if n not in heads}, self.tp, least)
 
     def layouts_of(self, plan: PlanFile, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
-        """The layouts of a variant of a plan on the reduced model, in its names; each is checked once.
+        """The layouts of a variant of a plan on the reduced model, in its names. Each variant is checked once.
 
         Args:
             resolved: the variant, bound to the reduced model.
@@ -390,16 +391,16 @@ class ModelLayouts:
         return checked.reports[resolved.overlays]
 
     def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The modules or parameters of the model that those of the reduced one stand for."""
+        """The model's modules or parameters that those of the reduced model represent."""
         return modules_of(self.found.tree, self.tree, self.reduced_model.layers, tuple(names))
 
     @reduced_runs()
     def check_copy(self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None) -> LayoutReport:
-        """As `check`, for a plan that is bound to the reduced model's tree, and in its names.
+        """As `check`, but for a plan bound to the reduced model's tree, and in its names.
 
         Args:
             help: look for the changes that fix what is wrong.
-            search: how much that may do; None: as much as for a plan of its own.
+            search: the limit of that search; None: as much as for a plan of its own.
 
         Raises:
             PlanError: there is no reduced model, or it does not run.
@@ -410,7 +411,7 @@ class ModelLayouts:
         if not report.ok:
             return report
         found = token_findings(resolved, benches, self.ep if "expert_parallel" in resolved.overlays else self.tp)
-        if self.tp == 1:  # else the runs of the ranks say it
+        if self.tp == 1:  # at other sizes the runs of the ranks show it
             found = (*outside_findings(resolved, benches), *found)
         return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
@@ -430,8 +431,8 @@ UNPROVEN_HELP = (
 
 
 def unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
-    """What keeps a plan from being proven, as an error or, where that is accepted, a warning. That another model was proven than
-    the one that is there (SP524, SP526) cannot be accepted."""
+    """The reason why a plan is not proven: an error or, where that is accepted, a warning. That the proof was of
+    another model than the one at hand (SP524, SP526) cannot be accepted."""
     if diagnostic.code in (NOT_CARRIED, NOT_REDUCED):
         return diagnostic
     return replace(

@@ -1,4 +1,4 @@
-"""What is known of a reduced model's modules, under the names of the model that it stands for."""
+"""Facts about a reduced model's modules, under the names of the model that it represents."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Alike:
-    """Which modules of a reduced model those of the model are like. Where it has all of the model's, they are the same; else they are
-    those of one pattern, in blocks of one kind: `self_attn.k_proj` may read one tensor with `q_proj` in one kind of block, and a tensor
-    of its own in another.
+    """Matches the model's modules with those of its reduced model. If the reduced model has all of them, each matches
+    itself. Else those of one pattern, in blocks of one kind, match: in one kind of block `self_attn.k_proj` may read
+    one tensor with `q_proj`, and in another a tensor of its own.
 
     Args:
         tree: of the model.
@@ -29,8 +29,8 @@ class Alike:
         self._same = tree.modules.keys() == reduced_tree.modules.keys()
 
     def everywhere(self, facts: Mapping[str, T]) -> Mapping[str, tuple[T, ...]]:
-        """Each module of the model -> what is known of those that it is like, by their names in the reduced model; each fact once. Of
-        a kind of block of which nothing is known, what is known of all kinds."""
+        """Each module of the model -> the facts about the modules it matches, by their names in the reduced model; each
+        fact once. If nothing is known of a kind of block, the facts about all kinds."""
         if self._same:
             return {name: (fact,) for name, fact in facts.items() if name in self.tree.modules}
         known: dict[Key, dict[T, None]] = {}
@@ -52,7 +52,7 @@ class Alike:
 
 
 def _kinds(tree: ModuleTree) -> Mapping[str, frozenset[tuple[str, str]]]:
-    """Each block -> what it is made of: the places in it, those in lists under one name, each with its class."""
+    """Each block -> its structure: the places in it, those in lists under one name, each with its class."""
     found: dict[str, set[tuple[str, str]]] = {}
     for name, module in tree.modules.items():
         home = block(name)
@@ -62,20 +62,20 @@ def _kinds(tree: ModuleTree) -> Mapping[str, frozenset[tuple[str, str]]]:
 
 
 def incoming_of(alike: Alike, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """The incoming layouts of a model's modules, from those of its reduced model's, where all that are alike agree."""
+    """The incoming layouts of a model's modules, from its reduced model's, where all that match agree."""
     return {name: found[0] for name, found in alike.everywhere(incoming).items() if len(found) == 1}
 
 
 def disagreeing(alike: Alike, incoming: Mapping[str, Layout]) -> tuple[str, ...]:
-    """The model's modules whose incoming layout is not known: those of the reduced model that they are like have different ones."""
+    """The model's modules with unknown incoming layout: those they match in the reduced model have different ones."""
     return tuple(name for name, found in alike.everywhere(incoming).items() if len(found) > 1)
 
 
 def modules_of(
     tree: ModuleTree, reduced_tree: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The modules or parameters of a model that those of its reduced model stand for: every layer where all kinds of layers
-    are among them, else the layers that were copied."""
+    """The model's modules or parameters that those of its reduced model represent: all layers where all kinds of layers
+    are among them, else the copied layers."""
     here, there = ({*one.modules, *one.parameters} for one in (tree, reduced_tree))
     result: dict[str, None] = {}
     for name in names:
@@ -94,7 +94,7 @@ def modules_of(
 
 
 def shared_reads_of(alike: Alike, reads: Mapping[str, str]) -> Mapping[str, str]:
-    """The shared reads of a model's modules, from those of its reduced model's, where all that are alike agree."""
+    """The shared reads of a model's modules, from its reduced model's, where all that match agree."""
     relative = {name: first.removeprefix(_home(name)) for name, first in reads.items()}
     return {name: _home(name) + found[0] for name, found in alike.everywhere(relative).items() if len(found) == 1}
 
@@ -102,7 +102,7 @@ def shared_reads_of(alike: Alike, reads: Mapping[str, str]) -> Mapping[str, str]
 def same_arguments_of(
     alike: Alike, same: Mapping[str, Mapping[str, frozenset[str]]]
 ) -> Mapping[str, Mapping[str, frozenset[str]]]:
-    """The arguments of a model's modules that are one tensor, from those of its reduced model's: of the first that is alike."""
+    """The arguments of a model's modules that are one tensor, from its reduced model's first match."""
     names = {name: name for name in same}
     return {name: same[found[0]] for name, found in alike.everywhere(names).items()}
 

@@ -1,8 +1,8 @@
-"""The type of what an operation gives, from how it is spread and from the types of what it reads.
+"""The type of an operation's result, from how it is spread and from the types of the operands.
 
-How a value is spread over the ranks (whole, split, a sum) is found by comparing what each rank has with what the
-unsharded model has at the same place. Whether the gradient of a whole value is complete (I) or a partial sum (R)
-follows from how it is read, as the chain rule has it, operation by operation:
+How a value is spread over the ranks (whole, split, a sum) is found by comparing each rank's value with the unsharded
+model's at the same place. Whether the gradient of a whole value is complete (I) or a partial sum (R) follows from how
+it is read, by the chain rule, operation by operation:
 
 | result | a whole operand's gradient on this rank |
 |---|---|
@@ -10,8 +10,8 @@ follows from how it is read, as the chain rule has it, operation by operation:
 | sum | is this rank's summand's share: a partial sum |
 | whole | is complete where the result's is, and a partial sum where the result's is |
 
-So a result that is split or a sum wants R of its whole operands, and a whole result wants all of one type, which it
-has too. Nothing depends on which operation it is.
+So a result that is split or a sum wants R for its whole operands. A whole result wants one type for all of them, and
+has that type. None of this depends on the operation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Operations:
         plan: each module and its boundary.
         spreads: of the run of every rank.
         units: modules whose parameters are gathered only while they run themselves.
-        parts: operation -> operand -> whether it has a part in the result, where that was found out.
+        parts: operation -> operand -> whether it contributes to the result, where that was found out.
 
     Attributes:
         doubts: as in `Proof`.
@@ -84,7 +84,7 @@ class Operations:
                 self.known.types[output] = self.combine(event, sources, spread, output)
 
     def read(self, event: Event) -> None:
-        """A tensor that is seen for the first time, or was changed in place."""
+        """A tensor that appears for the first time, or was changed in place."""
         if not event.inputs and self.known.run.requires_grad[event.outputs[0]]:
             spread = self.spreads.of(event, 0)
             self.known.find("untyped", event, event.module, event.outputs)
@@ -93,13 +93,13 @@ class Operations:
         self.op(event)
 
     def _is_mean(self, event: Event, sources: list[int]) -> bool:
-        """Whether it is over split features, and summed over the ranks (P -> R)."""
+        """Whether the mean is over split features, and summed over the ranks (P -> R)."""
         return is_mean(self.plan, event.module, event.name) and all(self.known.type_of(n).kind == "V" for n in sources)
 
     def _readable(self, number: int, reader: str) -> bool:
-        """Whether a parameter is a local tensor while a module's code runs: in its owner's, in that of the block which
-        sums its partial gradient, and in that of the module around it which reads it, if it is not in a unit of its
-        own."""
+        """Whether a parameter is a local tensor while a module's code runs. It is in its owner's code, in that of the
+        block that sums its partial gradient, and in that of the module around it that reads it, unless it is in a unit
+        of its own."""
         owner = self.known.maker[number]
         running = (reader, *ancestors(reader)) if reader else ("",)
         if owner in running:
@@ -113,7 +113,7 @@ class Operations:
         """The type of a value with a gradient, by the table above.
 
         Args:
-            sources: the differentiable values that it is made of.
+            sources: the differentiable values that it is computed from.
             spread: how it is spread.
         """
         kinds = {number: self._kind(number, spread) for number in sources}
@@ -141,15 +141,15 @@ class Operations:
         return Type("I") if complete else Type("R") if partial else FREE
 
     def _kind(self, number: int, spread: Spread) -> TypeKind:
-        """The kind of an operand's type. What a whole result takes of slices, of which all ranks have some alike (the one
-        key-value head beside split queries), is R."""
+        """The kind of an operand's type. Slices that are equal on all ranks (one key-value head for split queries)
+        count as R in a whole result."""
         found = self.known.type_of(number)
         on_all = found.kind == "V" and spread.kind == "whole" and found.spread.copies == len(self.spreads.runs)
         return "R" if on_all else found.kind
 
     def _acting(self, event: Event, spread: Spread) -> list[int] | None:
-        """The partial sums and slices that have a part in a result that seems whole, and the partial sums that have one in
-        a result that seems split: nothing but a tolerance, or a gate that is shut, hides them. None where it is not known."""
+        """The partial sums and slices that contribute to a result that seems whole, and the partial sums that contribute
+        to one that seems split: only a tolerance, or a closed gate, hides them. None where this is not known."""
         if event.kind != "op":
             return None
         hiding = {"whole": ("P", "V"), "split": ("P",), "sum": ()}[spread.kind]
@@ -174,7 +174,7 @@ class Operations:
         return Type("P", SUM) if partial else FREE
 
     def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
-        """A whole result of operands of both types: if one side is parameters only, these are wrong."""
+        """A whole result has operands of both types. If one side is parameters only, these are wrong."""
         if all(n in self.known.run.parameters for n in complete):
             for number in complete:
                 self._found_partial(event, number)
@@ -196,7 +196,7 @@ class Operations:
             self.known.find("partial", event, self.known.maker.get(number, event.module), (number, *others), once=True)
 
     def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
-        """Which features of a value with an R tail an operation takes."""
+        """The features of a value with an R tail that an operation takes."""
         whole, tail = self.known.run.values[tangled], self.known.type_of(tangled).tail
         value = self.known.run.values[output]
         head, rest = whole[..., :-tail], whole[..., -tail:]
@@ -210,12 +210,12 @@ class Operations:
         return Type("I")
 
     def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
-        if output not in self.known.used:  # as weights of attention that the caller drops
+        if output not in self.known.used:  # e.g. weights of attention that the caller drops
             self.known.types[output] = FREE
             return
         kinds = {self.known.type_of(number).kind for number in sources}
         split = [n for n in sources if self.known.type_of(n).kind == "V"]
-        if not event.module and split:  # the model's last step with its logits, before callers get them
+        if not event.module and split:  # the model's last operation on its logits, before callers get them
             actual = self.known.type_of(split[0]).describe(self.known.run.values[split[0]].ndim)
             self.known.find("output", event, "logits", split[:1], actual=actual, wanted="I")
             self.known.doubtful.add(output)

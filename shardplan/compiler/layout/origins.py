@@ -1,4 +1,4 @@
-"""What the values of a run were made from, and which of them are read."""
+"""The values that others in a run were computed from, and which of them are read."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Origins:
 
     @cached_property
     def read(self) -> frozenset[int]:
-        """The values that some differentiable result is made from, by way of others too (ids that are reshaped and
-        looked up), or that reach another boundary."""
+        """The values that some differentiable result is computed from, also through other values (ids that are reshaped
+        and looked up), or that reach another boundary."""
         read: set[int] = set()
         for event in reversed(self.run.events):
             if event.kind != "op" or any(self.run.requires_grad[i] or i in read for i in event.outputs):
@@ -39,8 +39,8 @@ class Origins:
         return frozenset(read)
 
     def modules(self, number: int) -> tuple[str, ...]:
-        """The modules with parameters or a boundary that a value comes from, the nearest first: back to the first
-        multiplication, look-up or move on each way."""
+        """The modules with parameters or a boundary that a value comes from, the nearest first; each path ends at the
+        first multiplication, look-up or move."""
         found: dict[str, None] = {}
         seen, queue = {number}, [number]
         for current in queue:
@@ -60,7 +60,7 @@ class Origins:
         return tuple(found)
 
     def parameters(self, number: int) -> tuple[int, ...]:
-        """The parameters that a value is made of, if it is made of nothing else that is differentiable."""
+        """The parameters that a value is computed from, if nothing else in it is differentiable."""
         found: dict[int, None] = {}
         seen, queue = {number}, [number]
         for current in queue:

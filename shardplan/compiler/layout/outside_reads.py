@@ -1,4 +1,4 @@
-"""Results of modules in a block that something outside of it reads: an auxiliary loss the logits of its router."""
+"""Results of modules in a block that code outside of the block reads, as an auxiliary loss reads a router's logits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .repairs import Repair, change, choices, reads_outside, ruled
 
 
 def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterator[Repair]:
-    """Changes to try where the model returns, or combines outside of its blocks, values whose gradients are partial sums: that
-    results of modules without a rule are read outside, of those that it comes from and that stand around these.
+    """Changes to try where the model returns, or combines outside of its blocks, values whose gradients are partial sums.
+    They say that the results are read outside: of modules without a rule that the values come from, or that are around these.
 
     Args:
         run: the unsharded one.
@@ -43,7 +43,7 @@ def _repairs(plan: ResolvedPlan, name: str, positions: tuple[int, ...]) -> Itera
 
 
 def _read_outside(run: Trace, module: str, limit: str) -> tuple[int, ...]:
-    """The positions of a module's results that an operation outside of its block reads, or the model returns."""
+    """The positions of a module's results that an operation outside of its block reads or the model returns."""
     read = {
         number
         for event in run.events

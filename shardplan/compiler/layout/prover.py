@@ -1,6 +1,6 @@
-"""The walk over the events of a run, which types all its values and finds where they do not fit.
+"""Walks over the events of a run, types all its values and finds where they do not fit.
 
-What an operation gives is typed in `operations`, what stands at the boundary of a module in `crossings`.
+`operations` types the results of operations, `crossings` the values at the boundary of a module.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Prover:
         origins: of the first rank's run.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
         units: modules whose parameters are gathered only while they run themselves.
-        parts: operation -> operand -> whether it has a part in the result, where that was found out.
-        stop: whether nothing behind a finding matters.
+        parts: operation -> operand -> whether it contributes to the result, where that was found out.
+        stop: whether nothing after a finding matters.
         drawing: modules whose own code draws random numbers.
         results: as for `Crossings`.
     """
@@ -90,7 +90,7 @@ class Prover:
         )
 
     def _own_values(self) -> tuple[DrawingOperand, ...]:
-        """Of modules that have a probability, and of those that draw."""
+        """The own values of modules that have a probability, and of those that draw."""
         having = {name for name, one in self.plan.items() if is_noisy(one.module.kind, one.module.numbers)}
         having |= set(self.drawing)
         return tuple(dict.fromkeys(own_values(self.run, self.known, self.operations.spreads, having))) if having else ()
@@ -126,7 +126,7 @@ class Prover:
                     self._crash(event, event.inputs)
         for run in self.runs[1:]:
             if run.crash is not None and self.run.crash is None:
-                self._crash(run.crash, ())  # the numbers of its values are those of another rank
+                self._crash(run.crash, ())  # the numbers of its values belong to another rank
 
     def _crash(self, event: Event, numbers: tuple[int, ...]) -> None:
         self.known.find("crash", event, event.module, numbers, message=event.message)

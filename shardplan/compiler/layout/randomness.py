@@ -1,7 +1,7 @@
-"""Random operations in the model's own code: which of them act on its results, and where they stand.
+"""Random operations in the model's own code: those that act on its results, and their places.
 
-A model that draws nothing costs a comparison of the generators' states. Of one that draws, each place is drawn anew alone:
-only a draw that changes a result acts. Layer drop of probability 0 draws a number and changes nothing.
+A model that draws nothing costs one comparison of the generators' states. For one that draws, each place is drawn anew
+alone: a draw acts only if that changes a result. Layer drop of probability 0 draws a number and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ RANDOM = Code("SP371")
 
 _DispatchMode: Any = private("TorchDispatchMode")
 
-OTHERS = "numbers of random or numpy.random"  # generators beside torch's
-# A threshold may be small: what is drawn between two bounds is tried at both.
+OTHERS = "numbers of random or numpy.random"  # generators other than torch's
+# A threshold may be small, so a draw between two bounds is tried at both.
 UNIFORM = ("rand", "rand_like", "uniform_")
 SEEDS = (1, 2)
-MOST_SITES = 8  # places that are drawn anew; further ones are reported untried
+MOST_SITES = 8  # places that are drawn anew; others are reported untried
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Site:
     """A place that draws.
 
     Args:
-        module: the innermost module in whose forward it stands.
+        module: the innermost module in whose forward it is.
         name: the operation, or the libraries whose generators moved.
-        source: the line of the model's code; None for other generators than torch's.
+        source: the line of the model's code; None for generators other than torch's.
     """
 
     module: str
@@ -65,8 +65,8 @@ Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (what draws,
 
 
 class DrawnAlike(_DispatchMode):
-    """While it lasts, what an operation draws depends on the shapes of its operands alone. So ranks draw for whole values what the
-    unsharded model does, and other numbers for slices."""
+    """While active, an operation's draws depend on the shapes of its operands alone. So for whole values ranks draw
+    what the unsharded model does, and for slices other numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -94,7 +94,7 @@ class Watch:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watch]:
-    """While it lasts, runs of the model tell whether they drew."""
+    """While active, runs of the model record whether they drew."""
     watch = Watch()
 
     def enter(module: nn.Module, args: tuple) -> None:
@@ -113,10 +113,10 @@ def watched(model: nn.Module) -> Iterator[Watch]:
 
 
 def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...]:
-    """The places that draw random numbers which change what the model returns, in the order of the run.
+    """The places whose random numbers change what the model returns, in the order of the run.
 
     Args:
-        model: as it trains; it is not changed.
+        model: in training mode; it is not changed.
         inputs: keyword arguments of its forward.
     """
     first = _Draws()
@@ -154,8 +154,8 @@ class _Draws(_DispatchMode):
     """Finds the operations that move torch's generator.
 
     Args:
-        key: draw anew what this place draws.
-        redraw: gives the new numbers.
+        key: the place to draw anew.
+        redraw: makes the new numbers.
     """
 
     def __init__(self, key: Key | None = None, redraw: Redraw | None = None):
@@ -177,13 +177,13 @@ class _Draws(_DispatchMode):
         self.sites[here] = None
         if self.redraw is not None and here.key == self.key:
             bounds = (*args[1:], *kwargs.values(), 0.0, 1.0)[:2] if name == "uniform_" else (0.0, 1.0)
-            with torch.random.fork_rng(devices=[]):  # what is drawn later stays as it is
+            with torch.random.fork_rng(devices=[]):  # later draws stay as they are
                 return self.redraw(lambda: func(*args, **kwargs), bounds)
         return result
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts, it knows which module runs, and which moves other generators."""
+        """While active, tracks which module runs, and which moves other generators."""
         states: list[Any] = []
         inside: list[bool] = []  # whether something inside moved them
 
@@ -254,7 +254,7 @@ def _equal(values: list[Tensor], reference: list[Tensor]) -> bool:
 
 
 def _other_states() -> tuple[Any, ...]:
-    """The states of the generators of `random` and, where something imported it, numpy."""
+    """The states of the generators of `random` and, if something imported it, numpy."""
     numpy = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else ()
     return (random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state))
@@ -262,7 +262,7 @@ def _other_states() -> tuple[Any, ...]:
 
 @contextmanager
 def _other_generators(seed: int) -> Iterator[None]:
-    """Runs with a seed of those generators, and puts back their states."""
+    """Runs with a seed for those generators, then restores their states."""
     numpy = sys.modules.get("numpy")
     before, state = random.getstate(), numpy.random.get_state() if numpy is not None else None
     random.seed(seed)

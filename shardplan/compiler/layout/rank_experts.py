@@ -1,4 +1,4 @@
-"""Calls of a module of experts: which argument is which, and what one rank's experts add to the result."""
+"""Calls of a module of experts: the role of each argument, and what one rank's experts add to the result."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def roles(arguments: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The tokens [..., H], the ids [..., k] of each token's experts, and their weights [..., k] in a call; None where it has not
-    just these tensors."""
+    """The tokens [..., H], the ids [..., k] of each token's experts, and their weights [..., k] in a call; None if its
+    tensors are others."""
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     ids = [x for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
     floats = [x for x in tensors if x.is_floating_point()]
@@ -30,13 +30,13 @@ def in_rows(values: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def of_dims(rows: Tensor, dims: int) -> Tensor:
-    """Rows [T, ...] in as many dims as a call of the module has: [1, ..., T, ...]."""
+    """Rows [T, ...] with as many dims as the module's call has: [1, ..., T, ...]."""
     return rows.reshape(*(1,) * (dims - rows.ndim), *rows.shape)
 
 
 def distribute_experts(module: nn.Module, count: int, ranks: int, rank: int) -> None:
-    """The module computes what a rank's experts add to each token: of `count` experts, those of its chunk, whose stacks the
-    module's parameters are then."""
+    """Make the module compute what a rank's chunk of `count` experts adds to each token. The module's parameters are
+    then the stacks of that chunk."""
     own = module.forward
     size = count // ranks
     if getattr(module, "num_experts", None) == count:

@@ -1,6 +1,6 @@
-"""The run of one rank, alone: its shards of the parameters, and the results of the plan's moves.
+"""The run of one rank alone: with its shards of the parameters and the results of the plan's moves.
 
-No process group is needed: a move's result is known from the unsharded run, whole or this rank's slice of it.
+It needs no process group: the unsharded run gives a move's result, whole or as this rank's slice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RankRecorder(Recorder):
                 if name in moved:
                     raise ValueError(f"the rule moves the argument {name!r} by its style, and under `arguments`")
                 whole = self.reference.argument(*scope, name)
-                same = before.get((id(named[name]), one.destination))  # the same tensor, as it is when the model runs
+                same = before.get((id(named[name]), one.destination))  # the same tensor, as at run time
                 new = same if same is not None or whole is None else self._placed(one.destination, named[name], whole)
                 if new is not None:
                     moved[name] = before[id(named[name]), one.destination] = new
@@ -78,7 +78,7 @@ class RankRecorder(Recorder):
         return moved
 
     def _share(self, part: ArgumentSlice, x: Tensor) -> Tensor:
-        """What this rank reads of an argument."""
+        """The rank's share of an argument."""
         rows = part.rows(x.shape, self.ranks)
         own = x.detach().unflatten(part.dim, rows).narrow(part.dim + 1, *chunk(rows[1], self.ranks, self.rank))
         return _like(x, own.flatten(part.dim, part.dim + 1))
@@ -109,7 +109,7 @@ class RankRecorder(Recorder):
         return moved
 
     def _fits_bias(self, name: str, own: Tensor, whole: Tensor) -> None:
-        """A bias that is added behind the reduction is added to all features."""
+        """A bias that is added after the reduction is added to all features."""
         biases = [p.name for p in self.plan[name].parameters if p.withheld]
         if biases and own.ndim and own.shape[-1] != whole.shape[-1]:
             raise ValueError(
@@ -118,9 +118,8 @@ class RankRecorder(Recorder):
             )
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:
-        """A rank that is left without heads or features is refused before a kernel is called on nothing: some divide by
-        its number, which ends the process. Code that meets empty tensors unsharded too (experts without tokens) does not
-        count."""
+        """Refuse a rank without heads or features before a kernel runs on nothing: some divide by its number, which
+        ends the process. Code that meets empty tensors unsharded too (experts without tokens) does not count."""
         empty = next((t for t in operands if not t.numel()), None)
         if empty is not None and self._scopes[-1][0] not in self.reference.empty:
             raise ValueError(
@@ -128,7 +127,7 @@ class RankRecorder(Recorder):
             )
 
     def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
-        """torch's RMS norm over features of which several ranks have some takes the mean of the unsharded run's."""
+        """torch's RMS norm over features that several ranks share takes the mean of the unsharded run."""
         place = (*self._scopes[-1], self._position())
         event = self.reference.at.get(place)
         if func not in RMS_NORMS or self.plan[place[0]].mean_ranks == 1 or event is None:
@@ -139,9 +138,9 @@ class RankRecorder(Recorder):
         return partial(rms_norm, lambda own: mean)
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
-        """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among
-        values that are the unsharded run's, it takes the unsharded run's choice, so that both go on alike. So it does with a
-        mean over the features of all ranks."""
+        """Rounding decides between nearly equal values (the best of many zeros). Where a rank chooses among values of
+        the unsharded run, it takes that run's choice, so that both continue alike. The same holds for a mean over the
+        features of all ranks."""
         event = self.reference.at.get(place)
         if event is None or event.name != name or len(event.inputs) != len(operands):
             return
@@ -150,7 +149,7 @@ class RankRecorder(Recorder):
             operands[0].shape, self.argument_shape(), grouped=self.plan[place[0]].grouped
         ):
             mean = self._mean(values[event.outputs[0]], place[0])
-            if results[0].shape == mean.shape:  # over all features, among others
+            if results[0].shape == mean.shape:  # over all features, and maybe others
                 results[0].data.copy_(mean)
         chosen = [t for t in results if not t.is_floating_point()]
         whole = [values[i] for i in event.outputs if not values[i].is_floating_point()]
@@ -163,7 +162,7 @@ class RankRecorder(Recorder):
                 t.copy_(w)
 
     def _mean(self, whole: Tensor, module: str) -> Tensor:
-        """The unsharded run's means, or that of the group of which this rank has a part."""
+        """The unsharded run's means, or those of the group that this rank has a part of."""
         over = self.plan[module].mean_ranks
         return whole if over == self.ranks or whole.ndim < 2 else whole.narrow(-2, self.rank // over, 1)
 
@@ -177,14 +176,14 @@ class RankRecorder(Recorder):
         return None if value is None else tuple(value.shape)
 
     def _placed(self, layout: Layout, x: Tensor, whole: Tensor, row: tuple[int, int] | None = None) -> Tensor | None:
-        """This rank's part of a whole value; None to keep what is there."""
+        """This rank's part of a whole value; None to keep the present one."""
         if row is not None:
             part = self._placed(layout, x.unflatten(0, row), whole.unflatten(0, row))
             return None if part is None else _like(x, part.detach().flatten(0, 1))
         if layout.kind in "IR":
             return _like(x, whole)
         if layout.kind == "P":
-            return _like(x, whole / self.ranks)  # of ids too, as the move does: their reader then raises
+            return _like(x, whole / self.ranks)  # ids too, as the move does: their reader then raises
         dim = layout.split_dim(whole.ndim)
         if layout.dim == 1 and whole.ndim == 2 and tuple(x.shape) == (whole.shape[0] // self.ranks, whole.shape[1]):
             return None  # slices of a sequence, in one row of tokens
@@ -194,7 +193,7 @@ class RankRecorder(Recorder):
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:
-    """A copy of the value that is differentiable if `x` is, and no leaf: models may change it in place."""
+    """A copy of the value that is differentiable if `x` is, and not a leaf: models may change it in place."""
     return value.clone().requires_grad_().clone() if x.requires_grad else value.clone()
 
 
@@ -228,7 +227,7 @@ def tensor_argument(bound: BoundModule, name: str, named: Mapping[str, Any]) -> 
 
 
 def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:
-    """What a rank reads of a parameter."""
+    """The part of a parameter that a rank reads."""
     dim = parameter.computed.dim
     if parameter.stored.axis is not Axis.TP:  # the exchange brings each rank the results of all experts
         return whole
@@ -243,14 +242,14 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
 def rank_model(
     model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, rank: int, written: Collection[str] = ()
 ) -> nn.Module:
-    """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own. What stays whole is the
-    model's own, but for the parameters that a forward changes."""
+    """A copy of the model with a rank's shards. A tied parameter becomes two, as each is read on its own. Whole
+    parameters are shared with the model, except those that a forward changes."""
     local = copied(model, {id(p): p for name, p in model.named_parameters() if name not in written})
     for bound in plan.values():
         module = local.get_submodule(bound.name)
         for parameter in bound.parameters:
             owner, leaf = owner_of(module, parameter.name)
-            parameters: dict[str, Any] = owner._parameters  # a plain tensor stands in for what is withheld
+            parameters: dict[str, Any] = owner._parameters  # a plain tensor in place of a withheld parameter
             old = parameters[leaf]
             if old is None:
                 continue

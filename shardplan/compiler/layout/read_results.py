@@ -1,5 +1,5 @@
-"""Results of modules that code of the model was seen to read. All others only hooks can read (a recorder of a router's logits), or who calls
-the model with a flag that adds them (hidden states)."""
+"""Results of modules that the model's code was seen to read. All others can be read only by hooks (a recorder of a
+router's logits), or by callers that set a flag to get them (hidden states)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Reads = Mapping[str, frozenset[int]]
 
 
 def find_read_results(run: Trace) -> Reads:
-    """Each module that returned something -> the positions of which something outside of it reads a part, or a module around it returns one."""
+    """Each module that returned something -> the positions that code outside of it reads, or a module around it returns."""
     readers: dict[int, set[str]] = {}
     for event in run.events:
         for number in event.inputs:
@@ -32,7 +32,7 @@ def _within(name: str, module: str) -> bool:
 
 
 def read_in_any(runs: Iterable[Reads]) -> Reads:
-    """What is read in one of the runs of the model."""
+    """The results that are read in at least one run of the model."""
     found: dict[str, frozenset[int]] = defaultdict(frozenset)
     for run in runs:
         for name, positions in run.items():
@@ -41,6 +41,6 @@ def read_in_any(runs: Iterable[Reads]) -> Reads:
 
 
 def read_results_of(tree: ModuleTree, read: Reads) -> Reads:
-    """The same in all layers of a model, from its reduced model's."""
+    """The same in all layers of a model, from its reduced model."""
     known = read_in_any({tree.pattern(name): positions} for name, positions in read.items())
     return {name: known[tree.pattern(name)] for name in tree.modules if tree.pattern(name) in known}

@@ -1,5 +1,5 @@
-"""Values that several modules read with a move of their own: which share it as they run, and where one block input could move them
-for all."""
+"""Values that several modules read with a move of their own: who shares the move at run time, and where one block input
+could move them for all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class SharedRead:
     """One value, moved I -> R by each of several readers.
 
     Args:
-        module: where one block input would do: the innermost module that gets the value as an argument and in which nothing else
-            differentiable reads it; else the one whose result it is.
+        module: where one block input would do: the innermost module that gets the value as an argument and in which
+            nothing else differentiable reads it; else the module whose result it is.
         argument: the argument; None for the result.
         readers: the modules that move it.
     """
@@ -31,8 +31,8 @@ class SharedRead:
 
 
 def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]]) -> dict[str, str | None]:
-    """Reader -> the one that moved the same tensor I -> R before it, in each call of the block around both; None for one
-    that was not always preceded. (What `torchlib.shared_reads` finds when the model runs.)
+    """Reader -> the module that moved the same tensor I -> R before it, in each call of the block around both; None for
+    a reader that was not always preceded. (At run time `torchlib.shared_reads` finds the same.)
 
     Args:
         tree: of the modules that run.
@@ -63,7 +63,7 @@ def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]
 
 
 def same_arguments(model: nn.Module, run: Trace) -> dict[str, dict[str, frozenset[str]]]:
-    """Module -> argument -> the others that were the same tensor in each of its calls; the first argument of its forward is "".
+    """Module -> argument -> the others that were the same tensor in each of its calls; "" is its first argument.
 
     Args:
         model: what was run.
@@ -85,7 +85,7 @@ def same_arguments(model: nn.Module, run: Trace) -> dict[str, dict[str, frozense
 
 
 def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
-    """What several runs say: a module shares its move where it did so in each of them in which it ran."""
+    """The agreement of several runs: a module shares its move if it did so in every run in which it ran."""
     found: dict[str, str | None] = {}
     for one in reads:
         for module, first in one.items():
@@ -94,12 +94,12 @@ def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
 
 
 def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:
-    """The block inputs that a plan leaves out.
+    """The block inputs that a plan lacks.
 
     Args:
         run: of a rank.
         arrivals: (value, module) for each I that a module moves to R.
-        taken: modules that have a rule for their argument or their result: they can have no other.
+        taken: modules that have a rule for their argument or result already, and can have no other.
     """
     readers: dict[int, list[str]] = {}
     for number, module in incoming:
@@ -150,7 +150,7 @@ def _argument(events: list[Event], module: str, number: int) -> str | None:
 
 
 def _maker(events: list[Event], common: list[str]) -> str | None:
-    """The module inside the readers' common one whose first result a value is."""
+    """The module inside the readers' common one whose first result is the value."""
     for event in events:
         if event.kind == "leave" and parent(event.module) == common[0] and common[0]:
             return event.module
@@ -160,7 +160,7 @@ def _maker(events: list[Event], common: list[str]) -> str | None:
 def _alone(
     run: Trace, reading: Mapping[int, list[Event]], number: int, module: str, readers: Sequence[str], passed: set[int]
 ) -> bool:
-    """Whether, inside the module, only the readers make something differentiable of the value."""
+    """Whether, inside the module, only the readers compute something differentiable from the value."""
     inside = f"{module}." if module else ""
     for event in reading.get(number, []):
         if not (event.module == module or event.module.startswith(inside)) or id(event) in passed:

@@ -19,7 +19,7 @@ from shardplan.styles.style_record import REMOVAL, TrialKind
 from .finding import Finding
 
 OURS = Location("<help>")
-Choice = tuple[Style | None, Output | None]  # a style, and an `output:` with it
+Choice = tuple[Style | None, Output | None]  # a style, and its `output:`
 REMOVE: Choice = (None, None)
 
 
@@ -28,12 +28,12 @@ class Repair:
     """A change of one rule.
 
     Args:
-        pattern: of what it names.
-        names: the modules or parameters that it names in this model.
+        pattern: of the names.
+        names: the modules or parameters of this model that it matches.
         old: the rule that applies to them now.
-        new: the rule that should apply; None: none.
-        section: where it should stand.
-        also: a change of another rule that goes with it.
+        new: the rule that should apply; None: no rule.
+        section: the section for the new rule.
+        also: a change of another rule that belongs to it.
     """
 
     pattern: str
@@ -61,13 +61,13 @@ class Repair:
 
     @property
     def help(self) -> str:
-        """What to do, as an instruction; and what it costs, where it gives up a split."""
+        """The instruction; and its cost, where it gives up a split."""
         both = self._instruction if self.also is None else f"{self._instruction}, and {self.also._instruction}"
         return f"{both}{self.given_up}"
 
     @property
     def given_up(self) -> str:
-        """What is split now, and would no longer be."""
+        """The split that would be given up."""
         if self.old is None:
             return ""
         before, after = STYLES[self.old.style], STYLES[self.new.style] if self.new is not None else None
@@ -82,7 +82,7 @@ class Repair:
     def _instruction(self) -> str:
         where = f" under {self.section}" if self.section == "sequence_parallel" else ""
         if self.new is None:
-            assert self.old is not None  # nothing would change
+            assert self.old is not None  # else nothing would change
             return f"remove the rule `{self.pattern}: {written(self.old)}`"
         if self.old is None:
             return f"add `{self.entry}`{where}"
@@ -90,7 +90,7 @@ class Repair:
 
 
 def combined(one: Repair, other: Repair) -> Repair | None:
-    """Both changes as one rule, where they declare the same for names that differ in one place; else None."""
+    """Both changes as one rule, if they declare the same for names that differ in one place; else None."""
     if (one.section, one.old, one.new, one.also) != (other.section, other.old, other.new, other.also):
         return None
     first, second = one.pattern.split("."), other.pattern.split(".")
@@ -110,7 +110,7 @@ def combined(one: Repair, other: Repair) -> Repair | None:
 
 
 def written(rule: Rule) -> str:
-    """A rule's style and options as in a plan."""
+    """A rule's style and options as a plan writes them."""
     options = stated_options(rule)
     if not options:
         return rule.style
@@ -125,7 +125,7 @@ def _value(value: object) -> str:
 
 
 def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
-    """The modules and parameters whose rule may be to blame, the likeliest first."""
+    """The modules and parameters whose rule may be wrong, the likeliest first."""
     tree = plan.tree
     found: dict[str, None] = {}
     if finding.subject in tree.parameters:
@@ -150,7 +150,7 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
 
 
 def _single_parameters(plan: ResolvedPlan, name: str) -> Iterator[str]:
-    """The parameters of a module that rules name one by one, or may well."""
+    """The parameters of a module that rules name one by one, or could."""
     module = plan.tree.modules[name]
     names = {p.name: full_name(name, p.name) for p in module.parameters}
     single = any(full in plan.assignments for full in names.values())
@@ -167,7 +167,7 @@ def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try: first the likeliest of each suspect, then the rest."""
+    """Changes to try: first the likeliest of each suspect, then the others."""
     lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
     seen: set[tuple[str, str]] = set()
     for width, start in ((3, 0), (12, 3)):
@@ -185,7 +185,7 @@ def reads_outside(style: Style) -> bool:
 
 
 def choices(kind: TrialKind, *, overlaid: bool) -> tuple[Choice, ...]:
-    """What is tried for a module of that kind, the likeliest first, as the records of the styles have it."""
+    """The styles to try for a kind of module, the likeliest first, as the styles' records say."""
     ranks: list[tuple[int, Choice]] = []
     for style in STYLES.values():
         for trial in style.trials:
@@ -223,7 +223,7 @@ def _needs_overlay(style: Style, output: Output | None) -> bool:
 
 
 def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
-    """A rule of another style with those options of the old one that it may have too."""
+    """A rule of another style with the old one's options that it may have too."""
     rule = Rule(pattern="", style=style.name, location=OURS, output=output)
     if old is None:
         return rule
@@ -254,11 +254,11 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
 
 
 def change(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
-    """A rule's change for a module or parameter and all that are like it in other layers."""
+    """A rule's change for a module or parameter and its counterparts in other layers."""
     tree = plan.tree
     single = (
         new is not None and P in STYLES[new.style].input_sources
-    )  # the entry into the sequence-parallel region: one block's
+    )  # one block's entry into the sequence-parallel region
     pattern = name if single else tree.pattern(name)
     among = tree.parameters if name in tree.parameters else tree.modules
     names = tuple(other for other in among if (other if single else tree.pattern(other)) == pattern)

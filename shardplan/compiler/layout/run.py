@@ -32,9 +32,9 @@ from .spreads import Spreads
 from .typed_modules import boundaries
 from .typing_result import Proof
 
-# One multiplication or look-up: what they do inside, with their adapters, is one operation.
+# One multiplication or look-up each: their inner operations, with their adapters, count as one.
 ATOMS = ("linear", "conv1d", "embedding")
-SEQUENCE = 1  # the dim of results, [batch, sequence, ...], of which a rank of cp may return its own tokens
+SEQUENCE = 1  # the dim of results [batch, sequence, ...] along which a rank of cp may return its own tokens
 
 
 class Workbench:
@@ -43,14 +43,14 @@ class Workbench:
     Args:
         model: with its weights; it is not changed.
         inputs: keyword arguments of its forward.
-        tree: its picture, the one that plans are bound to.
-        experts: modules of experts that plans distribute: each is one operation, as what a rank computes there is not what the
-            unsharded model does with the same rows.
+        tree: its module tree, to which plans are bound.
+        experts: modules of experts that plans distribute. Each is one operation, as a rank there does not compute what
+            the unsharded model does with the same rows.
 
     Attributes:
-        random: the places of its code that draw random numbers which change its result.
-        token_wise: of a call of experts, their number and that of the ranks, why these cannot make it together (see
-            `token_findings`); all variants of a plan have the same calls.
+        random: the places of its code whose random numbers change its result.
+        token_wise: (a call of experts, their number, the number of ranks) -> why the ranks cannot make the call
+            together (see `token_findings`); all variants of a plan have the same calls.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Workbench:
 def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
 
-    A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings is taken.
+    A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings wins.
 
     Args:
         plan: the plan.
@@ -105,7 +105,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
 
     def typed(layout: Layout) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
-        # Data parallelism adds up the gradients of other axes.
+        # Data parallelism adds up gradients over other axes.
         results = (I,) if plan.axis is Axis.TP else (R, V(SEQUENCE)) if returns_tokens(plan) else (R,)
         return Prover(
             bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing, results
@@ -117,8 +117,8 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
             best = min(best, typed(I), key=lambda proof: (proof.stopped, len(proof.findings)))
         if best.findings or not best.doubts:
             break
-        # Nothing is wrong, except what a tolerance or a zero may hide: the same runs once more, in which the
-        # operations in doubt are run on changed operands too.
+        # Nothing is wrong, except what a tolerance or a zero may hide: repeat the runs, with the doubtful operations
+        # run on changed operands too.
         for place, positions in best.doubts.items():
             found = parts.setdefault(place, {})
             found.update(dict.fromkeys(positions, False))

@@ -1,5 +1,5 @@
-"""The lengths of what a rank's run splits: what the number of ranks must divide in a model's own code, where no configuration
-tells its heads."""
+"""The lengths that a rank's run splits: the number of ranks must divide them in a model's own code, where no
+configuration tells its heads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .typed_modules import boundaries
 
 
 def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
-    """Length of a dim of a value that is split evenly -> where the first one is made.
+    """Length of an evenly split dim of a value -> where the first such value is made.
 
-    Rows of a vocabulary are left out, which are split in chunks that need not be even, and groups of a norm: ranks share those that are fewer.
+    Left out are rows of a vocabulary, as their chunks need not be even, and groups of a norm, as ranks share them where they are fewer.
 
     Args:
         plan: bound to the reduced model, without findings, and without slices of the sequence.
@@ -50,7 +50,7 @@ def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
 
 
 def misfit(lengths: Mapping[int, str], tp: int, checked: int) -> Diagnostic | None:
-    """The finding for a size that does not divide a length: the shortest one.
+    """The finding for a size that does not divide a length; the shortest such length.
 
     Args:
         checked: the size at which the lengths were seen.

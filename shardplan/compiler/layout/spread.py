@@ -1,4 +1,4 @@
-"""How a value is spread over the ranks, found from what every rank has and what the unsharded model has."""
+"""How a value is spread over the ranks, found by comparing every rank's value with the unsharded model's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from shardplan.torchlib.complex_numbers import real_parts
 
-# In float32, of the largest reference value: above the noise of sums in another order, far below any wrong value.
+# In float32, relative to the largest reference value: above the noise of sums in another order, far below any wrong
+# value.
 TOLERANCE = 1e-4
 HALF = (torch.bfloat16, torch.float16)
-HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
+HUGE = 1e20  # masks are filled with the smallest number there is; it sets no scale
 
 
-Order = tuple[tuple[int, ...], ...]  # per rank the indices that it has
+Order = tuple[tuple[int, ...], ...]  # for each rank, the indices that it has
 SpreadKind = Literal["whole", "split", "sum"]
 
 
@@ -29,12 +30,12 @@ class Spread:
     """How a value is spread.
 
     Args:
-        kind: "whole" (equal on all ranks), "split", "sum" (the ranks' values add up to it).
+        kind: "whole" (equal on all ranks), "split", "sum" (the ranks' values add up to the value).
         dim: the dim that is split.
-        order: per rank the indices that it has along `dim`, where these are not its ceil-chunk. One that several ranks have
-            has a gradient that is a partial sum over them.
-        joined: it is `dim` and the next one, taken as one, that are split (heads by groups, of which a rank has a part of one).
-        empty: nothing in it tells whole from sum: it is zero everywhere, or has no elements.
+        order: for each rank, the indices that it has along `dim`; None where these are its ceil-chunk. The gradient of
+            an index that several ranks have is a partial sum over them.
+        joined: whether `dim` and the next dim, taken as one, are split (heads by groups, where a rank has a part of a group).
+        empty: whether nothing tells whole from sum: the value is zero everywhere or has no elements.
     """
 
     kind: SpreadKind
@@ -45,7 +46,7 @@ class Spread:
 
     @property
     def copies(self) -> int:
-        """On how many ranks an index is."""
+        """The number of ranks that have each index."""
         return max(Counter(chain.from_iterable(self.order)).values(), default=1) if self.order else 1
 
 
@@ -54,7 +55,7 @@ SUM = Spread("sum")
 
 
 def scale(reference: Tensor) -> float:
-    """The largest absolute value, masks aside."""
+    """The largest absolute value, without masks."""
     if not reference.numel():
         return 0.0
     if not reference.is_floating_point():
@@ -82,7 +83,7 @@ def same(value: Tensor, reference: Tensor, rounding: float = 0.0) -> bool:
     return alike and (torch.equal(value, reference) or close(value, reference, _tolerance(reference, 0.0, rounding)))
 
 
-PAIRED = 2**24  # elements that are compared pair by pair to find out which slices a value consists of
+PAIRED = 2**24  # elements that are compared pair by pair to find the slices that a value consists of
 
 
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -104,13 +105,13 @@ def spread_of(
     Args:
         locals_: the tensor of each rank.
         reference: the unsharded model's.
-        noise: the largest operand, of which rounding leaves something in the result.
-        rounding: of the operations that the value comes from, relative to it, where these are in half precision.
-        orders: that other values have, each index on one rank: to find one takes much longer than to see that it is the same.
+        noise: the largest operand; its rounding error remains in the result.
+        rounding: the relative rounding of the operations that the value comes from, where these are in half precision.
+        orders: those of other values, each index on one rank: to find one takes longer than to recognise it.
     """
     if any(x.ndim != reference.ndim or x.dtype != reference.dtype for x in locals_):
         return None
-    locals_, reference = [real_parts(x) for x in locals_], real_parts(reference)  # a dim behind all others
+    locals_, reference = [real_parts(x) for x in locals_], real_parts(reference)  # as one more dim, the last
     if all(x.shape == reference.shape for x in locals_):
         return _exactly_whole(locals_, reference) or _unsplit(
             locals_, reference, _tolerance(reference, noise, rounding)
@@ -135,7 +136,7 @@ def spread_of(
 
 
 def _tolerance(reference: Tensor, noise: float, rounding: float) -> float:
-    """As an absolute difference. Half precision rounds the ranks' values otherwise than the whole one, some times."""
+    """As an absolute difference. Half precision rounds the ranks' values differently, several times."""
     return max(TOLERANCE, 8 * rounding) * scale(reference) + max(1e-6, 8 * rounding) * noise
 
 
@@ -162,7 +163,7 @@ def _sum(locals_: Sequence[Tensor]) -> Tensor:
 
 
 def _exactly_split(locals_: Sequence[Tensor], reference: Tensor, dim: int) -> bool:
-    """Whether each rank has its own chunk, to the bit."""
+    """Whether each rank has its own chunk, bit for bit."""
     for rank, x in enumerate(locals_):
         start, length = chunk(reference.shape[dim], len(locals_), rank)
         if x.shape[dim] != length or not torch.equal(x, reference.narrow(dim, start, length)):
@@ -200,7 +201,7 @@ def _split(
 
 
 def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: float) -> Spread | None:
-    """Slices of which several ranks have the same: neighbours, or whichever have it."""
+    """Slices that several ranks have: neighbours, or any others."""
     ranks, size, length = len(locals_), reference.shape[dim], locals_[0].shape[dim]
     if length and size % length == 0 and ranks % (size // length) == 0 and len({x.shape for x in locals_}) == 1:
         copies = ranks * length // size
@@ -220,8 +221,8 @@ def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: f
 def _among_equals(
     order: Sequence[tuple[int, ...]], reference: Tensor, dim: int, tolerance: float
 ) -> list[tuple[int, ...]] | None:
-    """The indices, those of slices that are equal (heads that are repeated) given to one after the other; None where there
-    are not as many."""
+    """The indices, with those of equal slices (repeated heads) given to one after the other; None if there are not as
+    many."""
     first = _indices(reference, reference, dim, tolerance)
     if first is None:
         return None
@@ -234,7 +235,7 @@ def _among_equals(
 
 
 def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:
-    """Which slices of the reference along `dim` the value consists of, in order."""
+    """The slices of the reference along `dim` that the value consists of, in order."""
     if not reference.is_floating_point():
         value, reference = value.double(), reference.double()
     rows, columns = (torch.nan_to_num(x.movedim(dim, 0).unsqueeze(-1).flatten(1)) for x in (value, reference))

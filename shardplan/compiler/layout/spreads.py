@@ -1,4 +1,4 @@
-"""Comparing what every rank has with what the unsharded model has, value by value."""
+"""Compares every rank's values with the unsharded model's, one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Spreads:
         self._orders: dict[Order, None] = {}
 
     def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | Literal["?"] | None:
-        """How a value of an event of the first rank is spread; None where the ranks' values do not make up the
+        """How a value in an event of the first rank is spread; None where the ranks' values do not make up the
         reference, "?" where the runs are out of step."""
         others: list[Event] = []
         count = len(event.inputs if inputs else event.outputs)
@@ -63,7 +63,7 @@ class Spreads:
         return {name: self.reference.values[number] for number, name in self.reference.parameters.items()}
 
     def _unsharded(self, event: Event, values: tuple[int, ...], index: int) -> Tensor:
-        """The reference of a value; of what a module computes before a bias is added, without the bias."""
+        """The reference of a value; without the bias, if a module computed the value before it adds one."""
         whole = self.reference.values[values[index]]
         if event.place[2] in ("atom", "out") and index == 0:
             for parameter in self.plan[event.module].parameters:

@@ -1,4 +1,4 @@
-"""Whether a model can be cut into pipeline stages as a plan declares: from its recorded unsharded runs."""
+"""Whether a model can be cut into pipeline stages as a plan declares, from its recorded unsharded runs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .stage_reads import Crossing, Ends, StageParts, StageRun, find_ends
 
 @dataclass(frozen=True, slots=True)
 class CutFacts:
-    """What the recorded runs say of a cut; all names are those of the model that ran.
+    """What the recorded runs show of a cut; all names are those of the model that ran.
 
     Args:
-        parts: with everything that stands in the first and last stage.
-        ends: what was found besides what the plan names.
-        crossings: values that a stage reads and does not have, one for each place where it is read.
-        order: the order in which the blocks were called, in the first run in which it is not theirs; else None.
+        parts: with everything that is in the first and the last stage.
+        ends: what was found besides the names in the plan.
+        crossings: values that a stage reads but does not have, one for each place that reads one.
+        order: the order in which the blocks were called, in the first run that calls them out of order; else None.
         apart: blocks that do not read what the block before them returns.
         shared: modules of a block that ran while another block did.
-        handed: what is handed on of carried modules.
+        handed: what carried modules hand on.
         unnamed: carried modules whose output is neither a tensor nor a tuple of tensors.
         written: as `PipelineCut.written`.
-        results: as `PipelineCut.results`; None where the blocks return something else than a tensor or a tuple.
-        run: the run that the crossings are of.
+        results: as `PipelineCut.results`; None where the blocks return neither a tensor nor a tuple.
+        run: the run with the crossings.
     """
 
     parts: StageParts
@@ -71,7 +71,7 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
 
     Args:
         benches: the model, with each kind of input that it takes.
-        parts: the blocks, and what a plan names.
+        parts: the blocks, and what a plan names in the first and last stage or carries.
     """
     tree = benches[0].tree
     bare = [StageRun(bench.reference, tree, parts) for bench in benches]
@@ -103,7 +103,7 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
                 used |= reads.used
                 if not reads.connected:
                     apart.add(parts.blocks[cut])
-    # What no code was seen to read in any layer, a hook may, which a flag of the call turns on.
+    # A hook may read results that no code was seen to read in any layer: a flag of the call turns it on.
     read = {tree.pattern(module) for module, _ in used}
     idle = frozenset(name for name in parts.carried if tree.pattern(name) not in read)
     used |= {(name, position) for name in idle for position in results[name]}
@@ -122,7 +122,7 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
 
 
 def _shared(run: StageRun) -> Iterable[str]:
-    """Modules of a block that ran while another block did."""
+    """Modules of a block that ran during another block."""
     for event, active in zip(run.trace.events, run.active, strict=True):
         if event.kind == "enter" and active is not None:
             home = run.parts.blocks[active]
@@ -148,7 +148,7 @@ def _handed(
 
 
 def _lengths(benches: Sequence[Workbench], names: Iterable[str]) -> dict[str, int | None]:
-    """Of each module that runs for a kind of input, how many results it returns in a tuple; 0: one tensor, None: something else."""
+    """For each module that runs with a kind of input, the length of the tuple it returns; 0: one tensor, None: something else."""
     model, found = copied(benches[0].model), dict[str, int | None]()
 
     def noting(name: str) -> None:
@@ -169,10 +169,10 @@ def _lengths(benches: Sequence[Workbench], names: Iterable[str]) -> dict[str, in
 
 
 def derived_parts(benches: Sequence[Workbench], blocks: tuple[str, ...]) -> tuple[StageParts, CutFacts]:
-    """The least that a plan must declare of a cut, and what is known of it then.
+    """The least that a plan must declare of a cut, and the facts about that cut.
 
     Args:
-        blocks: of the model that the benches ran.
+        blocks: those of the model that the benches ran.
     """
     parts, tree = StageParts(blocks), benches[0].tree
     facts = cut_facts(benches, parts)
@@ -185,7 +185,7 @@ def derived_parts(benches: Sequence[Workbench], blocks: tuple[str, ...]) -> tupl
 
 
 def blocks_of(tree: ModuleTree) -> tuple[str, ...]:
-    """The elements of the list of modules with the most parameters, of those that stand in no other list."""
+    """The elements of the list of modules with the most parameters, among lists that are in no other list."""
     from shardplan.model.repeated_blocks import repeated_blocks
 
     sizes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline cut, as diagnostics."""
+"""The errors of a pipeline cut, as diagnostics."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def stage_findings(
 
     Args:
         resolved: the plan, bound to that model.
-        declared: what the plan names in `first` and `last`.
-        severity: of them all.
+        declared: the names in the plan's `first` and `last`.
+        severity: of all findings.
     """
     section = resolved.pipeline_parallel
     assert section is not None
@@ -113,7 +113,7 @@ def _parameters(facts: CutFacts, label: Label | None, severity: Severity) -> Ite
 def _crossings(
     facts: CutFacts, section: PipelineParallel, severity: Severity, declared: frozenset[str]
 ) -> Iterator[Diagnostic]:
-    """One finding for each set of modules that the values come from."""
+    """One finding for each set of modules from which the values come."""
     run = facts.run
     if run is None:
         return

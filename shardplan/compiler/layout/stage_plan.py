@@ -1,4 +1,4 @@
-"""A plan's pipeline stages on the reduced model, and what follows from it for the model itself."""
+"""A plan's pipeline stages on the reduced model, and what they mean for the model itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stage_reads import StageParts, stage_root
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """What the recorded runs of the reduced model say of a plan's stages.
+    """What the recorded runs of the reduced model show of a plan's stages.
 
     Args:
         resolved: the plan bound to the reduced model, with everything that `pipeline_cut` reads; None where there is no reduced
@@ -43,11 +43,11 @@ class StagedPlan:
 def staged_plan(
     plan: PlanFile, model: ModelLayouts, *, severity: Severity = Severity.ERROR, allow_unproven: bool = False
 ) -> StagedPlan:
-    """Look at the stages of a plan that is free of structural errors.
+    """Look at the stages of a plan without structural errors.
 
     Args:
         severity: of the findings about the cut.
-        allow_unproven: what keeps the reduced model from being made or called is a warning.
+        allow_unproven: report what keeps the reduced model from being made or called as a warning.
     """
     try:
         benches = model.benches
@@ -73,9 +73,9 @@ def staged_plan(
 def with_stages(
     resolved: ResolvedPlan, staged: StagedPlan, severity: Severity = Severity.ERROR
 ) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
-    """A plan bound to a model, with the stages of all its parts, as its reduced model shows them; and parts that are none of the
-    reduced model's, so that their stage is not known."""
-    if staged.facts is None or staged.resolved is None:  # nothing ran: what the plan does not name has no stage
+    """A plan bound to a model, with the stages of all its parts as its reduced model shows them; and the parts whose
+    stage is unknown because the reduced model has none like them."""
+    if staged.facts is None or staged.resolved is None:  # nothing ran: a part that the plan does not name has no stage
         return resolved, _unknown(resolved, tuple(_outside(resolved)), severity) if severity is Severity.ERROR else ()
     if not staged.facts.proven:
         return resolved, ()

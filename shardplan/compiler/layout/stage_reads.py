@@ -1,8 +1,8 @@
 """What a pipeline stage reads, from one recorded unsharded run.
 
-Every stage runs the model's own forward with the modules of other stages replaced by stubs. So a value is right in a stage if it
-comes from the model's inputs, from buffers, from parameters of that stage and from what it received alone, whatever code of the
-model outside of the blocks computes in between; every other value is what a stub returned.
+Every stage runs the model's own forward, with stubs in place of the modules of other stages. So a value is right in a
+stage if it comes only from the model's inputs, from buffers, from parameters of that stage, and from what it received,
+whatever the model's code outside of the blocks computes in between. Every other value is what a stub returned.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced.trace import Event, Trace
 
-MOST_ROOTS = 8  # of a value: what it comes from in other stages
+MOST_ROOTS = 8  # of a value: the values of other stages that it comes from
 
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """The blocks in order; modules and parameters of the first and of the last stage; modules whose output is carried."""
+    """The blocks in order; modules and parameters of the first and the last stage; modules whose output is carried."""
 
     blocks: tuple[str, ...]
     first: tuple[str, ...] = ()
@@ -29,13 +29,13 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that a stage reads and does not have.
+    """A value that a stage reads but does not have.
 
     Args:
         cut: the number of blocks before the stage.
         value: its number in the trace.
         roots: the values of other stages that it comes from.
-        read: where it is read; of a result of the model, where that is returned.
+        read: where it is read; for a result of the model, where the model returns it.
         result: the name of that result, else "".
     """
 
@@ -51,8 +51,8 @@ class Reads:
     """What one stage reads.
 
     Args:
-        missing: what it does not have, each value once.
-        used: carried values: (module, position) -> it is read.
+        missing: the values that it does not have, each once.
+        used: (module, position) of a carried value -> whether it is read.
         connected: whether the first own block reads what was received.
     """
 
@@ -62,12 +62,12 @@ class Reads:
 
 
 class StageRun:
-    """A recorded run, as its blocks divide it.
+    """A recorded run, divided by its blocks.
 
     Args:
         trace: of the unsharded model.
         tree: the model's.
-        parts: what stands in which stage.
+        parts: what is in which stage.
     """
 
     def __init__(self, trace: Trace, tree: ModuleTree, parts: StageParts):
@@ -78,7 +78,7 @@ class StageRun:
 
     @cached_property
     def active(self) -> tuple[int | None, ...]:
-        """Of each event, the block that runs then."""
+        """For each event, the block that is running."""
         found, running = [], None
         for event in self.trace.events:
             if event.kind == "enter" and event.module in self._index and running is None:
@@ -95,12 +95,12 @@ class StageRun:
                 yield self._index[event.module]
 
     def read_by(self, event: Event) -> Iterator[str]:
-        """The parameters that an operation reads, by the name under which its module has them."""
+        """The parameters that an operation reads, by the names under which its module has them."""
         for number in event.inputs:
             yield from self.names_of(number, event.module)[:1]
 
     def names_of(self, number: int, module: str) -> tuple[str, ...]:
-        """The names under which a module's code may read a parameter: those inside it, else all; empty for other values."""
+        """The names by which a module's code may read a parameter: those inside it, else all; none for other values."""
         name = self.trace.parameters.get(number, self.trace.later.get(number))
         if name is None:
             return ()
@@ -108,17 +108,17 @@ class StageRun:
         return tuple(one for one in group if one.startswith(full_name(module, ""))) or group
 
     def region(self, module: str) -> str | None:
-        """The module of the first or last stage that a module is or stands in."""
+        """The module of the first or last stage that a module is or is inside of."""
         if module not in self._regions:
             ends = (*self.parts.first, *self.parts.last)
             self._regions[module] = next((one for one in ends if f"{module}.".startswith(f"{one}.")), None)
         return self._regions[module]
 
     def reads_of(self, cut: int, *, last: bool) -> Reads:
-        """What a stage reads that begins with a block.
+        """What a stage reads that begins with a given block.
 
         Args:
-            cut: that block's number; with 0, the first stage.
+            cut: the number of that block; 0 for the first stage.
             last: whether it is the last stage, which returns the model's results.
         """
         trace, parts = self.trace, self.parts
@@ -189,7 +189,7 @@ class StageRun:
         return frozenset(results[number] for event in writing for number in event.inputs if number in results)
 
     def carried_results(self) -> Iterator[tuple[str, str]]:
-        """Carried modules and the positions of what they return that has gradients."""
+        """Carried modules, with the positions of their results that have gradients."""
         for event in self.trace.events:
             if event.kind == "leave" and event.module in self.parts.carried:
                 for name, number in zip(event.names, event.inputs, strict=True):
@@ -210,8 +210,8 @@ class StageRun:
         return makers
 
     def returning(self, number: int) -> str | None:
-        """The module whose result a value is: the block, where it is one of its further results, else the innermost one; None
-        where no module returns it."""
+        """The module whose result a value is: the block, if it is one of the block's further results, else the
+        innermost one; None if no module returns it."""
         return self._returning.get(number)
 
     @cached_property
@@ -232,7 +232,7 @@ class Ends:
 
     Args:
         first, last: modules, or parameters of modules around the blocks, in the tree's order.
-        inside: parameters that are read while a block runs, or between two.
+        inside: parameters that are read while a block runs, or between two blocks.
         both: parameters that are read before the blocks and after them.
         unread: parameters that nothing reads.
     """
@@ -245,8 +245,8 @@ class Ends:
 
 
 def find_ends(runs: Iterable[StageRun]) -> Ends:
-    """Which parameters outside of the blocks, and outside of what the plan names, are read before the first block and which
-    after the last one, in recorded runs of one model."""
+    """The parameters, outside of the blocks and of what the plan names, that are read before the first block, and those
+    read after the last one, in recorded runs of one model."""
     runs = tuple(runs)
     tree, parts = runs[0].tree, runs[0].parts
     named = (*parts.blocks, *parts.first, *parts.last)
@@ -266,7 +266,7 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
         for phase in (before, inside, after):
             if not phase.isdisjoint(group):
                 phase.update(one for one in group if one in roots and not {one} & (before | inside | after))
-    for name in outside:  # a copy that adapters keep of a module that is trained whole goes where that is
+    for name in outside:  # adapters' copy of a module that is trained whole goes where that module is
         there = None if name in before | inside | after else _beside(tree, name, parts.blocks, (before, inside, after))
         if there is not None:
             there.add(name)
@@ -288,8 +288,8 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
 
 
 def _beside(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
-    """When a parameter that nothing reads has others beside it in its module, or in a module around it that has no block inside: the
-    phase in which all of those that are read are; None where there is none, or several."""
+    """The phase in which all neighbours are read of a parameter that nothing reads: the others in its module, or in a
+    module around it that has no block inside. None where no neighbour is read, or they are read in several phases."""
     for around in ancestors(name):
         prefix = full_name(around, "")
         if not around or any(one.startswith(prefix) for one in blocks):
@@ -301,7 +301,7 @@ def _beside(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[
 
 
 def stage_root(tree: ModuleTree, name: str, blocks: tuple[str, ...]) -> str:
-    """The module that owns a parameter, where it has nothing else below it or is one operation; else the parameter itself."""
+    """The module that owns a parameter, if it has nothing else below it or is one operation; else the parameter."""
     owner = tree.owner(name)
     if owner and tree.modules[owner].kind in ("embedding", "linear", "conv1d"):
         return owner

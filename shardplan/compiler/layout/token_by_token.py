@@ -1,5 +1,5 @@
-"""Whether a module of experts can run on other tokens than it is called with: each token by itself, with some of its experts at
-a time. Its call in the unsharded run is made anew as the ranks of the axis ep make it together."""
+"""Whether a module of experts can run on other tokens than those it is called with: each token by itself, with some of
+its experts at a time. Its call in the unsharded run is repeated the way the ranks of the axis ep make it together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int)
 
     Args:
         plan: bound to the reduced model.
-        ranks: that experts are distributed over.
+        ranks: the number of ranks that share the experts.
     """
     distributed = {name: one.experts.count for name, one in bound_modules(plan).items() if one.experts is not None}
     found: dict[tuple[int, str], list[str]] = {}
@@ -52,7 +52,7 @@ def _calls(bench: Workbench, names: Iterable[str]) -> Iterator[tuple[str, Event,
 
 
 def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | None, count: int, ranks: int) -> str:
-    """Why the call cannot be made by several ranks; "" where it can."""
+    """Why several ranks cannot make the call together; "" where they can."""
     found = roles(bench.reference.values[number] for number in event.inputs)
     if found is None:
         return NO_ROLES
@@ -72,7 +72,7 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
                 try:
                     part_of = (of_dims(one[rows], dims) for one in (tokens, ids, weights))
                     together[rows] += own(*part_of).reshape(tokens[rows].shape)
-                except Exception as error:  # of the module's own code
+                except Exception as error:  # raised by the module's own code
                     return f"with a rank's part of dim 0 of its parameters it raises {reason(error)}"
     if same(together.reshape(shape), result.detach(), bench.reference.rounding[event.inputs[0]]):
         return ""

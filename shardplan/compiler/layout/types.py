@@ -20,10 +20,10 @@ class Type:
     """The type of a value.
 
     Args:
-        kind: I, R, V, P; "whole" without a gradient that could be partial; "tail": I, but for its last features, R;
-            "?": not compared.
+        kind: I, R, V, P; "whole": no gradient that could be partial; "tail": I, except for its last features, which are
+            R; "?": not compared.
         spread: how it is spread.
-        sources: what a value that was not compared was made from.
+        sources: the values that a value that was not compared was computed from.
         tail: the number of its last features that are R.
     """
 
@@ -47,14 +47,14 @@ FREE = Type("whole")
 
 
 def declared(layout: Layout, ndim: int) -> Type:
-    """The type that a style's record declares, of a value with `ndim` dims."""
+    """The type that a style's record declares for a value with `ndim` dims."""
     if layout.kind == "V":
         return Type("V", Spread("split", layout.split_dim(ndim)))
     return Type(layout.kind, SUM if layout.kind == "P" else WHOLE)
 
 
 def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tuple[int, ...], ...] | None:
-    """Per rank the indices along its split dim that a rank computes with; None where these are its ceil-chunk.
+    """For each rank, the indices along its split dim that it computes with; None where these are its ceil-chunk.
 
     Args:
         size: the length of the dim.
@@ -67,7 +67,7 @@ def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tupl
 
 
 def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Per rank the rows that it has of [batch * length, ...], where it has a slice of each of the batch."""
+    """For each rank, its rows of [batch * length, ...], where it has a slice of each sequence of the batch."""
     slices = (chunk(length, ranks, rank) for rank in range(ranks))
     return tuple(
         tuple(one * length + at for one in range(batch) for at in range(start, start + n)) for start, n in slices
@@ -75,7 +75,7 @@ def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ..
 
 
 def shared_order(found: Spread, copies: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Per rank the indices of a value of that length whose slices are each on so many neighbouring ranks."""
+    """For each rank, the indices of a value of that length whose slices are each on so many neighbouring ranks."""
     size = 1 + max((index for indices in found.order or () for index in indices), default=-1)
     length = size * copies // ranks
     starts = [rank // copies * length for rank in range(ranks)]

@@ -16,23 +16,23 @@ from .reads import SharedRead
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found.
+    """The results.
 
     Args:
         findings: in the order of the run.
-        incoming: the incoming layout of each module that accepts I and R; of one that gathers its output, the output layout.
-        reads: values that several modules move I -> R, each on its own.
-        sums: partial sums that are added to each other once each is reduced on its own.
+        incoming: the layout that reaches each module that takes I and R; if it gathers its output, the output's.
+        reads: values that several modules each move I -> R.
+        sums: partial sums that are reduced one by one and then added to each other.
         operations: how many operations were typed.
-        doubts: operation -> the operands that would have to have no part in it for its result to be what it seems, of which
-            that is not known.
-        operands: of each operation that may draw random numbers, and of each layer with adapters, how its operand is spread.
-        stopped: at the last of the findings; what comes behind it was not looked at.
+        doubts: operation -> the operands that must not contribute to it if its result is what it seems; whether they do
+            is not known.
+        operands: how the operand of each operation that may draw random numbers, and of each layer with adapters, is spread.
+        stopped: whether typing ended at the last of the findings; what comes after it was not looked at.
         entering: (value, module) for each I that a module moves to R.
         reduced: (value, module) for each partial sum that a module reduces at its output.
-        shared_reads: module that moves I -> R -> the one that moved the same tensor before, in every call of their block;
-            None for one that did not always find it moved.
-        declared: what was seen of each of the plan's `sum_outputs`.
+        shared_reads: module that moves I -> R -> the module that moved the same tensor before it, in every call of
+            their block; None for a module that did not always find it moved.
+        declared: what the run showed of each of the plan's `sum_outputs`.
     """
 
     findings: tuple[Finding, ...]

@@ -1,4 +1,4 @@
-"""What is known of the values of a run while it is typed, and what was found."""
+"""The known facts about the values of a run while it is typed, and the findings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .types import FREE, Type
 
 
 class Stopped(Exception):
-    """A finding is the last that matters."""
+    """Raised at a finding after which nothing matters."""
 
 
 class Known:
@@ -21,15 +21,15 @@ class Known:
 
     Args:
         origins: of the first rank's run.
-        stop: whether nothing behind a finding matters.
+        stop: whether nothing after a finding matters.
 
     Attributes:
         run: the first rank's.
         types: of the values, by number; one that is missing has no gradient that could be partial.
         maker: value -> the module whose result it is, or in whose forward it was made.
-        doubtful: values about which something was found, and those made from them.
+        doubtful: values with a finding, and those computed from them.
         findings: in the order of the run.
-        operations: how many were typed.
+        operations: the number of operations typed.
     """
 
     def __init__(self, origins: Origins, stop: Callable[[Finding], bool]):
@@ -44,8 +44,8 @@ class Known:
 
     @cached_property
     def used(self) -> frozenset[int]:
-        """The values that have a part in what the model returns, or keeps, or reads as numbers, or that are written into another; all,
-        where it returned nothing."""
+        """The values that contribute to what the model returns, keeps or reads as numbers, or that are written into
+        another value; all values, if it returned nothing."""
         run = self.run
         last = run.events[-1] if run.events else None
         if last is None or (last.kind, last.module) != ("leave", "") or not last.outputs:
@@ -62,7 +62,7 @@ class Known:
         return self.types.get(number, FREE)
 
     def sources(self, numbers: Iterable[int]) -> list[int]:
-        """The differentiable values among these; in place of one that was not compared, what it was made from."""
+        """The differentiable values among these; one that was not compared is replaced by its sources."""
         result: dict[int, None] = {}
         for number in numbers:
             if self.run.requires_grad[number]:
@@ -85,11 +85,11 @@ class Known:
         """Note a finding.
 
         Args:
-            numbers: the values that it is about.
-            once: a second one of this kind about this subject is not noted.
+            numbers: the values it is about.
+            once: do not note a second finding of this kind about this subject.
 
         Raises:
-            Stopped: nothing behind it matters.
+            Stopped: nothing after it matters.
         """
         if once and (kind, subject) in self._reported:
             return

@@ -1,4 +1,4 @@
-"""Numbers of a module by which its code reshapes what a plan splits, such as that of its heads: those that `shares` should name."""
+"""Numbers of a module by which its code reshapes what a plan splits, such as the number of heads: `shares` should name them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .finding import Finding
 from .repairs import OURS, Repair, change
 
 KINDS = ("crash", "slices", "untyped")
-MOST_NUMBERS = 4  # of a module, and as many of its configuration, that are tried
+MOST_NUMBERS = 4  # to try, of a module, and as many of its configuration
 
 
 def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> Iterator[Repair]:
-    """Changes to try where the code of a module fails on slices: one or two of the numbers that it reads divided.
+    """Changes to try where a module's code fails on slices: divide one or two of the numbers that it reads.
 
     Args:
         model: the reduced model, for the code.
@@ -42,7 +42,7 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
 
 
 def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repair:
-    """The rule of a module with further numbers divided; one that does nothing else where it has no rule."""
+    """The rule of a module with further numbers divided; a rule that only does this where it has none."""
     around = plan.assignments.get(module)
     old = around.rule if around is not None else None
     base = old if old is not None else Rule("", "replicate", OURS)
@@ -52,7 +52,7 @@ def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repai
 
 
 def _splits(plan: ResolvedPlan, module: str) -> bool:
-    """Whether parameters of a module, or below it, are split."""
+    """Whether parameters of a module, or of modules below it, are split."""
     return any(
         STYLES[assignment.rule.style].shards_parameters
         for name, assignment in plan.assignments.items()
@@ -61,8 +61,8 @@ def _splits(plan: ResolvedPlan, module: str) -> bool:
 
 
 def _read_counts(module: ModuleInfo, layer: nn.Module, tp: int) -> tuple[list[str], list[str]]:
-    """The module's own numbers that its code reads and tp divides, and those of its configuration; no sizes of a head, and no numbers of
-    layers, of which each rank runs all."""
+    """The module's own numbers that its code reads and tp divides, and those of its configuration. Left out: sizes of a
+    head, and numbers of layers, as each rank runs all layers."""
     reads = forward_reads(type(layer))
     layers = {len(child) for child in layer.children() if isinstance(child, nn.ModuleList)}
     own, config = (

@@ -1,4 +1,4 @@
-"""Diagnostics for the sums that a plan declares wrongly."""
+"""Diagnostics for wrongly declared sums."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def holding(seen: Iterable[SeenSum]) -> frozenset[Location]:
 
 
 def acting(tree: ModuleTree, name: str) -> tuple[str, ...]:
-    """The dropouts of a model that one of its reduced model stands for, where they drop something."""
+    """The dropouts of the model that a reduced model's dropout represents, where they drop something."""
     pattern = tree.pattern(name)
     return tuple(n for n, m in tree.modules.items() if tree.pattern(n) == pattern and m.numbers.get("p"))
 
 
 def dropping(tree: ModuleTree, through: Iterable[tuple[SummedOutputs, str]]) -> tuple[Diagnostic, ...]:
-    """Diagnostics for the sums whose parts pass a dropout that acts in the model itself, which the reduced model has switched
-    off: what waits is not dropped.
+    """Diagnostics for sums whose parts pass a dropout that acts in the model itself and is switched off in the reduced
+    model: a waiting part is not dropped.
 
     Args:
         tree: the model's own.
-        through: (sum, dropout) as the reduced model has them.
+        through: (sum, dropout), as the reduced model has them.
     """
     found: dict[object, Diagnostic] = {}
     for one, name in through:

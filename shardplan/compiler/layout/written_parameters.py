@@ -1,4 +1,4 @@
-"""Parameters that the model's forward changes, of a plan with several data-parallel ranks."""
+"""Parameters that the model's forward changes, in a plan with several data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ WRITTEN = Code("SP414")
 
 
 def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagnostic, ...]:
-    """SP414 where the plan has data-parallel ranks, and the unsharded reduced model changes a parameter while it runs.
+    """SP414 where the plan has data-parallel ranks and the unsharded reduced model changes a parameter while it runs.
 
     Args:
-        model: where it does not run, nothing is found.
+        model: the reduced model; where it does not run, nothing is found.
         resolved: a variant, bound to the model itself.
     """
     ranks = resolved.sizes.data_parallel_ranks
