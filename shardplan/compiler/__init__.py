@@ -2,7 +2,7 @@
 
 | file | stage |
 |---|---|
-| pipeline | all of them in their order, each collecting its findings |
+| pipeline | all stages in their order, each collecting its findings |
 | user_inputs | the model, the mesh and the plan file, as users give them |
 | early | what the plan and the checkpoint's files show before torch is imported |
 | overrides | keyword arguments over the plan's sections |

@@ -1,4 +1,4 @@
-"""PLAN `auto` where tp may be above 1: the built-in plan for the model, else one that is derived. Nothing is checked to choose."""
+"""PLAN `auto` where tp may be above 1: the built-in plan for the model, else a derived one. The choice checks nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ReadPlan:
     """A plan as it was read.
 
     Args:
-        plan: None where there are errors, and where it depends on a model that was not found.
-        sources: its text, and that of what it extends.
-        findings: why there is none, or warnings.
+        plan: None where there are errors, or where the plan depends on a model that was not found.
+        sources: its text, and the texts of what it extends.
+        findings: why there is no plan, or warnings.
         derived: set where `auto` derived it.
     """
 
@@ -42,10 +42,10 @@ class ReadPlan:
 
 
 class Derive(Protocol):
-    """What derives for a model what no file has."""
+    """Derives for a model what no file has."""
 
     def __call__(self, found: FoundModel) -> ReadPlan:
-        """A plan, where no built-in one is for the model."""
+        """A plan, if there is no built-in one for the model."""
         ...
 
     def over_cp(self, found: FoundModel, given: ReadPlan, *, compiled: bool) -> ReadPlan:
@@ -62,7 +62,7 @@ class Derive(Protocol):
 
 
 def with_context(given: ReadPlan, found: FoundModel, derive: Derive, compiled: bool | None) -> ReadPlan:
-    """A built-in plan or a derived one with the rules for the axis cp that are derived; any other plan, and one that has some, as it is.
+    """A built-in or derived plan with derived rules for the axis cp; any other plan, and one that has such rules, stays as it is.
 
     Args:
         compiled: whether an argument says that modules are compiled, or are not; None: the plan says it.
@@ -84,13 +84,13 @@ MODELS = re.compile(r"^models:(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)  # the
 
 
 def words_of_models(text: str) -> set[str]:
-    """What stands in a plan's field `models`, and perhaps more: nothing is parsed."""
+    """The text of a plan's field `models`, and perhaps more: nothing is parsed."""
     return {word for part in MODELS.findall(text) for word in re.findall(r"[\w./-]+", part)}
 
 
 def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) -> ReadPlan:
-    """The built-in plan for the model of a tree: the one whose `models` names it, and whose `for` holds. A `for` that has no value
-    (SP209) and several such plans (SP512) are findings.
+    """The built-in plan for the model of a tree: its `models` names the model, and its `for` holds. A `for` without a
+    value (SP209) and several such plans (SP512) are findings.
 
     Args:
         derive: derives a plan where there is none; None: that is a finding (SP511).

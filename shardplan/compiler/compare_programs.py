@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .lower import Program
 
 _T = TypeVar("_T", bound=Hashable)
-# Fields that name modules, which are compared as they are bound.
+# Fields that name modules: they are compared as bound.
 BOUND: Mapping[str, Callable[[ResolvedPlan], Iterable[str]]] = {
     "data_parallel.units": lambda plan: plan.fsdp_units,
     "data_parallel.ignored": lambda plan: sorted(plan.dp_ignored),
@@ -28,7 +28,7 @@ BOUND: Mapping[str, Callable[[ResolvedPlan], Iterable[str]]] = {
 
 
 def rule_changes(old: ResolvedPlan, new: ResolvedPlan) -> tuple[RuleChange, ...]:
-    """The modules and parameters of a variant that two plans have different rules for, equal changes together."""
+    """The modules and parameters of a variant for which two plans have different rules; equal changes are grouped."""
     before, after = old.assignments, new.assignments
     changes: dict[str, tuple[tuple[Said, ...], tuple[Said, ...]]] = {}
     for name in in_order({**before, **after}, old):
@@ -54,10 +54,10 @@ def _said(assignment: Assignment | None) -> tuple[Said, ...]:
 def module_changes(
     section: Variant, old: Mapping[str, tuple[str, ...]], new: Mapping[str, tuple[str, ...]]
 ) -> tuple[ModuleChange, ...]:
-    """The modules that differ, those together whose changes are equal but for the numbers of layers.
+    """The modules that differ; those whose changes are equal, except for the numbers of layers, are grouped.
 
     Args:
-        old, new: module -> facts (`module_facts`). Changes are in the order of these.
+        old, new: module -> facts (`module_facts`). Changes are in their order.
     """
     changes = {
         name: (old.get(name, ()), new.get(name, ())) for name in {**old, **new} if old.get(name) != new.get(name)
@@ -73,7 +73,7 @@ def module_changes(
 
 
 def own_layer(name: str, facts: Iterable[str]) -> tuple[str, ...]:
-    """Facts about a module in which its own layer's number is starred, so that those of equal layers are equal."""
+    """Facts about a module with its own layer's number starred, so that those of equal layers are equal."""
     parts, words = name.split("."), {}
     for i, part in enumerate(parts):
         if part.isdecimal():
@@ -86,7 +86,7 @@ def own_layer(name: str, facts: Iterable[str]) -> tuple[str, ...]:
 
 
 def module_facts(program: Program, overlays: Overlays | None = None) -> dict[str, tuple[str, ...]]:
-    """What a program does at each module with the overlays: a line for each fact; modules without any are left out."""
+    """What a program does at each module with the overlays, a line for each fact; modules without any are left out."""
     from .lower.describe import module_lines
 
     modules = program.variants[program.resolved.overlays if overlays is None else overlays]
@@ -99,8 +99,8 @@ def _style(text: str) -> str:
 
 
 def program_changes(old: Program, new: Program) -> tuple[ModuleChange, ...]:
-    """The modules that two programs of one variant store or run differently. What sequences that are not split do with sequence
-    parallelism is part of the variant without it."""
+    """The modules that two programs of one variant store or run differently. With sequence parallelism, the treatment
+    of sequences that are not split belongs to the variant without it."""
     before, after = module_facts(old), module_facts(new)
     order = in_order({**before, **after}, old.resolved)
     sides = ({name: facts.get(name, ()) for name in order} for facts in (before, after))
@@ -113,7 +113,7 @@ def section_changes(old: ResolvedPlan, new: ResolvedPlan) -> tuple[FieldChange, 
 
 
 def bound_fields(plan: ResolvedPlan) -> dict[str, Value]:
-    """The fields of a plan's sections; of those that name modules, the modules."""
+    """The fields of a plan's sections; for fields that name modules, the modules."""
     sections = Sections(
         data_parallel=plan.data_parallel,
         activation_checkpointing=plan.activation_checkpointing,
@@ -125,8 +125,8 @@ def bound_fields(plan: ResolvedPlan) -> dict[str, Value]:
 
 
 def checkpoints(old: ResolvedPlan, new: ResolvedPlan) -> Checkpoints:
-    """Whether what was saved with one plan can be read with the other. Weights have the unsharded model's names and order
-    whatever the plan is, and training states too."""
+    """Whether what was saved with one plan can be read with the other. Weights and training states have the unsharded
+    model's names and order whatever the plan is."""
     before, after = (_backend(plan.data_parallel) for plan in (old, new))
     if before == after or {before, after} <= _PORTABLE:
         return Checkpoints(True, True, "both have the unsharded model's names, shapes and order of rows")

@@ -31,22 +31,22 @@ from .variants import bind_variants, wanted_variants
 if TYPE_CHECKING:
     from .check.facts import Facts
 
-ALIKE = 0.6  # of two words: as near as `bind.suggestions` looks
+ALIKE = 0.6  # how similar two words must be, as near as `bind.suggestions` looks
 UNSURE = "this follows from the names and shapes of the checkpoint alone; the model's own may differ"
 
 
 class NoCheckpoint(ValueError):
-    """A quick look was requested at something that is not a checkpoint's folder."""
+    """A quick look was requested at something other than a checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model as the files of its checkpoint show it.
+    """A model as its checkpoint's files show it.
 
     Args:
         stored: names and shapes.
         config: the content of its config.json.
-        source: the text of its code, where that has the same names.
+        source: the text of its code, if that has the same names.
     """
 
     stored: Element
@@ -54,14 +54,14 @@ class Checkpoint:
     source: Source | None
 
     def seen_by(self, plan: PlanFile) -> Folded:
-        """Its modules, those as one that no rule of the plan tells apart."""
+        """Its modules; those that no rule of the plan tells apart count as one."""
         known = self.source.attributes if self.source is not None else {}
         heads = "head_dim" if self.source is None or "head_dim" in known else None
         return fold(self.stored, self.config, known, heads=heads, apart=_apart(plan))
 
 
 def _apart(plan: PlanFile) -> Callable[[str], bool]:
-    """Whether a rule may mean an element of a list and not its neighbours."""
+    """Whether a rule may mean an element of a list but not its neighbours."""
     segments = {
         segment
         for file in plan.lineage
@@ -82,14 +82,14 @@ def _apart(plan: PlanFile) -> Callable[[str], bool]:
 def look_early(
     source: Model, plan: AnyPlan, sizes: MeshSizes, sequence_parallel: bool | None, *, quick: bool
 ) -> Report:
-    """Everything that can be checked without torch. Where the report has errors, nothing else needs to be looked at.
+    """Everything that can be checked without torch. If the report has errors, nothing else needs to be checked.
 
     Args:
-        quick: also what is not certain, and a plan `auto` by the names in the configuration.
+        quick: report uncertain findings too, and choose a plan `auto` by the names in the configuration.
 
     Raises:
-        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`, or `auto` at tp 1 or where its choice needs the
-            model.
+        NoCheckpoint: `quick` without a checkpoint, or for the plan `hf`, or for `auto` at tp 1 or where its choice
+            needs the model.
     """
     file, about_model = config_file(source)
     named = isinstance(plan, str) and plan in ("auto", "hf")  # depends on the model
@@ -122,7 +122,7 @@ def look_early(
 
 
 def _why(source: Model, file: ConfigFile | None, plan: AnyPlan, needs_model: bool) -> str:
-    """Why there is nothing to look at quickly."""
+    """Why a quick look has nothing to check."""
     if needs_model:
         at = " at tp 1" if plan == "auto" else ""
         return f"the plan `{plan}` is read from the model itself{at}, which a quick look does not build"
@@ -134,7 +134,7 @@ def _why(source: Model, file: ConfigFile | None, plan: AnyPlan, needs_model: boo
 
 
 def config_file(source: Model) -> tuple[ConfigFile | None, tuple[Diagnostic, ...]]:
-    """The configuration of a model that is named by a path, and what is wrong with it; None for other models."""
+    """The configuration of a model that is named by a path, and the findings about it; None for other models."""
     if not isinstance(source.name, str) or classify(source.name).kind != "path":
         return None, ()
     try:
@@ -144,7 +144,7 @@ def config_file(source: Model) -> tuple[ConfigFile | None, tuple[Diagnostic, ...
 
 
 def checkpoint_of(file: ConfigFile | None, settings: Mapping[str, Any]) -> Checkpoint | None:
-    """What lies beside a configuration; None without a whole checkpoint, or where the user changes the configuration."""
+    """The checkpoint next to a configuration; None if it is not whole, or if the user changes the configuration."""
     if file is None or settings or file.path.name != "config.json":
         return None
     stored = stored_tensors(file.path.parent)
@@ -155,7 +155,7 @@ def checkpoint_of(file: ConfigFile | None, settings: Mapping[str, Any]) -> Check
 
 
 def _are_named_so(stored: Element, source: Source) -> bool:
-    """Whether every name of a checkpoint stands in the model's code, so that it is not loaded under another one."""
+    """Whether every name of a checkpoint occurs in the model's code, so that it is not loaded under another one."""
     tree = fold(stored, {}, {}).tree
     parts = {part for name in tree.modules for part in name.split(".") if part and not part.isdecimal()}
     leaves = {parameter.name for module in tree.modules.values() for parameter in module.parameters}
@@ -170,7 +170,7 @@ def early_findings(
     Args:
         plan: free of errors.
         sequence_parallel: as for `validate`.
-        sure: only errors that the whole check finds too; without it the others as well, as warnings with a note.
+        sure: only errors that the whole check finds too; without it also the others, as warnings with a note.
     """
     from .check.divisibility import FEATURES, HEADS, KEY_VALUE
     from .check.divisibility import check as check_sizes
@@ -179,7 +179,7 @@ def early_findings(
     if sure and checkpoint.source is None:
         return ()
     folded = checkpoint.seen_by(plan)
-    plan, undecided = decided(plan, folded.tree)  # what config.json leaves out has the model's own default
+    plan, undecided = decided(plan, folded.tree)  # fields missing in config.json have the model's own default
     if sure and undecided:
         return ()
     variants = bind_variants(plan, folded.tree, sizes, wanted_variants(plan, sequence_parallel, sizes))
@@ -200,12 +200,12 @@ def early_findings(
 
 
 def _unsure(diagnostic: Diagnostic) -> Diagnostic:
-    help = None if diagnostic.code == DEAD else diagnostic.help  # the names that it knows may not be the model's
+    help = None if diagnostic.code == DEAD else diagnostic.help  # its names may not be the model's
     return replace(diagnostic, severity=Severity.WARNING, notes=(*diagnostic.notes, UNSURE), help=help)
 
 
 def _is_dead(diagnostic: Diagnostic, tree: ModuleTree, source: Source | None) -> bool:
-    """Whether a key that matches nothing in a checkpoint matches nothing in the model either, and the model has no module
+    """Whether a key that matches nothing in a checkpoint also matches nothing in the model, and the model has no module
     without parameters that may have been meant."""
     matched = re.match("`(.*)` matches no module", diagnostic.message)
     if diagnostic.code != DEAD or not diagnostic.is_error or matched is None or source is None:
@@ -223,8 +223,8 @@ def _is_impossible(alternative: tuple[Segment, ...], stored: set[str], others: s
 
 
 def _are_configured(facts: Facts) -> bool:
-    """Whether every count that tp must divide is a number of the configuration, so that the model has it too, and none may
-    as well be the length of a dimension that its attention splits into heads."""
+    """Whether every count that tp must divide is a number of the configuration, so that the model has it too, and none
+    may also be the length of a dimension that its attention splits into heads."""
     numbers = facts.resolved.tree.numbers
     width, heads = numbers.get("head_dim", 0), numbers.get("num_attention_heads", 0)
     in_heads = (heads * width, numbers.get("num_key_value_heads", heads) * width)

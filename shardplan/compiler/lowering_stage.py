@@ -20,21 +20,21 @@ def program_of(
     regather: bool | None = None,
     sections: Mapping[str, Override] | None = None,
 ) -> Program:
-    """The program of one variant. With sequence parallelism, the variant without it is needed too: for sequences that it does not split.
+    """The program of one variant. Sequence parallelism needs the variant without it too, for sequences that it does not split.
 
     Args:
         variants: without errors.
 
     Raises:
-        ValueError: `logits` or `sections` ask for something that the plan does not have.
-        TypeError: `regather` is no bool.
+        ValueError: `logits` or `sections` ask for something that the plan lacks.
+        TypeError: `regather` is not a bool.
     """
 
     def finished(overlays: Overlays) -> ResolvedPlan:
         resolved = variants.resolved[overlays]
         if overlays in variants.layouts:
             resolved = variants.layouts[overlays].onto(resolved)
-        else:  # no run has shown that these sums are right
+        else:  # no run has shown these sums to be right
             resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
         return with_regather(with_logits(switched_off(resolved, sections or {}), logits), regather)
 

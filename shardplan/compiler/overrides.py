@@ -16,7 +16,7 @@ HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab", "fus
 
 
 def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | None:
-    """The given sections as the document of a child plan, to be read and checked as one; None where none is given.
+    """The given sections as the document of a child plan, which is read and checked as one; None if none is given.
 
     Raises:
         TypeError: a section is neither a mapping nor False nor None.
@@ -32,7 +32,7 @@ def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | N
 
 
 def with_parent(child: PlanFile, parent: PlanFile) -> PlanFile:
-    """The child plan over a parent that was read before."""
+    """The child plan over a parent that was read earlier."""
     return replace(child, name=parent.name, models=parent.models, configurations=parent.configurations, parent=parent)
 
 
@@ -45,7 +45,7 @@ def switched_off(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> R
 
 
 def refuse_empty(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> None:
-    """Raise ValueError for a section that is given without modules, to a plan without the data-parallel units that would be meant."""
+    """Raise ValueError for a section given without modules, if the plan lacks the data-parallel units that this would mean."""
     for name in ("activation_checkpointing", "compile"):
         section = getattr(resolved, name)
         if isinstance(overrides.get(name), Mapping) and "modules" not in section.given and not resolved.dp_units:
@@ -64,7 +64,7 @@ def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
 
 
 def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan:
-    """Let all that is gathered along the sequence be gathered again in backward, or nothing of it; None leaves the plan's choice.
+    """Gather again in backward everything that is gathered along the sequence, or nothing of it; None leaves the plan's choice.
 
     Raises:
         TypeError: it is neither.
@@ -79,11 +79,11 @@ def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan
 
 
 def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
-    """Exchange the style of the output head, which stands outside of repeated blocks. "as_stored" is "sharded" where the plan
-    has a head to exchange, and nothing elsewhere.
+    """Exchange the style of the output head, which is outside of repeated blocks. "as_stored" is "sharded" where the
+    plan has a head to exchange, and does nothing elsewhere.
 
     Raises:
-        ValueError: an unknown word, or a plan that has no head to exchange.
+        ValueError: an unknown word, or a plan without a head to exchange.
     """
     if logits == "plan":
         return resolved

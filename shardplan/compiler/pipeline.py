@@ -1,5 +1,5 @@
-"""The pipeline, stage by stage: the model and the plan are read, the plan is bound and checked, its layouts are proven, and a variant
-becomes a Program. Each stage collects its findings and raises nothing for them."""
+"""The pipeline, stage by stage: read the model and the plan, bind and check the plan, prove its layouts, make a variant
+a Program. Each stage collects its findings and raises nothing for them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Given:
         model: as the user named it.
         found, plan: None where there are errors.
         sources: the texts of the plan.
-        findings: errors and warnings met on the way.
+        findings: errors and warnings on the way.
         derived: set where `auto` derived the plan.
     """
 
@@ -77,7 +77,7 @@ class Given:
 
     @property
     def both(self) -> tuple[FoundModel, PlanFile]:
-        """The model and the plan, where there are no errors."""
+        """The model and the plan, if there are no errors."""
         assert self.found is not None and self.plan is not None, self.findings
         return self.found, self.plan
 
@@ -92,10 +92,10 @@ class Given:
         """Bind the variants and check their structure.
 
         Args:
-            sections: those that arguments gave or left out.
+            sections: the sections that arguments set or leave out.
 
         Raises:
-            ValueError: the plan has no modules for a section that was given.
+            ValueError: the plan has no modules for a given section.
         """
         found, plan = self.both
         bound = bind_variants(plan, found.tree, sizes, wanted)
@@ -118,11 +118,11 @@ def look_up(
     """Find a model and read a plan for it.
 
     Args:
-        sections: laid over the plan's.
+        sections: sections that override the plan's.
         split, derive: as for `read_plan`.
 
     Raises:
-        TypeError: something that is not a model, a plan or a section.
+        TypeError: an argument is not a model, a plan or a section.
     """
     from shardplan.language import parse_plan
 
@@ -152,11 +152,11 @@ class Compiled:
 
     Args:
         program: None where a stage found errors.
-        findings: of all stages up to that one.
+        findings: those of all stages up to that one.
         given: what was compiled.
-        reduced_model: the reduced model, where there is something to prove and something to prove it on.
+        reduced_model: the reduced model, if there is something to prove and it can be made.
         staged: the pipeline stages of the reduced model, with several pp ranks.
-        variants, overlays: what the program was lowered from; None where there is no program.
+        variants, overlays: what the program was lowered from; None if there is no program.
     """
 
     program: Program | None
@@ -168,10 +168,10 @@ class Compiled:
     overlays: Overlays | None = None
 
     def lowered(self, *, logits: Logits = "plan", regather: bool | None = None) -> Program:
-        """The program with another layout of the logits, or with what is gathered kept or not.
+        """The program with another layout of the logits, or with gathered values kept or not.
 
         Raises:
-            ValueError: the plan has no head that could be exchanged.
+            ValueError: the plan has no head to exchange.
         """
         from .lowering_stage import program_of
 
@@ -190,14 +190,14 @@ def compile_variant(
     strict: bool = False,
     derive: Derive | None = None,
 ) -> Compiled:
-    """The way of one variant through all stages, up to the first one that finds errors.
+    """Take one variant through all stages, up to the first one that finds errors.
 
     Args:
         strict: warnings are errors.
         derive: as for `read_plan`.
 
     Raises:
-        TypeError, ValueError: no number of tokens; a change that is none, or that the plan has no place for.
+        TypeError, ValueError: not a number of tokens; not a change, or one that the plan has no place for.
     """
     from .layout import ModelLayouts
     from .lowering_stage import program_of
@@ -205,7 +205,7 @@ def compile_variant(
     if seq_len is not None:
         check_count("seq_len", seq_len, MOST_TOKENS)
     sections = changes.sections
-    fused = changes.logits == "fused"  # of the head that a plan for layers names
+    fused = changes.logits == "fused"  # the head that a plan for layers names
     split = replace(sizes, tp=sizes.tp or 1).needs_rules or fused
     given = look_up(model, plan, sections, split=split, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]

@@ -10,11 +10,11 @@ from shardplan.core.stages import PipelineCut
 
 
 def pipeline_cut(resolved: ResolvedPlan, sizes: Iterable[int]) -> PipelineCut:
-    """The stages of a plan whose section `pipeline_parallel` is free of errors.
+    """The stages of a plan whose section `pipeline_parallel` has no errors.
 
     Args:
-        resolved: with all of `pp_first` and `pp_last`: those of a compiled plan (`compile_variant`), on a mesh with pp above 1.
-        sizes: how many blocks each stage has, in the order in which a batch runs through the stages; together
+        resolved: a compiled plan (`compile_variant`), with all of `pp_first` and `pp_last`, on a mesh with pp above 1.
+        sizes: the number of blocks of each stage, in the order in which a batch runs through the stages; their sum is
             `len(resolved.pp_blocks)`.
     """
     cut = PipelineCut(
@@ -31,7 +31,7 @@ def pipeline_cut(resolved: ResolvedPlan, sizes: Iterable[int]) -> PipelineCut:
 
 
 def even_sizes(blocks: int, stages: int) -> tuple[int, ...]:
-    """As many blocks for each stage, as far as it divides: the first and the last stage, which have more besides, get fewer.
+    """Equal numbers of blocks for the stages, if possible; the first and last, which hold other modules too, get fewer.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -39,5 +39,5 @@ def even_sizes(blocks: int, stages: int) -> tuple[int, ...]:
     if blocks < stages:
         raise ValueError(f"{blocks} blocks cannot be cut into {stages} stages")
     least, more = divmod(blocks, stages)
-    order = [*range(1, stages - 1), 0, stages - 1][:more]  # which stages get one more
+    order = [*range(1, stages - 1), 0, stages - 1][:more]  # the stages that get one more
     return tuple(least + (stage in order) for stage in range(stages))

@@ -19,11 +19,11 @@ NAME = "data-parallel"
 
 
 def unsplit_plan(found: FoundModel) -> Parsed:
-    """A plan that splits no layer: its units are the outermost repeated blocks of the model that run once, by their forward,
-    in a step of the reduced model. Where there is no reduced model, or it does not run, all of them are.
+    """A plan that splits no layer. Its units are the model's outermost repeated blocks that run once, by their forward,
+    in a step of the reduced model. If there is no reduced model, or it does not run, all of them are units.
 
-    What shares parameters, runs more than once or is called in another way belongs to the unit around it: FSDP2 gathers
-    a unit's parameters around its forward.
+    A block that shares parameters, runs more than once or is called in another way belongs to the unit around it: FSDP2
+    gathers a unit's parameters around its forward.
     """
     from shardplan.language import parse_plan
     from shardplan.model.repeated_blocks import repeated_blocks
@@ -46,8 +46,8 @@ def unsplit_plan(found: FoundModel) -> Parsed:
 
 
 def _calls(found: FoundModel) -> Mapping[str, int] | None:
-    """How often the forward of the modules of each pattern runs in a forward of the reduced model, the most of them; None where
-    that is not known."""
+    """How often the forward of the modules of each pattern runs in a forward of the reduced model, at most; None if
+    unknown."""
     from shardplan.model.build_tree import tree_of
     from shardplan.model.reduced import make_reduced_model
 
@@ -82,7 +82,7 @@ def _counted(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[str]:
 
 
 def _globs(tree: ModuleTree, units: Iterable[str]) -> Iterator[str]:
-    """Patterns that match these modules and no others; the name of one whose pattern matches others too."""
+    """Patterns that match these modules and no others; the module's name where its pattern matches others too."""
     chosen = frozenset(units)
     alike = Counter(map(tree.pattern, tree.modules)) - Counter(map(tree.pattern, chosen))
     for name in tree.modules:

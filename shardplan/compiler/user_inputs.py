@@ -33,13 +33,13 @@ class Model:
     Args:
         name: a word as on the command line (a folder or config.json, a cached hub id, a model type, `module:callable`), a
             transformers configuration, or a module on any device.
-        settings: numbers of the configuration to change, where it is a word.
+        settings: numbers of the configuration to change, if `name` is a word.
         inputs: inputs of the reduced model: a function from a seed to keyword arguments of its `forward`, or
-            `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
-            it they are made from the configuration, and a module of your own is called with token ids.
-        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`: for a
-            module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
-        trust_remote_code: run code that a model's folder brings along, where it is a word.
+            `module:callable`. For a transformers model it may take the reduced configuration as a second argument.
+            Without it, inputs are made from the configuration, and a module of your own gets token ids.
+        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`:
+            for a module of your own of more than 2 GiB, and for models that cannot be reduced otherwise.
+        trust_remote_code: run code from the model's folder, if `name` is a word.
     """
 
     name: str | nn.Module | PreTrainedConfig
@@ -66,7 +66,7 @@ class Model:
 
 
 class FoundOnce(Model):
-    """A model that is looked for once, where many plans are compiled for it."""
+    """A model that is looked up once, for many plans."""
 
     @cached_property
     def _found(self) -> FoundModel:
@@ -77,7 +77,7 @@ class FoundOnce(Model):
 
 
 def find_model(source: Model) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
-    """The model, or None and why not."""
+    """The model, or None and the reason."""
     try:
         found = source.find()
     except PlanError as error:
@@ -89,8 +89,8 @@ def read_plan(plan: AnyPlan, found: FoundModel | None, *, split: bool = True, de
     """The plan and its text, or why there is none. A plan that depends on a model that was not found has no findings.
 
     Args:
-        split: whether tp may be above 1; if not, `auto` is for data parallelism alone.
-        derive: derives a plan for a model that no built-in plan is for; None: `auto` refuses such a model.
+        split: whether tp may be above 1; if not, `auto` means data parallelism alone.
+        derive: derives a plan for a model without a built-in plan; None: `auto` refuses such a model.
     """
     from shardplan.language import parse_plan
 

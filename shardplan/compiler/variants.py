@@ -23,7 +23,7 @@ class Variants:
 
     Args:
         resolved: the bound plan of each.
-        findings: what is wrong with each.
+        findings: the findings about each.
         layouts: the results of the layout check, where it ran.
     """
 
@@ -42,7 +42,7 @@ class Variants:
 
     @property
     def all_findings(self) -> tuple[Diagnostic, ...]:
-        """The findings of all variants; those of several appear once."""
+        """The findings of all variants, each once."""
         return _merged(self.findings)
 
     def with_findings(self, more: Mapping[Overlays, tuple[Diagnostic, ...]]) -> Variants:
@@ -50,7 +50,7 @@ class Variants:
         return replace(self, findings={on: (*old, *more.get(on, ())) for on, old in self.findings.items()})
 
     def allowed(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Those sizes of the tp axis that divide what the layout check saw split."""
+        """The sizes of the tp axis that divide what the layout check saw split."""
         lengths = {length for report in self.layouts.values() for length in report.lengths}
         return tuple(size for size in sizes if all(length % size == 0 for length in lengths))
 
@@ -64,8 +64,8 @@ class Variants:
 
 
 def wanted_variants(plan: PlanFile, sequence_parallel: bool | None, sizes: MeshSizes) -> tuple[Overlays, ...]:
-    """The variants that a user asks for: None is every one that the plan has. On a mesh with an axis ep those of it come
-    last."""
+    """The variants that a user asks for; None means every one that the plan has. On a mesh with an axis ep, its
+    variants come last."""
     both = sequence_parallel is None and plan.has_overlay
     asked = (False, True) if both else (bool(sequence_parallel),)
     context = plan.has_context
@@ -73,7 +73,7 @@ def wanted_variants(plan: PlanFile, sequence_parallel: bool | None, sizes: MeshS
 
 
 def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
-    """Decide what each module and parameter gets."""
+    """Bind each variant: decide the rule of each module and parameter."""
     from .bind import bind
 
     bound = {overlays: bind(plan, tree, sizes, overlays) for overlays in wanted}
@@ -81,7 +81,7 @@ def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: It
 
 
 def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variants:
-    """Add what the structural checks find."""
+    """Add the findings of the structural checks."""
     from .check import check
 
     found = {
@@ -91,12 +91,12 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
-    """Add what the layout check finds, without several ranks on the axes tp, ep or cp nothing; and parameters that a forward changes,
-    with several data-parallel ranks. It is for plans without structural errors.
+    """Add the findings of the layout check, which needs several ranks on tp, ep or cp; and, with several data-parallel
+    ranks, the parameters that a forward changes. The plans must have no structural errors.
 
     Args:
         model: the model at the size of tp that is checked.
-        allow_unproven: what keeps a plan from being proven is a warning instead of an error.
+        allow_unproven: make what keeps a plan from being proven a warning instead of an error.
     """
     sizes = next(iter(variants.resolved.values())).sizes
     reports = {
@@ -113,13 +113,13 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
 def prove_stages(
     variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False, anyway: bool = False
 ) -> tuple[Variants, StagedPlan | None]:
-    """Add what the recorded runs of the reduced model say of the plan's pipeline stages, and to each bound plan what stands in
-    which stage; nothing for a plan without such a section. Without several pp ranks the findings are warnings.
+    """Add what the recorded runs of the reduced model show of the plan's pipeline stages, and give each bound plan the
+    parts of each stage. Does nothing for a plan without such a section. Without several pp ranks the findings are warnings.
 
     Args:
         model: the reduced model, at the size of tp that is checked.
         allow_unproven: as for `prove_layouts`.
-        anyway: also where the layouts have errors.
+        anyway: do so even if the layouts have errors.
     """
     first = next(iter(variants.resolved.values()))
     if first.pipeline_parallel is None or (variants.any_error and not anyway):
@@ -129,14 +129,14 @@ def prove_stages(
     severity = Severity.ERROR if first.sizes.pp > 1 else Severity.WARNING
     staged = staged_plan(plan, model, severity=severity, allow_unproven=allow_unproven)
     made = {on: with_stages(one, staged, severity) for on, one in variants.resolved.items()}
-    known = set(variants.all_findings)  # that there is no reduced model, the layout check has said too
+    known = set(variants.all_findings)  # the layout check has already reported a missing reduced model
     about = tuple(d for d in staged.findings if d not in known)
     found = {on: (*about, *unknown) for on, (_, unknown) in made.items()}
     return replace(variants, resolved={on: one for on, (one, _) in made.items()}).with_findings(found), staged
 
 
 def _merged(found: Mapping[Overlays, tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
-    """Of the variants without and with sequence parallelism, then of those without and with the sections that apply by the mesh."""
+    """Those of the variants without and with sequence parallelism, then without and with the sections that apply on the mesh."""
     sides: dict[Overlays, list[tuple[Diagnostic, ...]]] = {}
     for on, about in found.items():
         sides.setdefault(on - {"sequence_parallel"}, []).append(about)

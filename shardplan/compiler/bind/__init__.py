@@ -29,11 +29,11 @@ from .units import ignored, units_and_parts
 def bind(
     plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, overlays: Overlays = NO_OVERLAYS
 ) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
-    """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
+    """Bind a plan to a model. Everything that does not fit is a finding; the rest is bound.
 
     Args:
-        plan: the plan, with what it extends. Conditions that are not decided yet are decided by this tree's configuration.
-        tree: the picture of the model.
+        plan: the plan, with what it extends. This tree's configuration decides the conditions that are still open.
+        tree: the model's module tree.
         sizes: of the mesh.
         overlays: the sections that are laid over the tensor-parallel rules.
     """
@@ -96,7 +96,7 @@ def bind(
 def _on_cp(
     plan: PlanFile, names: Names, sizes: MeshSizes, units: tuple[str, ...]
 ) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
-    """The rules for the axis cp as a bound plan of their own, and what is wrong with them."""
+    """The rules for the axis cp as a bound plan of their own, and their findings."""
     overlays: Overlays = frozenset({"context_parallel"})
     stack = layers(plan, names, overlays, Axis.CP)
     below = assign(layers(plan, names, NO_OVERLAYS), names)
@@ -106,8 +106,8 @@ def _on_cp(
 
 
 def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The first findings, and one that says that there are more: a plan of a megabyte can have 20,000 wrong rules, each for
-    all layers."""
+    """The first findings, and one that says that there are more: a plan of a megabyte can have 20,000 wrong rules, each
+    for all layers."""
     findings = tuple(islice(found, MAX_FINDINGS + 1))
     if len(findings) <= MAX_FINDINGS:
         return findings

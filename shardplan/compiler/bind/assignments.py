@@ -1,5 +1,4 @@
-"""Rules -> assignments: expanded, compared within a section, laid over each other across sections and
-plans."""
+"""Rules -> assignments: expanded, compared within a section, overridden across sections and plans."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ class Layer:
     """One section of one plan; later layers win.
 
     Args:
-        rules: those that apply.
-        reached: what each matches.
-        keys: of all rules.
+        rules: the rules that apply.
+        reached: the names that each one matches.
+        keys: the keys of all rules.
     """
 
     plan: PlanFile
@@ -43,8 +42,8 @@ class Layer:
 
 
 def layers(plan: PlanFile, names: Names, overlays: Overlays, axis: Axis = Axis.TP) -> tuple[Layer, ...]:
-    """The sections that apply to an axis, those that later ones override first: tensor_parallel of the oldest ancestor to the
-    plan's own, then each of the overlays in the same order."""
+    """The sections that apply to an axis, overridden ones first: tensor_parallel from the oldest ancestor to the plan
+    itself, then each overlay in the same order."""
     sections = [(file, section) for section in sections_of(overlays, axis) for file in plan.lineage]
     return tuple(_layer(file, section, rules, names) for file, section in sections if (rules := file.rules(section)))
 
@@ -58,9 +57,9 @@ def _layer(file: PlanFile, section: Section, rules: tuple[Rule, ...], names: Nam
 def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
     """The rule that applies to each module and parameter, in the tree's order."""
     winning: dict[str, Assignment] = {}
-    under: dict[str, Assignment] = {}  # what a section is laid over
+    under: dict[str, Assignment] = {}  # what a section overrides
     section: Section = "tensor_parallel"
-    laid = cache(with_kept)  # one rule for each two, which findings are told apart by
+    laid = cache(with_kept)  # one rule for each pair: findings tell them apart by it
     for layer in stack:
         if layer.section != section:
             section, under = layer.section, dict(winning)
@@ -76,7 +75,7 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
 
 
 def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
-    """Without the rules of other sections for what is in a module whose experts a rule distributes whole."""
+    """Drops the rules of other sections for what is in a module whose experts a rule distributes whole."""
     experts = {
         name: a.section
         for name, a in assignments.items()
@@ -91,7 +90,7 @@ def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) ->
 
 
 def in_order(assignments: Mapping[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
-    """The assignments as they stand in the tree, parameters behind their modules."""
+    """The assignments in the tree's order, parameters after their modules."""
     return {name: assignments[name] for name in _in_order(assignments, tree)}
 
 
@@ -106,23 +105,23 @@ def _in_order(assignments: Mapping[str, Assignment], tree: ModuleTree) -> Iterat
 
 
 def _winners(layer: Layer) -> dict[str, tuple[Rule, bool]]:
-    """The rule of one layer for each name: the later one, where several match."""
+    """The rule of one layer for each name; where several match, the last."""
     winners: dict[str, tuple[Rule, bool]] = {}
     for rule, reached in zip(layer.rules, layer.reached, strict=True):
         winners.update(dict.fromkeys(reached.modules, (rule, False)))
-        if not reached.modules:  # a key that matches both is refused; its modules are the likelier meaning
+        if not reached.modules:  # a key that matches both is refused; it more likely means the modules
             winners.update(dict.fromkeys(reached.parameters, (rule, True)))
     return winners
 
 
 def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator[Diagnostic]:
-    """What is wrong with the rules of each layer of a plan."""
+    """The findings about the rules of each layer of a plan."""
     for i, layer in enumerate(stack):
         before = frozenset[str]().union(*(other.keys for other in stack[:i]))
         after = {rule.pattern for other in stack[i + 1 :] for rule in other.rules}
         for rule, reached in zip(layer.rules, layer.reached, strict=True):
-            # A key that a later layer states again, letter for letter, is answered for there; `none` removes
-            # the inherited rule of that key, whether or not it would have matched.
+            # A key that a later layer repeats, letter for letter, is judged there. `none` removes the inherited rule of
+            # that key, whether or not it would have matched.
             restated = rule.pattern in after or (rule.style == NONE and rule.pattern in before)
             if not reached and not rule.optional and not restated:
                 lenient = layer.plan.lenient_dead_rules
@@ -149,7 +148,7 @@ def _both(rule: Rule, reached: Reached) -> Diagnostic:
 
 
 def _clashes(layer: Layer) -> Iterator[Diagnostic]:
-    """One finding for each two rules that meet."""
+    """One finding for each pair of rules that meet."""
     seen: dict[str, Rule] = {}
     meetings: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for number, (rule, reached) in enumerate(zip(layer.rules, layer.reached, strict=True)):

@@ -1,4 +1,4 @@
-"""A module's rule and the rules of its parameters: where both apply to a parameter, they must agree."""
+"""A module's rule and its parameters' rules: where both apply to a parameter, they must agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTRADICTION = Code("SP206")
 
 
 def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
-    """One finding for each two rules that contradict each other."""
+    """One finding for each pair of rules that contradict each other."""
     groups: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, assignment in resolved.parameters.items():
         around = resolved.modules.get(resolved.tree.owner(name))

@@ -1,4 +1,4 @@
-"""Conditions of a plan (`for`, `when`): decided for a model's configuration before the plan is bound."""
+"""Conditions of a plan (`for`, `when`), decided for a model's configuration before the plan is bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def applies(rule: Rule | SumRule) -> bool:
 
 
 def admits(plan: PlanFile, tree: ModuleTree) -> bool:
-    """Whether a plan is for a model's configuration. Nothing else of the plan is looked at.
+    """Whether a plan is for a model's configuration; nothing else of the plan is read.
 
     Raises:
         PlanError: SP209: its `for` has no value.
@@ -42,8 +42,8 @@ def admits(plan: PlanFile, tree: ModuleTree) -> bool:
 
 
 def decided(plan: PlanFile, tree: ModuleTree) -> tuple[PlanFile, tuple[Diagnostic, ...]]:
-    """The plan with whether each of its conditions holds, and those that have no value. The model's own configuration
-    decides, for its reduced model too.
+    """The plan, with each condition decided, and the conditions that have no value. The model's own configuration
+    decides, also for its reduced model.
     """
     conditions = _Conditions(tree)
     if plan.configurations is not None:
@@ -62,8 +62,8 @@ class _Conditions:
         """The plan and its ancestors with their conditions decided.
 
         Args:
-            restated: the keys of rules that apply, of plans that extend this one. They answer for themselves, also where the
-                condition of the inherited rule reads a field that the child's models do not have.
+            restated: the keys of applying rules of plans that extend this one. Such rules are judged alone, also where
+                the inherited rule's condition reads a field that the child's models lack.
         """
 
         def when(rule: Rule | SumRule, section: Section) -> bool:
@@ -102,7 +102,7 @@ class _Conditions:
             )
 
     def values(self, *read: str) -> Mapping[str, int | float | str | None]:
-        """The fields of the configuration, with 0 for the words that a list of words does not have."""
+        """The fields of the configuration, with 0 for the missing words of a list of words."""
         fields = self.tree.fields
         lists = {name: name.rpartition(".")[0] for name in read if name not in fields}
         return dict(fields) | {

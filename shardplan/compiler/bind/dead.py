@@ -1,4 +1,4 @@
-"""Keys that match nothing, and the names that they probably should be."""
+"""Keys that match nothing, and the names that were probably meant."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def dead(
     modules_only: bool = False,
     having: str | None = None,
 ) -> Diagnostic:
-    """The finding that a pattern matches nothing.
+    """The finding for a pattern that matches nothing.
 
     Args:
         names: the model's names.
         glob: the pattern.
-        location: where it stands.
-        lenient: a warning, for plans that were not written for this very model.
-        inherited: the pattern stands in a plan that the plan in question extends.
+        location: its place.
+        lenient: make it a warning, for plans that were not written for this very model.
+        inherited: whether the pattern is in a plan that this plan extends.
         modules_only: whether only modules could have matched.
-        having: what those that match would need below them.
+        having: what matching modules would need below them.
     """
     model = names.tree.class_names[0] if names.tree.class_names else "the model"
     lacks = having is not None and bool(names.reach(glob))
     close = () if lacks else suggestions(glob, names.starred(modules_only))
-    # One name for each alternative: they are one key again.
+    # One name for each alternative; together they are one key again.
     as_one = len(close) == len(glob.alternatives) and " and " not in named(close)
     keys = [named(close)] if as_one else close
     near = " or ".join(f"`{key}`" for key in keys)

@@ -1,4 +1,4 @@
-"""The rules for tp below the modules whose heads are exchanged over cp: they say which heads and channels a rank has there too."""
+"""The rules for tp below modules whose heads are exchanged over cp: these too say which heads and channels a rank has there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TOLD = ("output", "shares", "fused", "divides")  # options of the module's rule 
 def with_heads_below(
     over_cp: Mapping[str, Assignment], over_tp: Mapping[str, Assignment], tree: ModuleTree
 ) -> dict[str, Assignment]:
-    """The assignments for cp with those for tp that also say what a rank of cp has; their section is that for tp.
+    """The assignments for cp, with those for tp that also say what a rank of cp has; these keep the section for tp.
 
     Args:
-        over_tp: of the section `tensor_parallel` alone.
+        over_tp: the assignments of the section `tensor_parallel` alone.
     """
     mixers = {name for name, one in over_cp.items() if STYLES[one.rule.style].exchanges_heads}
     found = dict(over_cp)
@@ -27,7 +27,7 @@ def with_heads_below(
         around = (owner, *ancestors(owner))
         if name in mixers:
             own = over_cp[name].rule
-            if all(getattr(own, option) == getattr(PLAIN, option) for option in TOLD):  # else a check refuses it
+            if all(getattr(own, option) == getattr(PLAIN, option) for option in TOLD):  # a check refuses any other rule
                 told = replace(own, **{option: getattr(one.rule, option) for option in TOLD})
                 found[name] = replace(over_cp[name], rule=told, section=one.section)
         elif mixers.intersection(around):

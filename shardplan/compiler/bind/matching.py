@@ -1,8 +1,7 @@
-"""The names of a tree that a glob matches, found by walking tree and glob side by side.
+"""The names of a tree that a glob matches, found by walking tree and glob together.
 
-The glob's alternatives are merged into a trie of segments, so that a common beginning is walked once and a
-literal segment is a look-up: the time is linear in the names that are reached, not in the names that there
-are.
+The glob's alternatives are merged into a trie of segments, so a common beginning is walked once and a literal segment
+is a look-up. The time is linear in the names that are reached, not in all names.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MOST_STARRED = 2000  # names with `*` for list indices; real models have some te
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The modules and parameters that a glob matches, by their names in the model: layer after layer."""
+    """The modules and parameters that a glob matches, by their names in the model, layer by layer."""
 
     modules: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -36,10 +35,10 @@ class _State:
     """A place between two segments of a glob."""
 
     final: bool = False
-    loops: bool = False  # behind `**`: any segment leads here again
+    loops: bool = False  # after `**`: any segment leads here again
     literals: dict[str, _State] = field(default_factory=dict)
     patterns: dict[Segment, _State] = field(default_factory=dict)
-    depth: _State | None = None  # reached by a `**` that stands for no segment
+    depth: _State | None = None  # reached by a `**` that matches no segment
 
     def with_depth(self) -> Iterator[_State]:
         state: _State | None = self
@@ -49,8 +48,7 @@ class _State:
 
 
 class _Place:
-    """All the states that a name may be in, and where each next segment leads; known places are used
-    again."""
+    """All the states that a name may be in, and the next place for each segment; known places are reused."""
 
     __slots__ = ("after", "final", "literals", "states")
 
@@ -58,7 +56,7 @@ class _Place:
         self.states = states
         self.final = any(state.final for state in states)
         self.after: dict[str, _Place | None] = {}
-        # The only segments that lead on, or None where a pattern may let others through.
+        # The only segments that lead on; None where a pattern may let others through.
         free = any(state.loops or state.patterns for state in states)
         self.literals = None if free else tuple(dict.fromkeys(text for state in states for text in state.literals))
 
@@ -86,7 +84,7 @@ class _Walk:
         return self.places.get(states) or self.places.setdefault(states, _Place(states))
 
     def step(self, place: _Place, segment: str) -> _Place | None:
-        """Where one more segment of a name leads; None where no name goes on so."""
+        """The place after one more segment of a name; None where no name continues so."""
         if segment not in place.after:
             after: dict[_State, None] = {}
             for state in place.states:
@@ -101,15 +99,14 @@ class _Walk:
 
 
 class Names:
-    """The names of one tree. Rules see them at `tree.address(name)`; what is returned are the names in the
-    model."""
+    """The names of one tree. Rules match them at `tree.address(name)`; the names returned are those in the model."""
 
     def __init__(self, tree: ModuleTree):
         self.tree = tree
         self._known: dict[str, Mapping[str, list[str]]] = {}
 
     def starred(self, modules_only: bool) -> tuple[str, ...]:
-        """The names that rules see, list indices as `*`, each once; at most MOST_STARRED of them."""
+        """The names as rules see them, with `*` for list indices, each once; at most MOST_STARRED of them."""
         return self._starred_modules if modules_only else self._starred
 
     @cached_property
@@ -129,7 +126,7 @@ class Names:
         return tuple(islice(dict.fromkeys(starred(self.tree.address(name)) for name in names), MOST_STARRED))
 
     def reach_of(self, rule: Rule | SumRule) -> Reached:
-        """What a rule is for."""
+        """The names that a rule is for."""
         reached = self.reach(parse_glob(rule.pattern))
         if rule.having is None:
             return reached
@@ -168,7 +165,7 @@ class Names:
         return Reached(tuple(modules), tuple(parameters))
 
     def _children(self, name: str, place: _Place) -> Sequence[tuple[str, str]]:
-        """The children that may lead on: the last part of the name that rules see, and the real name."""
+        """The children that may lead on: the last part of the name as rules see it, and the real name."""
         children = self.tree.seen(name)
         if place.literals is None or len(place.literals) >= len(children):
             return children

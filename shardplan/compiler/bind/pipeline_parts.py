@@ -16,10 +16,10 @@ from .section_globs import elements
 
 @dataclass(frozen=True, slots=True)
 class PipelineParts:
-    """What the section names, by full name, each in the tree's order.
+    """The modules and parameters that the section names, by full name, in the tree's order.
 
     Args:
-        blocks: modules; a list of modules stands for its elements.
+        blocks: modules; a list of modules means its elements.
         first, last: modules and parameters.
         carried: modules.
     """
@@ -31,7 +31,7 @@ class PipelineParts:
 
 
 def may_match_nothing(plan: PlanFile) -> frozenset[str]:
-    """The keys of the plan's rules that are optional or for some configurations alone: a `carry` of the same words is too."""
+    """Keys of the plan's rules that are optional or for some configurations alone; a `carry` of the same words is too."""
     rules = (rule for one in plan.lineage for section in SECTIONS for rule in one.rules(section))
     return frozenset(rule.pattern for rule in rules if rule.optional or rule.when is not True)
 
@@ -39,7 +39,7 @@ def may_match_nothing(plan: PlanFile) -> frozenset[str]:
 def pipeline_parts(
     section: PipelineParallel | None, names: Names, optional: frozenset[str] = frozenset()
 ) -> tuple[PipelineParts, tuple[Diagnostic, ...]]:
-    """What the globs of the section match, and those that match nothing.
+    """What the section's globs match, and the globs that match nothing.
 
     Args:
         optional: globs of `carry` that may match nothing.

@@ -19,11 +19,11 @@ PARAMETERS = Code("SP207")
 def expand(
     section: DataParallel | ActivationCheckpointing | Compile | None, field: str, names: Names, *, every: int = 1
 ) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
-    """The modules that the globs of a section's field match, in the tree's order, and what is wrong with the
-    globs. A list of modules, which has no forward of its own, stands for its elements.
+    """The modules that the globs of a section's field match, in the tree's order, and the findings about the globs. A
+    list of modules, which has no forward of its own, means its elements.
 
     Args:
-        every: of what each glob matches, each n-th alone.
+        every: take only each n-th of the modules that a glob matches.
     """
     if section is None:
         return (), ()
@@ -54,7 +54,7 @@ def wrapped(
 
 
 def elements(modules: tuple[str, ...], tree: ModuleTree) -> Iterator[str]:
-    """The modules, lists among them (also lists of lists) replaced by their elements."""
+    """The modules, with lists among them (also lists of lists) replaced by their elements."""
     for name in modules:
         if tree.modules[name].class_name in WITHOUT_FORWARD:
             yield from elements(tree.children[name], tree)

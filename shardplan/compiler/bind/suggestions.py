@@ -1,4 +1,4 @@
-"""The real names that a key was probably meant to be: those that differ in little, segment by segment."""
+"""The real names that a key was probably meant to be: those that differ little, segment by segment."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import lru_cache
 
 from shardplan.language.globs import Glob, Segment
 
-MOST = 3  # suggestions, and alternatives of the key that are looked at
-LONGEST = 60  # characters of a segment, and segments of a key: what is longer is not compared
-SIMILAR = 0.6  # of two segments, as difflib measures it; below they are different words
-MISSING = 0.3  # the price of a segment that the key leaves out (a short name); that of a misspelled one: how unlike
+MOST = 3  # suggestions, and alternatives of the key that are considered
+LONGEST = 60  # characters of a segment, and segments of a key; longer ones are not compared
+SIMILAR = 0.6  # of two segments, by difflib's measure; below it they are different words
+MISSING = 0.3  # the price of a segment that the key leaves out (a short name); a misspelled one costs its difference
 SURPLUS = 0.6  # the price of a segment that the name does not have
 FARTHEST = 1.25  # the price up to which a name is suggested: four segments left out, or three words misspelled
 
 
 def suggestions(glob: Glob, names: Sequence[str]) -> tuple[str, ...]:
-    """The nearest names for each alternative of the key, the nearest first; none where nothing is near.
+    """The nearest names for each alternative of the key, the nearest first; none if nothing is near.
 
     Args:
         glob: a key that matches nothing.
@@ -33,8 +33,8 @@ def suggestions(glob: Glob, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _price(alternative: tuple[Segment, ...], name: str) -> float | None:
-    """What has to be changed to make the name of the alternative, or None if it is too much. The last
-    segments, which say what is meant, must be alike."""
+    """The price of changing an alternative into the name, or None if it is too high. The last segments, which carry the
+    meaning, must be alike."""
     segments = tuple(name.split("."))
     if _unlike(alternative[-1], segments[-1]) is None:
         return None

@@ -1,4 +1,4 @@
-"""`sum_outputs`: the blocks at which it is written, and the modules that it names in each."""
+"""`sum_outputs`: the blocks where it is written, and the modules that it names in each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUMMED = Code("SP208")
 def declared_sums(
     plan: PlanFile, tree: ModuleTree, names: Names, overlays: Overlays
 ) -> tuple[tuple[SummedOutputs, ...], tuple[Diagnostic, ...]]:
-    """The sums of each block, in the tree's order, and what is wrong with them.
+    """The sums of each block, in the tree's order, and the findings about them.
 
     The lists of a child plan and of the overlays replace earlier lists for the same block; a rule without
     a list changes nothing.
@@ -64,7 +64,7 @@ def declared_sums(
 
 
 def _members(tree: ModuleTree, block: str, rule: SumRule) -> tuple[tuple[str, ...], ...]:
-    """What each of a rule's patterns matches below a block."""
+    """The modules that each of a rule's patterns matches below a block."""
     prefix = f"{block}." if block else ""
     below = [name for name in tree.modules if name and name.startswith(prefix) and name != block]
     globs = [parse_glob(pattern) for pattern in rule.outputs]
@@ -72,7 +72,7 @@ def _members(tree: ModuleTree, block: str, rule: SumRule) -> tuple[tuple[str, ..
 
 
 def _unmatched(tree: ModuleTree, rule: SumRule, blocks: Mapping[str, tuple[tuple[str, ...], ...]]) -> list[Diagnostic]:
-    """Patterns that match in no block, else a rule that no block has two modules for."""
+    """Patterns that match in no block; else a rule that finds two modules in no block."""
     missing = [p for i, p in enumerate(rule.outputs) if not any(lists[i] for lists in blocks.values())]
     if not missing:
         if any(len({name for each in lists for name in each}) > 1 for lists in blocks.values()):

@@ -1,4 +1,4 @@
-"""FSDP units that follow from the model: frozen modules, modules of a dtype of their own; and what is left out."""
+"""FSDP units that follow from the model: frozen modules, modules with a dtype of their own; and what is left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ignored(section: DataParallel | None, names: Names) -> tuple[frozenset[str],
 def units_and_parts(
     section: DataParallel | None, units: tuple[str, ...], left_out: frozenset[str], tree: ModuleTree
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The plan's units, and the modules that are units beside them, both in the tree's order.
+    """The plan's units, and the further modules that become units, both in the tree's order.
 
     Args:
         units: as the plan names them.
@@ -78,7 +78,7 @@ def _parameters_inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterI
 
 
 def _wholly_frozen(tree: ModuleTree) -> Mapping[str, None]:
-    """The modules that have parameters, none of which is trained, in the tree's order; lists are not among them."""
+    """The modules with parameters, all frozen, in the tree's order, without lists."""
     inside = _parameters_inside(tree)
     return {
         name: None
@@ -91,10 +91,10 @@ def _wholly_frozen(tree: ModuleTree) -> Mapping[str, None]:
 
 
 def _of_own_dtype(tree: ModuleTree, units: frozenset[str], left_out: frozenset[str]) -> tuple[str, ...]:
-    """In units whose trained parameters are of several dtypes: the outermost modules that have alone those that fewer
-    parameters are of. Scalars belong to no unit.
+    """In units whose trained parameters have several dtypes: the outermost modules whose parameters all have one of the
+    rarer dtypes. Scalars belong to no unit.
 
-    Modules that mix dtypes themselves, and those whose parameters are tied, stay (`check.fsdp` refuses their unit).
+    Modules that mix dtypes themselves, or have tied parameters, stay (`check.fsdp` refuses their unit).
     """
     trained = {n: p for n, (_, p) in tree.parameters.items() if p.requires_grad and p.shape and n not in left_out}
     if len({p.dtype for p in trained.values()}) < 2:

@@ -65,8 +65,8 @@ def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagno
     """All structural findings of a bound plan.
 
     Args:
-        resolved: the plan, the model's tree and the sizes of the mesh. With `sizes.tp` None the checks that depend
-            on the size run at the smallest size above 1 that the model allows.
+        resolved: the plan, the model's tree and the sizes of the mesh. With `sizes.tp` None, checks that depend on the
+            size run at the smallest size above 1 that the model allows.
         seq_len: the sequence length in tokens, if it is known.
     """
     facts = Facts(resolved, seq_len)
@@ -76,8 +76,8 @@ def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagno
 def allowed_tp(resolved: ResolvedPlan) -> tuple[int, ...]:
     """The tp sizes that the model allows with this plan, ascending.
 
-    1 is always among them. Where the plan splits nothing it is the only one; where only a vocabulary
-    limits the size, powers of two are listed.
+    1 is always among them, and the only one if the plan splits nothing. If only a vocabulary limits the size, powers of
+    two are listed.
     """
     return Facts(resolved).allowed
 

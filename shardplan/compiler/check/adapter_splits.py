@@ -39,7 +39,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple[Rule | None, str, str]:
-    """The rule that splits the layer, what is wrong and what to do; no words where nothing is."""
+    """The rule that splits the layer, the problem and the remedy; no words if there is no problem."""
     whole = "leave these layers out of the adapter"
     if parameter.adapter == "parameter":
         return (

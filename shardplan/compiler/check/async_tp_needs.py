@@ -13,7 +13,7 @@ NEEDS = Code("SP383")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding, with all that is missing."""
+    """One finding for all that is missing."""
     section, resolved = facts.resolved.compile, facts.resolved
     if section is None or not section.async_tensor_parallel:
         return

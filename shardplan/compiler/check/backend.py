@@ -24,7 +24,7 @@ STRATEGY = Code("SP557")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """The mesh has the data_parallel section that it needs, and the backend is installed and supports the plan and the mesh."""
+    """The mesh has the data_parallel section that it needs; the backend is installed and supports the plan and the mesh."""
     section = facts.resolved.data_parallel
     if section is None:
         yield from _no_section(facts)

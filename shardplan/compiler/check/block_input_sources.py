@@ -1,4 +1,4 @@
-"""Block inputs: the layout that reaches one must be the layout that it moves. These checks need no run of the model."""
+"""Block inputs: the layout that reaches one must be the layout that it moves. These checks do not run the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNSPLIT = Code("SP364")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each pair of nested rules, and for each rule that gathers what nothing splits."""
+    """One finding for each pair of nested rules, and for each rule that gathers a value that nothing splits."""
     yield from _nested(facts)
     yield from _unsplit(facts)
 
@@ -31,7 +31,8 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
     for name, one in facts.boundaries.items():
         around = nearest.get(name)
         while around is not None:
-            # A block input without a word about its output may hand on what it moved (an activation function on a gathered value).
+            # A block input that does not describe its output may hand on what it moved (an activation function on a
+            # gathered value).
             moved = (one.within,) if one.within is not None and one.output is None else ()
             regions[around].append((name, one.output_destinations or moved))
             around = nearest.get(around)
@@ -42,7 +43,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
             before.destination not in move.sources and not _output_within(regions[outer], name, move.sources)
             for before in block_inputs[outer].inputs
             for move in block_input.inputs
-            if before.argument == move.argument and move.sources != (P,)  # a sum is what the block's code adds up
+            if before.argument == move.argument and move.sources != (P,)  # a sum is formed by the block's code
         ):
             continue
         outer_rule, rule = modules[outer].rule, modules[name].rule
@@ -61,7 +62,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _nearest(facts: Facts, block_inputs: Mapping[str, Boundary]) -> Mapping[str, str]:
-    """The innermost block input around each module; modules outside every block input are absent."""
+    """The innermost block input around each module; modules outside of every block input are absent."""
     nearest: dict[str, str] = {}
     for name in facts.resolved.tree.modules if block_inputs else ():
         around = parent(name)
@@ -73,7 +74,7 @@ def _nearest(facts: Facts, block_inputs: Mapping[str, Boundary]) -> Mapping[str,
 def _output_within(
     region: list[tuple[str, tuple[Layout, ...]]], block_input: str, input_sources: tuple[Layout, ...]
 ) -> bool:
-    """Whether a rule of the region, outside the block input itself, outputs a layout that the block input accepts."""
+    """Whether a rule of the region, not the block input itself, outputs a layout that the block input accepts."""
     within = (layouts for name, layouts in region if name != block_input and not name.startswith(f"{block_input}."))
     return any(layout in input_sources for layouts in within for layout in layouts)
 

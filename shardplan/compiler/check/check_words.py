@@ -1,4 +1,4 @@
-"""Words of the checks' messages: lists of sizes, names of numbers, what is wrong with a rule."""
+"""Words for the checks' messages: lists of sizes, names of numbers, problems of a rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, is_count, named
 
-MOST_SIZES = 8  # that are listed one by one
+MOST_SIZES = 8  # sizes that are listed one by one
 
 
 def join(words: Iterable[str], last: str) -> str:
@@ -24,7 +24,7 @@ def by_rule(
 
     Args:
         problems: (code, reason, rule, module or parameter).
-        words: (code, rule) -> what is wrong, and the help.
+        words: (code, rule) -> the problem, and the help.
     """
     groups: dict[tuple[int, str, str], tuple[Code, Rule, dict[str, None]]] = {}
     for code, reason, rule, name in problems:
@@ -42,7 +42,7 @@ def by_rule(
 
 
 def sizes(allowed: Iterable[int]) -> str:
-    """What to do about a tp size that does not fit: the sizes above 1 that do."""
+    """The help for a tp size that does not fit: the sizes above 1 that do."""
     above = [size for size in allowed if size > 1]
     if not above:
         return "use tp 1: no larger size fits everything that this plan splits"
@@ -50,7 +50,7 @@ def sizes(allowed: Iterable[int]) -> str:
 
 
 def listed(sizes: Sequence[int]) -> str:
-    """ "2, 4 or 8"; of many the first and the last."""
+    """ "2, 4 or 8"; of many, the first and the last."""
     words = list(map(str, sizes))
     return (
         join(words, "or") if len(words) <= MOST_SIZES else f"{', '.join(words[: MOST_SIZES - 1])}, ... or {words[-1]}"
@@ -67,8 +67,8 @@ def head_words(count: int, key_value: bool, numbers: Mapping[str, int | float]) 
 
 
 def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, int | float]) -> str | None:
-    """The number that says how wide this dimension is: one of the modules around that the config has too, else the
-    only width in the config that agrees, else one of the modules around."""
+    """The number that says how wide this dimension is: an attribute of the modules around it that the config has too,
+    else the only matching width in the config, else an attribute of the modules around it."""
     own = [name for module in near for name, value in module.numbers.items() if is_count(value) and value == count]
     shared = [name for name in own if numbers.get(name) == count]
     if shared:

@@ -1,4 +1,4 @@
-"""Activation checkpointing wraps each activation once, from outside of what is compiled, and wraps something."""
+"""Activation checkpointing wraps each activation once, outside of what is compiled, and wraps something."""
 
 from __future__ import annotations
 

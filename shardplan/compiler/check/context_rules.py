@@ -1,4 +1,4 @@
-"""The rules for the axis cp: they move values along the sequence, and something splits it."""
+"""The rules for the axis cp move values along the sequence, and something splits it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = frozenset({"argument", "arguments", "seq_dim", "regather", "read_outsi
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Nothing without several ranks of cp."""
+    """Checks nothing without several ranks of cp."""
     resolved = facts.resolved
     if resolved.sizes.cp > 1 == resolved.sizes.pp and not resolved.plan.has_context:
         yield Diagnostic(
@@ -65,7 +65,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _misfit(rule: Rule, *, is_parameter: bool) -> str | None:
-    """Why a rule cannot be one for cp."""
+    """Why a rule cannot be a rule for cp."""
     if is_parameter:
         return "a parameter is whole over cp"
     if not STYLES[rule.style].on_cp:
@@ -99,7 +99,7 @@ def _hollow(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
 
 
 def scattering(on_cp: ResolvedPlan) -> dict[str, str]:
-    """Modules whose heads are exchanged -> one below, whose rule for tp scatters sums: over cp it has the sums of a rank's own tokens."""
+    """Modules whose heads are exchanged -> one below whose tp rule scatters sums; over cp it has those of a rank's own tokens."""
     found: dict[str, str] = {}
     for name, a in on_cp.modules.items():
         output = boundary(a.rule).output

@@ -29,7 +29,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
-    """(code, reason, rule, module or parameter) of everything that does not exist or does not add up."""
+    """(code, reason, rule, module or parameter) of every number that is missing or does not add up."""
     resolved = facts.resolved
     for stored in facts.splits:
         parts = packed_parts(stored.rule, stored.size, resolved.tree.numbers) if stored.placement.packed else ()
@@ -50,7 +50,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
 
 
 def _words(code: Code, rule: Rule) -> tuple[str, str]:
-    """What is wrong, and the help."""
+    """The problem, and the help."""
     return {
         PARTS: (
             "`packed` does not fit",
@@ -66,7 +66,7 @@ def _words(code: Code, rule: Rule) -> tuple[str, str]:
 
 
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
-    # What is reported with the splits.
+    # These are reported with the splits.
     seen = {r.count for r in facts.requirements if r.kind not in DECLARED and not r.allows(tp)}
     for requirement in facts.requirements:
         if requirement.kind in DECLARED and not requirement.allows(tp) and requirement.count not in seen:

@@ -1,5 +1,5 @@
-"""The heads, groups and attributes that rules declare fit the model: each has a value, divides what it counts, and is what the
-module itself has."""
+"""The heads, groups and attributes that rules declare fit the model: each has a value, divides what it counts, and
+equals the module's own."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _of_shares(facts: Facts, assignment: Assignment) -> Iterator[str]:
 
 
 def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> str | None:
-    """Why the number of a norm is none of groups; what has no value is reported elsewhere."""
+    """Why the number of a norm does not count groups. A number without a value is reported elsewhere."""
     number = attribute(facts.resolved, assignment, one.name)
     count = number_or_none(one.groups, facts.resolved.tree.numbers) if one.groups is not None else None
     if count is None or not isinstance(number, int):

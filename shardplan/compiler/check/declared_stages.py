@@ -1,4 +1,4 @@
-"""Pipeline stages: the section says which blocks they divide, every part stands in one stage, and the sizes fit."""
+"""Pipeline stages: the section says which blocks they divide, every part is in one stage, and the sizes fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED = Code("SP437")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """The size of the axis pp is looked at where it is above 1."""
+    """The size of the axis pp is checked where it is above 1."""
     resolved = facts.resolved
     section, stages = resolved.pipeline_parallel, resolved.sizes.of(Axis.PP)
     if stages > 1:
@@ -74,7 +74,7 @@ def _blocks(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagn
             help="add `layers` with a pattern of the model's blocks",
         )
         return
-    if not blocks:  # a pattern that matches nothing is a finding of its own
+    if not blocks:  # a pattern without matches is a finding of its own
         return
     homes = tuple(dict.fromkeys(map(parent, blocks)))
     lists = [name for name in homes if tree.modules[name].class_name in (*WITHOUT_FORWARD, "Sequential")]
@@ -91,7 +91,7 @@ def _blocks(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagn
 
 
 def _shared(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagnostic]:
-    """Modules with parameters that stand in several blocks, or in one and outside."""
+    """Modules with parameters that are in several blocks, or in one and outside."""
     blocks = frozenset(resolved.pp_blocks)
     for group in resolved.tree.shared:
         homes = [next((one for one in (name, *ancestors(name)) if one in blocks), "") for name in group]
@@ -129,7 +129,7 @@ def _twice(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagno
 
 
 def _overlap(name: str, other: str) -> bool:
-    """Whether they are one, or one is inside the other."""
+    """Whether they are the same module, or one is inside the other."""
     return full_name(name, "").startswith(full_name(other, "")) or full_name(other, "").startswith(full_name(name, ""))
 
 

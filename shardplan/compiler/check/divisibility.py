@@ -1,5 +1,5 @@
-"""tp divides what is split: heads, features, packed parts, declared numbers, attributes. All layers at
-once."""
+"""tp divides what is split: heads, features, packed parts, declared numbers, attributes. One finding covers all
+layers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FEATURES = Code("SP303")
 NO_SIZE = Code("SP307")
 NOTHING = Code("SP309")
 
-MOST_COUNTS = 5  # that a message lists
+MOST_COUNTS = 5  # listed in a message
 CODE_OF: dict[Kind, Code] = {"heads": HEADS, "key_value_heads": HEADS, "features": FEATURES}
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each number that does not divide; what the rules declare is `compiler/check/declared.py`'s."""
+    """One finding for each number that does not divide; `compiler/check/declared.py` reports declared numbers."""
     tp = facts.tp
     if tp is None:
         yield _no_size(facts)
@@ -65,8 +65,7 @@ def _unshared(heads: int, length: int, tp: int) -> str:
 
 
 def _finding(code: Code, message: str, help: str, requirements: list[Requirement]) -> Diagnostic:
-    # The rule of an output side is the same with and without the overlay: both variants then give one
-    # finding.
+    # The rule of an output side is the same with and without the overlay, so both variants give one finding.
     first = next((r for r in requirements if r.from_output), requirements[0])
     return Diagnostic(
         code=code,
@@ -83,7 +82,7 @@ def _no_size(facts: Facts) -> Diagnostic:
     for requirement in facts.requirements:
         if not requirement.shares:
             groups[requirement.what, requirement.count].append(requirement)
-    # What alone stands in the way: without it, the other counts have a common divisor.
+    # The only obstacle: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
         counted = facts.resolved.tree.named(name for requirement in groups[alone[0]] for name in requirement.modules)

@@ -1,4 +1,4 @@
-"""Where heads are exchanged over cp, the ranks of both axes divide what the rules for tp below split."""
+"""Where heads are exchanged over cp, the ranks of both axes together divide what the rules for tp below split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = Code("SP369")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each rule `exchange_heads`; what tp alone does not divide is `compiler/check/divisibility.py`'s."""
+    """One finding for each rule `exchange_heads`, except what `compiler/check/divisibility.py` reports for tp alone."""
     on_cp, tp = facts.resolved.on_cp, facts.tp
     if on_cp is None or tp is None:
         return
@@ -48,13 +48,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def heads_shared_over_cp(resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, exact: bool) -> dict[int, int]:
-    """Numbers of key-value heads with each of which several ranks of cp compute, and how many of them a rank of tp has in a reduced
-    model: one where there is one, else as few as keep them apart.
+    """Number of key-value heads where several ranks of cp share each -> how many of them a rank of tp has in a reduced
+    model: one where it has one in the model, else as few as keep them apart.
 
     Args:
         resolved: variants of a plan, bound to the model.
         sizes: of the mesh, with a size of tp.
-        exact: as many as in the model: of one that is not made smaller, or on all ranks of the mesh.
+        exact: as many as in the model, for one that is not made smaller or for all ranks of the mesh.
     """
     tp = sizes.tp or 1
     shared = (one for plan in resolved for one in Facts(plan).shared_with_cp if one.shares)
@@ -64,7 +64,7 @@ def heads_shared_over_cp(resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, 
 
 
 def _mixer(facts: Facts, one: Requirement) -> Assignment:
-    """The module that exchanges the heads, around what a requirement is about."""
+    """The module around a requirement's modules that exchanges the heads."""
     assert facts.resolved.on_cp is not None
     modules = facts.resolved.on_cp.modules
     around = (one.modules[0], *ancestors(one.modules[0]))

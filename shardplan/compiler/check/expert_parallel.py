@@ -1,5 +1,5 @@
-"""Experts that are distributed whole: the sizes of the axis ep, the modules that the rules name, and what cannot be combined with
-it."""
+"""Experts that are distributed whole: the sizes of the axis ep, the modules that the rules name, and excluded
+combinations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMBINED = Code("SP395")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Of a variant with the section: its sizes; then the rules of all, of which those that need the axis ep stand there alone."""
+    """With the section: its sizes. Then the rules of all sections; those that need the axis ep must be in this one."""
     resolved = facts.resolved
     rules = {name: a for name, a in resolved.modules.items() if facts.style(a).experts is not None}
     misplaced = {
@@ -61,7 +61,7 @@ def _error(code: Code, message: str, place: Label | None, help: str, modules: tu
     return Diagnostic(code=code, severity=Severity.ERROR, message=message, primary=place, help=help, modules=modules)
 
 
-# (code, message about `{names}`, text beside the rule, help)
+# (code, message about `{names}`, text at the rule, help)
 Reason = tuple[Code, str, str, str]
 
 
@@ -78,7 +78,7 @@ def _of_rules(
 
 
 def _mesh(facts: Facts) -> MeshSizes:
-    """The sizes that are checked, where none of tp is given too."""
+    """The sizes to check, where none of tp is given as well."""
     return replace(facts.resolved.sizes, tp=facts.tp)
 
 
@@ -111,7 +111,7 @@ def _not_stacked(module: ModuleInfo) -> Reason | None:
 
 
 def _no_stack(module: ModuleInfo) -> str | None:
-    """Why a module is no stack of experts."""
+    """Why a module is not a stack of experts."""
     owned = [p for p in module.parameters if p.adapter is None]
     if not owned:
         return "it has no parameters of its own"
@@ -129,7 +129,7 @@ def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     count, ep, tp = parameters[0].shape[0], sizes.ep, sizes.of(Axis.TP)
     beside = "distributes them"
     if not style.exchanges and "expert_parallel" not in facts.resolved.overlays:
-        return None  # split as any other parameter over tp
+        return None  # split over tp like any other parameter
     if not style.exchanges and ep != tp:
         return (
             UNEVEN,

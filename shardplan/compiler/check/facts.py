@@ -1,5 +1,5 @@
-"""What several checks read: how each parameter is stored, what tp must divide, which modules have rules. Computed once
-per bound plan."""
+"""Facts that several checks read: how each parameter is stored, what tp must divide, which modules have rules. Computed
+once per bound plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Facts(StorageFacts):
 
     Args:
         resolved: the bound plan.
-        seq_len: the sequence length that will be trained with, in tokens, if it is known.
+        seq_len: the sequence length in training, in tokens, if it is known.
     """
 
     seq_len: int | None = None
@@ -36,24 +36,24 @@ class Facts(StorageFacts):
 
     @cached_property
     def allowed(self) -> tuple[int, ...]:
-        """The tp sizes that the model allows with this plan, beside the ranks of cp, ascending, 1 included."""
+        """The tp sizes that the model allows with this plan and the ranks of cp, ascending, 1 included."""
         sizes = allowed_sizes(self, self.requirements, Axis.TP)
         return tuple(size for size in sizes if size == 1 or self.exchanges(size, self.resolved.sizes.cp))
 
     @cached_property
     def shared_with_cp(self) -> tuple[Requirement, ...]:
-        """Every count that the ranks of tp and cp together must divide: of what is split below modules whose heads are exchanged over cp."""
+        """Every count that the ranks of tp and cp together must divide: of what is split below modules whose heads cp exchanges."""
         on_cp = self.resolved.on_cp
         return () if on_cp is None else tuple(requirements(StorageFacts(on_cp)))
 
     def exchanges(self, tp: int, cp: int) -> bool:
-        """Whether all of them allow such sizes."""
+        """Whether all of these counts allow such sizes."""
         return all(one.allows(tp * cp) for one in self.shared_with_cp)
 
     @cached_property
     def tp(self) -> int | None:
-        """The tp size to check: the one that was asked for, else the smallest allowed one above 1, if there
-        is any; 1 for a plan that splits nothing."""
+        """The tp size to check: the requested one, else the smallest allowed one above 1, if any; 1 for a plan that
+        splits nothing."""
         if self.resolved.sizes.tp is not None or not self.splits:
             return self.resolved.sizes.tp or 1
         return next((size for size in self.allowed if size > 1), None)
@@ -69,7 +69,7 @@ class Facts(StorageFacts):
         return unit_of(self.resolved.tree, frozenset(self.resolved.fsdp_units))
 
     def claimed(self, module: str) -> bool:
-        """Whether a rule names the module, one of its parameters, or, as a whole copy, a module around it."""
+        """Whether a rule names the module, one of its parameters or, to keep it whole, a module around it."""
         return module in self._claimed or module in self.whole
 
     @cached_property

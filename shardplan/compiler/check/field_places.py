@@ -1,4 +1,4 @@
-"""Where a field of a section stands in the plan."""
+"""The place of a section's field in the plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from shardplan.core.sections import Section
 
 
 def field_label(section: Section | None, field: str) -> Label | None:
-    """The value of the field, in the document that sets it; else the section, if it stands in a document at
-    all."""
+    """The field's value, in the document that sets it; else the section, if a document has it."""
     if section is None:
         return None
     if field in section.given:

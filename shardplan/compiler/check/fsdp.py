@@ -1,12 +1,11 @@
 """What FSDP2 refuses, reported before it is called.
 
-Read in torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py: dim 0
-is padded, also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is
-refused. Parameters without dimensions, which FSDP2 refuses (`_verify_managed_param`), are not given to it
-(`runtime.parallel.whole_scalars`). What is refused: trainable parameters of several
-dtypes in one unit (`_fsdp_param_group.py`, `_init_mp_dtypes`) where they cannot be units of their own, a number of ranks to
-reshard to that does not divide (`_get_post_forward_mesh_info`), or any such number for parameters that tp has split
-(`_fsdp_param.py`, `to_sharded_post_forward`).
+From torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py. Dim 0 is padded,
+also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is refused. Parameters without
+dimensions, which FSDP2 refuses (`_verify_managed_param`), are not given to it (`runtime.parallel.whole_scalars`).
+Refused are: trainable parameters of several dtypes in one unit (`_fsdp_param_group.py`, `_init_mp_dtypes`), where they
+cannot be units of their own; a number of ranks to reshard to that does not divide (`_get_post_forward_mesh_info`); and
+any such number for parameters that tp has split (`_fsdp_param.py`, `to_sharded_post_forward`).
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ UNCAST = Code("SP335")
 
 
 def fully_shards(resolved: ResolvedPlan) -> bool:
-    """Whether torch's `fully_shard` shards the units of the plan's backend; without a section, of the default one."""
+    """Whether torch's `fully_shard` shards the units of the plan's backend; without a section, the default one's."""
     section = resolved.data_parallel or DataParallel()
     return BACKENDS[section.backend].fully_shard
 
 
 def severity(resolved: ResolvedPlan) -> Severity:
-    """An error where FSDP2 takes part, also over one rank (torch refuses the same there); a warning where the sizes leave it
-    out but the plan would not work with it."""
+    """An error where FSDP2 is used, also over one rank (torch refuses the same there). A warning where the sizes leave
+    it out but the plan would not work with it."""
     sizes = resolved.sizes
     wraps = sizes.shards > 0 and resolved.data_parallel is not None
     return Severity.ERROR if wraps or sizes.data_parallel_ranks > 1 else Severity.WARNING

@@ -1,4 +1,4 @@
-"""Parameters that stay whole beside split ones. That may be intended, so these are warnings."""
+"""Parameters that stay whole next to split ones. This may be intended, so these are warnings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MATMUL = ("linear", "conv1d")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for all that stands beside what the same rules split."""
+    """One finding for all whole parameters next to ones that the same rules split."""
     tree = facts.resolved.tree
-    own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
-    split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
+    own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its split parameters, and their rules
+    split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its split matrices, and their rules
     for stored in facts.splits:
         if stays_split(stored.placement, stored.rule):
             for name in stored.names:
@@ -47,7 +47,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _is_forgotten(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
-    """Whether a module beside split matrices is one that no rule names."""
+    """Whether a module next to split matrices is one that no rule names."""
     return module.kind in MATMUL and not facts.claimed(module.name) and not _feeds(facts, module, siblings)
 
 
@@ -56,10 +56,9 @@ def _ids(rules: Mapping[str, Rule]) -> tuple[int, ...]:
 
 
 def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
-    """Whether the matrix comes before a split one that reads it whole: the first half of a low-rank projection.
+    """Whether the matrix comes before a split one that reads its whole output: the first half of a low-rank projection.
 
-    Its output is as wide as a sibling's input and it reads something else than that sibling does; nor does it
-    read what a sibling splits.
+    Its output is as wide as a sibling's input; it does not read what that sibling reads, nor what a sibling splits.
     """
     modules = facts.resolved.tree.modules
     weights = {name: facts.stored.get(weight) for name in siblings if (weight := _weight(modules[name]))}

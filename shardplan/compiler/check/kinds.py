@@ -41,7 +41,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _reason(facts: Facts, assignment: Assignment) -> tuple[Code, str]:
-    """The code and what the named thing is."""
+    """The code, and the kind of what is named."""
     if assignment.is_parameter:
         return (DIMENSION if facts.style(assignment).on_parameters else PARAMETER), ""
     module = facts.resolved.tree.modules[assignment.name]
@@ -70,13 +70,13 @@ def _kind(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagno
 
 
 def _computed_weight(facts: Facts, rule: Rule, names: tuple[str, ...]) -> str:
-    """What to do with modules of a kind that fits, whose weight forward computes from other parameters."""
+    """The remedy for modules of a fitting kind whose forward computes the weight from other parameters."""
     modules = facts.resolved.tree.modules
     remove = "remove_weight_norm(module)"
     if full_name(names[0], "parametrizations") in modules:
         remove = "parametrize.remove_parametrizations(module, 'weight')"
     elif any(one.short == "weight_orig" for one in modules[names[0]].parameters):
-        # Both keep the original, and a buffer beside it: the mask of what is pruned, the vector of the spectral norm.
+        # Both keep the original and a buffer: the mask of pruned weights, or the vector of the spectral norm.
         masked = "weight_mask" in modules[names[0]].buffers
         remove = "prune.remove(module, 'weight')" if masked else "remove_spectral_norm(module)"
     return (

@@ -1,4 +1,4 @@
-"""Weights that are stored in another form than their module computes with: quantised ones, several values in one element."""
+"""Weights stored in another form than their module computes with: quantised ones, several values in one element."""
 
 from __future__ import annotations
 

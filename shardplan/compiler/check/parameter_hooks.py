@@ -1,4 +1,4 @@
-"""Hooks on parameters that applying the plan replaces, or of which several pipeline stages have copies."""
+"""Hooks on parameters that applying the plan replaces, or that several pipeline stages have copies of."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def replaces(resolved: ResolvedPlan) -> bool:
-    """Whether applying the plan puts other parameters in the place of the model's."""
+    """Whether applying the plan replaces the model's parameters."""
     sizes, section = resolved.sizes, resolved.data_parallel
     if sizes.tp != 1:  # None: it may be any size
         return True
@@ -33,7 +33,7 @@ def replaces(resolved: ResolvedPlan) -> bool:
 
 
 def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
-    """The finding about parameters with hooks, where there are any."""
+    """The finding about parameters with hooks, if any."""
     names = tuple(name for name, (_, parameter) in resolved.tree.parameters.items() if parameter.hooked)
     if names:
         yield Diagnostic(

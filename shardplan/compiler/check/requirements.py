@@ -1,8 +1,7 @@
 """What tp must divide: heads, features, packed parts, declared numbers and attributes, collected once.
 
-A dimension that is split into whole heads needs its number of heads divided, any other its number of
-features. The rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv
-1909.08053, section 3).
+A dimension that is split into whole heads needs tp to divide its number of heads, any other its number of features. The
+rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
 
 LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
-WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
+WITHOUT_LIMIT = tuple(2**i for i in range(7))  # listed where nothing limits tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,13 @@ class Requirement:
 
     Args:
         count: the number itself.
-        what: words for it: a config number ("num_key_value_heads") or a phrase.
-        kind: where it comes from.
+        what: its description: a config number ("num_key_value_heads") or a phrase.
+        kind: its source.
         modules: what the rule names: modules, or single parameters.
-        rule: the rule that splits or declares.
+        rule: the rule that splits or declares it.
         from_output: whether the output side of a matrix is split.
-        axis: the axis that it is split over.
-        shares: the length that these heads have together, where several ranks may compute with one head; 0: none may.
+        axis: the axis over which it is split.
+        shares: the total length of these heads, where several ranks may compute with one head; 0: none may.
     """
 
     count: int
@@ -56,12 +55,12 @@ class Requirement:
     shares: int = 0
 
     def allows(self, ranks: int) -> bool:
-        """Whether so many ranks divide it, or share its heads."""
+        """Whether so many ranks divide the count, or share its heads."""
         return self.count % ranks == 0 or can_share(self.count, self.shares or 1, ranks)
 
 
 def requirements(facts: StorageFacts) -> Iterator[Requirement]:
-    """All requirements, in the tree's order: those of the splits, then the declared ones."""
+    """All requirements, in the tree's order: first those of the splits, then the declared ones."""
     numbers = facts.resolved.tree.numbers
     heads_of = [
         (stored, piece, heads, word)
@@ -84,7 +83,7 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
                 piece, _features(facts, stored, piece), "features", stored.assigned, stored.rule, from_output
             )
             continue
-        # Ranks that share a group of a norm add up its mean, whatever is around it.
+        # Ranks that share a group of a norm add up its mean, whatever surrounds it.
         fewer = heads < most_heads[stored.around.name] or stored.rule.groups is not None
         what = (
             word
@@ -100,10 +99,10 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
 
 
 def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Iterator[Requirement]:
-    """What rules declare.
+    """The requirements that rules declare.
 
     Args:
-        shared: (module, its number of heads that several ranks may compute with) -> the length of these.
+        shared: (module, its number of heads that several ranks may compute with) -> their total length.
     """
     resolved = facts.resolved
     groups: dict[tuple[int, str, int, Kind], tuple[Rule, list[str]]] = {}
@@ -116,7 +115,7 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
         for path in rule.divided:
             count = attribute(resolved, assignment, path)
             if group_number(resolved, assignment, path):
-                continue  # divided as the groups are
+                continue  # divided as its groups are
             if isinstance(count, int):
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
     for (_, path, count, kind), (rule, names) in groups.items():
@@ -126,8 +125,8 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
 
 
 def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[tuple[int, int | None, str], ...]:
-    """The lengths that are split each on its own, the packed parts or the dim; how many heads each has, or groups of a mean; and
-    what the rule calls their number."""
+    """The lengths that are each split on their own (the packed parts, or the dim); the number of heads, or of groups of
+    a mean, in each; and the rule's name for that number."""
     parts = (
         packed_parts(stored.rule, stored.size, facts.resolved.tree.numbers)
         if stored.placement.packed
@@ -154,8 +153,8 @@ def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
 
 
 def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement], axis: Axis) -> tuple[int, ...]:
-    """The sizes of an axis that every requirement on it allows and that leave no rank without a row of a vocabulary; (1,)
-    where the plan splits nothing."""
+    """The sizes of an axis that every requirement on it allows, and that leave no rank without a row of a vocabulary;
+    (1,) where the plan splits nothing."""
     if not facts.splits:
         return (1,)
     required = [requirement for requirement in required if requirement.axis is axis]

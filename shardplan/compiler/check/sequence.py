@@ -17,7 +17,7 @@ NO_ENTRANCE = Code("SP362")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Nothing without sequence parallelism, and nothing on a single rank."""
+    """Checks nothing without sequence parallelism, or on a single rank."""
     resolved = facts.resolved
     if not resolved.sequence_parallel or resolved.sizes.tp == 1:
         return

@@ -16,12 +16,12 @@ from shardplan.styles.stored_parameters import parameter_style, split_dim
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """Parameters with one placement on the tp axis: of one rule and one shape, in repeated layers.
+    """Parameters with one placement on the tp axis: those of one rule and one shape, in repeated layers.
 
     Args:
         names: their full names.
-        assigned: what the rule names: the parameters themselves, or their modules.
-        module, around: the owner of the first, and the module that holds that owner.
+        assigned: what the rule names: the parameters themselves or their modules.
+        module, around: the owner of the first one, and the module that holds that owner.
         parameter: the first one's short name, shape and dtype.
         assignment: the first one's.
         style: the rule's style.
@@ -51,7 +51,7 @@ class StoredParameter:
 
 
 def is_packed(module: ModuleInfo) -> bool:
-    """Whether the weight of a linear module has not one element for each pair of features: quantised ones are stored so."""
+    """Whether the weight of a linear module lacks one element for each pair of features, as quantised ones do."""
     weight, into, out = (
         module.parameter("weight"),
         module.numbers.get("in_features"),
@@ -76,12 +76,12 @@ class StorageFacts:
 
     @cached_property
     def misfits(self) -> Mapping[str, Assignment]:
-        """The assignments whose style does not fit what they name; `compiler/check/kinds.py` reports them."""
+        """The assignments whose style does not fit what they name; reported by `compiler/check/kinds.py`."""
         return {name: a for name, a in self.resolved.assignments.items() if not self._fits(a)}
 
     @cached_property
     def packed(self) -> Mapping[str, Assignment]:
-        """Those of them whose weight is stored in packed form; `compiler/check/packed_weights.py` reports them."""
+        """The misfits with a weight in packed form; reported by `compiler/check/packed_weights.py`."""
         modules = self.resolved.tree.modules
         return {name: a for name, a in self.misfits.items() if not a.is_parameter and is_packed(modules[name])}
 
@@ -100,8 +100,8 @@ class StorageFacts:
 
     @cached_property
     def groups(self) -> tuple[StoredParameter, ...]:
-        """Every parameter that a fitting rule claims, itself or through its module, grouped by placement; in the
-        tree's order of the first of each group."""
+        """Every parameter that a fitting rule claims, itself or through its module, grouped by placement; groups are in
+        the tree's order of their first parameter."""
         members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
         for name, module, parameter, assignment in self._claims():
             around = self._around(module)
@@ -123,7 +123,7 @@ class StorageFacts:
             if above is None and module.name not in owners:
                 continue
             for parameter in module.parameters:
-                if parameter.adapter is not None:  # stored as its layer is: compiler/check/adapter_splits.py
+                if parameter.adapter is not None:  # stored like its layer: compiler/check/adapter_splits.py
                     continue
                 name = full_name(module.name, parameter.name)
                 assignment = own.get(name, above)
@@ -162,7 +162,7 @@ class StorageFacts:
 
     @cached_property
     def vocabularies(self) -> frozenset[int]:
-        """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
+        """The numbers of rows of the vocabularies that a plan may split: those looked up by id, or the config's."""
         looked_up = {stored.size for stored in self.splits if stored.style.splits_rows}
         configured = self.resolved.tree.numbers.get("vocab_size")
         return frozenset(looked_up | ({configured} if is_count(configured) else set()))

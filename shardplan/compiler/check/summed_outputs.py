@@ -1,4 +1,4 @@
-"""The modules of `sum_outputs` compute partial sums, which are all reduced to the same layout."""
+"""The modules of `sum_outputs` compute partial sums, and all are reduced to the same layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _reduced_to(facts: Facts, name: str) -> Layout | None:
-    """The layout to which a module's partial sum is reduced at the module; None where it computes none."""
+    """The layout to which a module reduces its partial sum; None if it computes none."""
     assignment = facts.resolved.modules.get(name)
     if assignment is None or facts.style(assignment).lookup is not None:
         return None

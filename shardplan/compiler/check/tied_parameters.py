@@ -26,7 +26,7 @@ BY_ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The placement of a parameter under one of its names, as far as the other names must agree."""
+    """The placement of a parameter under one of its names: the part in which the other names must agree."""
 
     dim: int | None
     parts: tuple[int, ...]
@@ -39,7 +39,7 @@ class Place:
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each group of tied names and reason."""
+    """One finding for each pair of a group of tied names and a reason."""
     for group in facts.resolved.tree.tied:
         places = {name: _place(facts, name) for name in group}
         if len(set(places.values())) > 1:
@@ -81,7 +81,7 @@ def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
 
 
 def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> str:
-    """The line that splits the partner as the embedding is split; where there is no such line, both whole."""
+    """The line that splits the partner like the embedding; where there is no such line, both whole."""
     tree = facts.resolved.tree
     owners = {name: tree.parameters[name][0] for name in places if name in tree.parameters}
     lines = [

@@ -1,4 +1,4 @@
-"""Kernels that compute a module and those below it together in training, which skips the moves of these."""
+"""Kernels that in training compute a module and those below it together; they skip the moves of those below."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNEL = Code("SP315")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each rule of such modules, or of those below them."""
+    """One finding for each rule of such modules, or of modules below them."""
     groups: dict[int, tuple[Rule, str, tuple[str, ...], list[str]]] = {}
     for name, module in facts.resolved.tree.modules.items():
         own = facts.resolved.modules.get(name)
@@ -39,7 +39,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _rule(facts: Facts, name: str) -> Rule | None:
-    """The rule that splits a module or a parameter of it, or moves what crosses its boundary."""
+    """The rule that splits a module or its parameter, or moves what crosses its boundary."""
     module = facts.resolved.tree.modules.get(name)
     if module is None:
         return None
@@ -53,7 +53,7 @@ def _acts(facts: Facts, assignment: Assignment) -> bool:
     if facts.style(assignment).shards_parameters:
         return True
     one = facts.boundaries.get(assignment.name)
-    if one is None:  # of a parameter
+    if one is None:  # a parameter's rule
         return False
     moves = any(source != move.destination for move in one.inputs for source in move.sources)
     return moves or (one.output is not None and one.output.moves)

@@ -48,7 +48,7 @@ def _finding(rows: int, tp: int, group: list[StoredParameter]) -> Diagnostic:
 
 
 def _fill(rows: int, tp: int, size: int) -> str:
-    """What the ranks get where the last one alone gets fewer rows."""
+    """The rows of the ranks where only the last one gets fewer."""
     last = rows - (tp - 1) * size
     if tp <= MOST_LISTED:
         return f"the ranks get {join([*[str(size)] * (tp - 1), str(last)], 'and')} rows"

@@ -1,4 +1,4 @@
-"""The moves over the axis cp, beside those over tp."""
+"""The moves over the axis cp, in addition to those over tp."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .heads_over_cp import with_heads
 
 
 def with_context(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """The programs of a variant with the moves over cp. Where a module that needs the whole sequence is entered or left along the
-    sequence over tp below itself, the moves over cp stand there too: both axes move one value (`core.nesting`)."""
+    """The programs of a variant with the moves over cp. If a module needs the whole sequence, and modules below it have
+    its moves along the sequence over tp, they get the moves over cp too: both axes move one value (`core.nesting`)."""
     assert plan.on_cp is not None, plan.overlays
     found, inside = with_heads(plan, programs)
     for name, bound in bound_modules(plan.on_cp).items():
@@ -66,7 +66,7 @@ def _moves(plan: ResolvedPlan, bound: BoundModule) -> ContextProgram | None:
 
 
 def _leaving(name: str, moves: ContextProgram, programs: Mapping[str, ModuleProgram]) -> Iterator[str]:
-    """The modules below at which a mixer's output becomes slices over tp, where it does not itself."""
+    """The modules below that turn a mixer's output into slices over tp, if the mixer does not."""
     if not moves.enter or moves.leave is None or _splits(programs.get(name), moves.leave.dst):
         return
     prefix = full_name(name, "")
@@ -82,7 +82,7 @@ def _splits(program: ModuleProgram | None, layout: Layout) -> bool:
 def _entering(
     name: str, moves: ContextProgram, programs: Mapping[str, ModuleProgram]
 ) -> Iterator[tuple[str, str | None]]:
-    """The modules below, and their arguments, at which what a mixer reads is gathered over tp, where it is not by itself."""
+    """The modules below, and their arguments, that gather the mixer's input over tp, if the mixer does not."""
     if len(moves.enter) != 1 or moves.enter[0].src.kind != "V":
         return
     dim, own = moves.enter[0].src.dim, programs.get(name)

@@ -26,7 +26,7 @@ NUMBERS: dict[Draws, str] = {
     "unseen": "none, or an error",
     "inside": "those of the compiled module around it",
 }
-# How the gradient of what is read arrives, by its layout.
+# How the gradient of a read value arrives, by its layout.
 GRADIENTS: dict[LayoutKind, str] = {"V": "shard", "I": "complete", "R": "partial", "P": "divided"}
 
 
@@ -56,7 +56,7 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
 
 
 def module_lines(module: ModuleProgram) -> Iterator[str]:
-    """What happens at one module, its name and style first."""
+    """The facts about one module, its name and style first."""
     yield f"{module.name or '<model>'}: {module.style or '-'}{f' ({module.link})' if module.link else ''}"
     for parameter in module.parameters:
         yield f"  {parameter.name}: {placement(parameter)}, gradient {GRADIENTS[parameter.computed.kind]}"
@@ -97,7 +97,7 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
 
 
 def context_lines(moves: ContextProgram) -> Iterator[str]:
-    """What happens at one module on the axis cp."""
+    """The facts about one module on the axis cp."""
     yield f"  cp: {moves.style}" + (", reads the tokens of a hollow argument" if moves.takes else "")
     if moves.hollow is not None:
         yield f"  cp, in {moves.hollow or '(first)'}: hollow"
@@ -153,12 +153,12 @@ def _argument(move: InputMove) -> str:
 
 
 def slicing(part: ArgumentSlice) -> str:
-    """What a rank reads of an argument, in words."""
+    """A rank's share of an argument, in words."""
     return f"R -> V({part.dim})" + (f" of each {part.heads}" if part.heads is not None else "")
 
 
 def share(buffer: ParameterProgram) -> str:
-    """What a rank reads of a buffer, in words."""
+    """A rank's share of a buffer, in words."""
     parts = f" of parts {'+'.join(map(str, buffer.parts))}" if buffer.parts else ""
     return f"whole, read as {buffer.computed}{parts}"
 

@@ -14,10 +14,10 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def expected_collectives(modules: Mapping[str, ModuleProgram], axis: Axis = Axis.TP) -> dict[str, Counter[str]]:
-    """How many collectives a step runs on an axis, forward and backward, if every module runs once.
+    """The number of collectives that a step runs on an axis, forward and backward, if every module runs once.
 
-    A partial embedding's reduction is counted where it happens: at the block input. Activation checkpointing runs a block's
-    forward collectives again; FSDP's are on another axis.
+    A partial embedding's reduction is counted where it happens: at the block input. Activation checkpointing runs a
+    block's forward collectives again; FSDP's are on another axis.
     """
     counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for program in modules.values():
@@ -32,7 +32,7 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
         if parameter.gathered and not parameter.shared:
             yield _of_move(parameter.stored, parameter.computed)
     for one in program.shared:
-        yield one.axis, "all_gather", "all_gather"  # what is gathered is not kept for backward
+        yield one.axis, "all_gather", "all_gather"  # gathered values are not kept for backward
         if one.trained:
             yield one.axis, "identity", "reduce_scatter"
     if program.group is not None:
@@ -52,10 +52,10 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
     if program.means is not None:
         yield _of_move(P, R)
     if program.experts is not None and program.experts.sliced:
-        yield Axis.TP, "all_gather", "all_gather"  # of the results, and of the tokens' gradient
-        yield Axis.TP, "identity", "all_gather"  # of that of the weights
+        yield Axis.TP, "all_gather", "all_gather"  # for the results, and for the tokens' gradient
+        yield Axis.TP, "identity", "all_gather"  # for the gradient of the weights
         if program.also_reads:
-            yield Axis.TP, "identity", "all_reduce"  # of those of the parameters that all experts share
+            yield Axis.TP, "identity", "all_reduce"  # for those of the parameters that all experts share
     if program.outside is not None and program.outside.source.kind == "V" and not program.outside.by_hooks:
         yield from ((Axis.TP, "all_gather", "identity") for _ in program.outside.positions)
     if program.tail:

@@ -1,4 +1,4 @@
-"""Means over features of which every rank has some."""
+"""Means over features that are spread over the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardplan.styles.bound import BoundModule
 
 
 def feature_means(plan: ResolvedPlan, one: BoundModule) -> FeatureMeans:
-    """How many features the ranks of a mean have together: each as often as ranks have it."""
+    """The number of features that the ranks of a mean have together; each counts once per rank that has it."""
     copies = max((n for p in one.parameters if p.shared for n in gathered_from(plan, p)), default=1)
     assert one.width is not None, one.name  # its style splits a weight
     features = one.width * copies * one.mean_ranks // (plan.sizes.tp or 1)
@@ -16,5 +16,5 @@ def feature_means(plan: ResolvedPlan, one: BoundModule) -> FeatureMeans:
 
 
 def gathered_from(plan: ResolvedPlan, parameter: ParameterProgram) -> set[int]:
-    """From how many ranks pieces of a parameter are gathered."""
+    """The number of ranks from which pieces of a parameter are gathered."""
     return {copies for _, copies in parameter.pieces(plan.sizes.tp or 1, 0)} - {1}

@@ -1,8 +1,8 @@
-"""What the rules for tp below a module mean where its heads are exchanged over cp.
+"""The meaning of the rules for tp below a module whose heads are exchanged over cp.
 
-Projections compute with whole weights on a rank's own tokens; moves beside them change between slices of the sequence and of the
-features. What the module's code reads itself, it reads by share. Numbers, features and channels are those of a rank of an axis of
-tp * cp ranks: tp divides them first.
+Projections compute with whole weights on a rank's own tokens; moves at them change between slices of the sequence and
+slices of the features. Values that the module's code reads itself, it reads by share. Numbers, features and channels
+are those of a rank of an axis of tp * cp ranks: tp divides them first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEATURES, WHOLE = V(-1).on(Axis.CP), R.on(Axis.CP)
 def with_heads(
     plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]
 ) -> tuple[dict[str, ModuleProgram], frozenset[str]]:
-    """The programs with those of the modules whose heads are exchanged, and the names of these and of all below them."""
+    """The programs, with those of modules whose heads are exchanged, and the names of these and of all below."""
     rules = plan.on_cp
     assert rules is not None
     rules = replace(rules, sizes=MeshSizes(tp=(plan.sizes.tp or 1) * (rules.sizes.tp or 1)))
@@ -58,10 +58,10 @@ class _Exchange:
     """The meaning of the rules at and below one module.
 
     Args:
-        plan: with its rules for cp.
-        rules: those, over all ranks of both axes.
-        programs: of the rules for tp.
-        mixer: whose heads are exchanged.
+        plan: the plan with its rules for cp.
+        rules: the same over all ranks of both axes.
+        programs: those of the rules for tp.
+        mixer: the module whose heads are exchanged.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class _Exchange:
         self.tokens = V(mixer.assignment.rule.seq_dim).on(Axis.CP)
 
     def program(self, one: BoundModule) -> ModuleProgram | None:
-        """Of a module below, or of the mixer itself, with its numbers."""
+        """The program of a module below, or of the mixer itself, with its numbers."""
         base = self.programs.get(one.name) or ModuleProgram(one.name)
         fused = base.fused and (one.assignment is None or one.assignment.rule.fused)
-        if self._projects(one):  # its own numbers are those of its weight
+        if self._projects(one):  # its own numbers are its weight's
             program = replace(base, fused=fused, on_cp=self._projection(one))
         else:
             program = replace(base, divide=one.divide, settings=one.settings, fused=fused)
@@ -86,8 +86,8 @@ class _Exchange:
         return None if program == ModuleProgram(one.name) else program
 
     def _projects(self, one: BoundModule) -> bool:
-        """Whether it is a projection below: one whose weight the code around it does not read itself. What adapters wrap a layer with is
-        inside of it."""
+        """Whether it is a projection below: the code around it does not read its weight itself. The inner parts of a
+        layer wrapped by adapters do not count."""
         around = ancestors(one.name)
         if one.module.kind not in MATMUL or self.mixer.name not in around:
             return False
@@ -97,14 +97,14 @@ class _Exchange:
         return not any(own.intersection(self.reads.get(name, ())) for name in around)
 
     def _with_means(self, program: ModuleProgram, one: BoundModule) -> ModuleProgram:
-        """Of a norm whose features are split over neighbouring ranks of both axes, cp the inner one."""
+        """The program of a norm whose features are split over neighbouring ranks of both axes, cp the inner one."""
         means = feature_means(self.rules, one)
         over_cp, over_tp = min(means.ranks, self.cp), means.ranks // self.cp
         on_cp = ContextProgram(self.style, means=replace(means, ranks=over_cp))
         return replace(program, on_cp=on_cp, means=replace(means, ranks=over_tp) if over_tp > 1 else None)
 
     def of_mixer(self, program: ModuleProgram, below: list[BoundModule]) -> ModuleProgram:
-        """Of the mixer, which reads its share of what has no projection's input or output."""
+        """The program of the mixer, which reads its share of values that are no projection's input or output."""
         shares = (share for one in below for share in self._read_by_mixer(one))
         slices = tuple(replace(one, heads=one.heads and one.heads // self.tp) for one in self.mixer.slices)
         first, *others = self.mixer.boundary.inputs

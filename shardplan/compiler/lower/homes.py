@@ -1,4 +1,4 @@
-"""Where a module's parameters are together with others."""
+"""The module where a module's parameters are gathered with others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from shardplan.core.tree import ancestors, block
 
 
 def home_of(name: str, units: frozenset[str]) -> str:
-    """The module whose parameters are there together while it runs: the block that a module is in, or an FSDP unit inside
-    it; outside of blocks the module itself.
+    """The module whose parameters are all present while it runs: the block that a module is in, or an FSDP unit inside
+    it; outside of blocks, the module itself.
 
     Args:
         units: the FSDP units.

@@ -1,7 +1,7 @@
-"""What arrives at a module that takes either R or I: what the layout check saw, else from the structure of the plan.
+"""The layout that arrives at a module that takes R or I: as the layout check saw it, else from the plan's structure.
 
-Megatron's scheme has one block input per block: inside it values are R, outside I. The one value that leaves a block region
-whole and is read by further matrix multiplications is the final norm's; whether it is R or I depends on its readers.
+Megatron's scheme has one block input per block: values are R inside and I outside. Only the final norm's output leaves
+a block region whole and is read by further matrix multiplications; whether it is R or I depends on its readers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class IncomingLayouts:
 
     Args:
         modules: of the bound plan.
-        seen: what the layout check saw: `ResolvedPlan.arrivals`.
+        seen: the result of the layout check: `ResolvedPlan.arrivals`.
     """
 
     def __init__(self, modules: Mapping[str, BoundModule], seen: Mapping[str, Layout]):
@@ -27,21 +27,21 @@ class IncomingLayouts:
         self.outputs = {n: output for n, one in modules.items() if (output := one.boundary.output) is not None}
 
     def source(self, name: str, move: InputBoundary) -> Layout:
-        """The layout of an argument: where several are accepted, the one that comes, or the sum of an embedding that waits for it."""
+        """The layout of an argument. If several are accepted: the one that arrives, or the sum of an embedding that waits for it."""
         if R in move.sources and I in move.sources:
             return self._incoming(name)
         return P if {I, P} <= {*move.sources} and self._waits_for(name) else move.sources[0]
 
     def _waits_for(self, name: str) -> bool:
-        """Whether the sum of an embedding may wait for this block input: not where it waits for another, and this one saw none."""
+        """Whether the sum of an embedding may wait for this block input: not if it waits for another one and this one saw none."""
         if not any(output.until_block_input for output in self.outputs.values()):
             return False
         entrances = (other for other, one in self.modules.items() if one.link == "block_input")
         return self.seen.get(name) != I or not any(self.seen.get(other) == P for other in entrances)
 
     def output_layout(self, name: str) -> Layout:
-        """The output of a module that says so: where its readers decide, what the layout check found, else R where a head
-        follows that takes R, else I."""
+        """The declared output of a module. If its readers decide: what the layout check found, else R if an output head
+        that takes R follows, else I."""
         output = self.outputs[name]
         if not output.unresolved_gradient:
             return output.destination
@@ -58,7 +58,7 @@ class IncomingLayouts:
         return next((layout for layout in found if layout in (R, I)), None)
 
     def _free_readers(self) -> bool:
-        """Whether modules outside every block input take R: output heads, and the colwise rules of a plan without block inputs."""
+        """Whether modules outside every block input take R: output heads, and colwise rules of a plan without block inputs."""
         return any(
             move.destination == R and I in move.sources
             for name, one in self.modules.items()

@@ -37,7 +37,7 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
 
     Args:
         plan: the resolved plan, free of errors.
-        others: other variants of the same plan, as which the model can then run too.
+        others: other variants of the same plan that the model can then run as, too.
     """
     stored = {full_name(name, p.name): p.stored for name, one in bound_modules(plan).items() for p in one.parameters}
     whole = plan.sizes.tp == 1 and bool(plan.overlays & BESIDE_TP)
@@ -51,8 +51,8 @@ def lower_modules(
     """The module programs of one variant, by name, in the tree's order.
 
     Args:
-        stored: how the model that runs as this variant stores each parameter, where that is another variant's.
-        whole: without a tp axis, but with ep or cp: of the rules for tp they are the exchanges of tokens alone.
+        stored: how the model that runs as this variant stores each parameter, if as another variant does.
+        whole: without a tp axis but with ep or cp: of the rules for tp, lower only the exchanges of tokens.
     """
     programs = _on_tp(plan, stored, whole=whole)
     return programs if plan.on_cp is None else with_context(plan, programs)
@@ -74,8 +74,8 @@ def _on_tp(plan: ResolvedPlan, stored: Mapping[str, Layout] | None, *, whole: bo
 
 
 def _read_from(one: BoundModule, stored: Mapping[str, Layout]) -> BoundModule:
-    """A module of this variant in a model that stores parameters as another one does: whole ones are cut where they are read,
-    and split ones gathered. What no move reads stays as it is (`Program.unreadable`)."""
+    """A module of this variant in a model that stores parameters as another variant does: whole ones are cut where they
+    are read, and split ones gathered. A parameter that no move reads stays as it is (`Program.unreadable`)."""
     found = tuple(_read_parameter(p, stored.get(full_name(one.name, p.name), p.stored)) for p in one.parameters)
     return one if found == one.parameters else replace(one, parameters=found)
 
@@ -98,7 +98,7 @@ def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
 
 
 def shared_parameters(plan: ResolvedPlan) -> Mapping[str, frozenset[int]]:
-    """Full name of each parameter of which several ranks compute with the same rows -> from how many ranks these are gathered."""
+    """Full name of each parameter whose rows several ranks compute with -> the number of ranks from which they are gathered."""
     return {
         full_name(name, p.name): frozenset(gathered_from(plan, p))
         for name, module in plan.tree.modules.items()
@@ -147,9 +147,9 @@ def _alone(one: BoundModule) -> ModuleProgram:
 def _also_reads(
     plan: ResolvedPlan, modules: Mapping[str, BoundModule], module: ModuleInfo
 ) -> tuple[tuple[str, ParameterProgram], ...]:
-    """What the layout check saw it read; all that is below it of experts that are distributed, because ranks run them differently
-    often, and of a module that did not run there (a vision tower without images), and that owns parameters and has no rule
-    below it."""
+    """The parameters that the layout check saw the module read. For distributed experts all parameters below, because
+    ranks run the experts a different number of times. All below also for a module that did not run there (a vision
+    tower without images), owns parameters and has no rule below."""
     tree, prefix = plan.tree, full_name(module.name, "")
     below = tuple(name for name in tree.parameters if name.startswith(prefix))
     if modules[module.name].experts is not None:
@@ -209,8 +209,8 @@ def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """Give each block the list of its parameters with partial gradients, and those with shared rows; a FSDP unit inside a block
-    groups its own."""
+    """Give each block the list of its parameters with partial gradients, and the list of those with shared rows. An
+    FSDP unit inside a block groups its own."""
     units = frozenset(plan.fsdp_units)
     groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
     shared: dict[str, dict[int, list[tuple[str, str, bool]]]] = defaultdict(lambda: defaultdict(list))
@@ -251,7 +251,7 @@ def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Map
 
 
 def _with_draws(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """Say of each module that draws random numbers whose they are."""
+    """Give each module that draws random numbers their owner."""
     found = dict(programs)
     for name, draws in plan.draws.items():
         found[name] = replace(found.get(name) or ModuleProgram(name), draws=draws)

@@ -24,7 +24,7 @@ class Program:
 
     Args:
         resolved: the plan bound to the model.
-        variants: what happens at each module, by name, for each way to run: with the overlays of `resolved`, and without sequence parallelism.
+        variants: the program of each module, by name, for each way to run: with the overlays of `resolved`, and without sequence parallelism.
     """
 
     resolved: ResolvedPlan
@@ -36,12 +36,12 @@ class Program:
 
     @property
     def by_name(self) -> Mapping[str, Mapping[str, ModuleProgram]]:
-        """The variants by `variant_name`, which the running model knows them by."""
+        """The variants by `variant_name`, the running model's name for them."""
         return {variant_name(overlays): modules for overlays, modules in self.variants.items()}
 
     @property
     def modules(self) -> Mapping[str, ModuleProgram]:
-        """What happens at each module with the overlays of `resolved`."""
+        """The program of each module with the overlays of `resolved`."""
         return self.variants[self.resolved.overlays]
 
     @cached_property
@@ -70,7 +70,7 @@ class Program:
 
     @property
     def exchanges_heads(self) -> bool:
-        """Whether modules have all tokens and a share of the heads, over cp."""
+        """Whether modules get all tokens and a share of the heads, over cp."""
         return any(module.on_cp is not None and module.on_cp.hollow is not None for module in self.modules.values())
 
     @property
@@ -80,17 +80,17 @@ class Program:
 
     @property
     def fused_heads(self) -> tuple[str, ...]:
-        """The modules whose logits are made by the loss, on one rank of the tp axis too."""
+        """The modules whose logits the loss computes, also on one rank of the tp axis."""
         return tuple(name for name, module in self.modules.items() if module.later)
 
     def describe(self) -> str:
-        """The program as stable text, a line for each fact: ranks compare it, and a proof is known again by it."""
+        """The program as stable text, one line for each fact: ranks compare it, and a proof is recognised by it."""
         return describe(self.resolved, self.variants)
 
     @property
     def parallelize_plan(self) -> dict[str, ParallelStyle]:
-        """Fresh styles for torch's `parallelize_module`, by module name. Each may be applied once."""
-        # They are torch's, which a program is described without.
+        """Fresh styles for torch's `parallelize_module`, by module name. Each can be applied once."""
+        # They are torch's; `describe` needs no torch.
         from shardplan.runtime.parallel.make_styles import make_styles
 
         return make_styles(self.resolved, self.by_name)[0]

@@ -1,4 +1,4 @@
-"""Where a tensor is moved I -> R once for all modules that read it: the block around them."""
+"""The place where a tensor is moved I -> R once for all modules that read it: the block around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardplan.core.tree import ModuleTree, homes
 
 
 def with_tables(tree: ModuleTree, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """Say of each module that moves an argument I -> R in whose calls it does so once with others."""
+    """Give each module that shares a move I -> R of an argument the module in whose calls the move happens once."""
     readers = [name for name, program in programs.items() if any(move.once for move in program.enter)]
     found = homes(tree, readers)
     count = Counter(found.values())
