@@ -1,7 +1,7 @@
 """Adapters as `peft` puts them around layers. They are recognised by structure: nothing here imports peft.
 
-A wrapper holds the layer as `base_layer` and, beside it, dicts of adapters by name (`lora_A.default`); its class lists the
-names of these dicts. A module that is trained whole is stored as `original_module`, with its copies in `modules_to_save`.
+A wrapper holds the layer as `base_layer` and dicts of adapters by name (`lora_A.default`); its class lists the names of
+these dicts. A module that is trained whole is stored as `original_module`, with its copies in `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def copies_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def part_of(name: str, wrapper: nn.Module, kind: ModuleKind, parameter: nn.Parameter, layer: nn.Module) -> AdapterPart:
-    """What a parameter of a wrapper is to its layer, by its name there and its shape."""
+    """The role of a wrapper's parameter in its layer, by its name there and its shape."""
     if isinstance(getattr(wrapper, "parameter_name", None), str):
         return "parameter"
     part = PARTS.get(name.partition(".")[0], "other")

@@ -15,8 +15,8 @@ SEVERAL_PLANS = Code("SP512")
 
 
 class Named(Protocol):
-    """What is read of a plan file: its name, the model types and class names that it is for, and for which of their
-    configurations."""
+    """The fields read from a plan file: its name, the model types and class names that it is for, and for which of
+    their configurations."""
 
     @property
     def name(self) -> str: ...

@@ -78,7 +78,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
 
 
 def shared_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of modules with parameters that are one object; what is inside of those is not named again."""
+    """Groups of names of one module object that has parameters; the modules inside it are not named again."""
     names: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         names.setdefault(id(child), []).append(name)

@@ -73,7 +73,7 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
 
 
 def _nearest(path: Path) -> str | None:
-    """A help line with the path that is most like a missing one, in the names of folders too; None where none is near."""
+    """A help line with the path nearest to a missing one (folder names count too); None where none is near."""
     found = Path(path.anchor)
     for part in path.parts[len(found.parts) :]:
         if not (found / part).exists():

@@ -124,8 +124,8 @@ def _counts(value: Any) -> Mapping[str, int]:
 
 
 def own_numbers(config: Any) -> dict[str, Number]:
-    """The numbers of one configuration, without those nested in it or derived from it; none for what is no
-    configuration: of transformers, a dataclass or a namespace."""
+    """The numbers of one configuration, without those nested in it or derived from it; none for an object that is no
+    configuration (of transformers, a dataclass, a namespace)."""
     plain = isinstance(config, SimpleNamespace) or (is_dataclass(config) and not isinstance(config, type))
     return _plain(config) if plain or hasattr(config, "attribute_map") else {}
 

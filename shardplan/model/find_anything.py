@@ -25,7 +25,7 @@ def find_any(
     inputs: str | Inputs | None = None,
     reduced: str | Callable[[], nn.Module] | None = None,
 ) -> FoundModel:
-    """The model behind a word, a transformers configuration or a module.
+    """The model of a word, a transformers configuration or a module.
 
     Args:
         model: as for `shardplan.validate`.

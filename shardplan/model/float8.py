@@ -1,5 +1,5 @@
-"""Linear layers that compute in float8, as torchao makes them of ordinary ones. Their parameters, names and layouts are those of the
-layer that they were made of, so plans are checked and proven without them."""
+"""torchao's linear layers that compute in float8. Their parameters, names and layouts are those of the ordinary layers
+that they were made from, so plans are checked and proven without them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, without what says how it computes in float8."""
+    """A module's attributes without those for computing in float8."""
     attributes = vars(module)
     return {key: attributes[key] for key in attributes if key in _PLAIN} if is_float8(module) else attributes
 

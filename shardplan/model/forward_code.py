@@ -1,4 +1,4 @@
-"""What a module's code takes and reads while it runs: a number of a module that only its constructor reads counts nothing there."""
+"""The arguments and attributes that a module's forward reads; a number that only its constructor reads does not count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def only_arguments(module: nn.Module) -> tuple[str, ...] | None:
-    """The same; None where forward takes any other too, or is no Python code."""
+    """The same; None where forward takes any other argument too, or is not Python code."""
     try:
         found = _arguments(module)
     except (TypeError, ValueError):
@@ -37,7 +37,7 @@ def _of_function(forward: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def forward_reads(cls: type) -> frozenset[str]:
-    """The names that `forward` of a class, and those of its methods that it calls, read: of attributes, its own and others'."""
+    """The attribute names that a class's `forward`, and the methods that it calls, read: its own attributes and those of others."""
     names: dict[str, None] = {}
     queue = ["forward"]
     for method in queue:

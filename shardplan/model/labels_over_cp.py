@@ -23,7 +23,7 @@ def check_length(length: int, ranks: int) -> None:
 
 
 def own_labels_of(labels: Tensor, ranks: int, rank: int, num_items: Tensor | float | None = None) -> dict[str, Any]:
-    """What a loss of next tokens reads of a rank's tokens: labels that were shifted before they were cut, and a share of the count.
+    """The inputs of a next-token loss over a rank's tokens: labels that were shifted before they were cut, and a share of the count.
 
     Args:
         labels: [batch, sequence], of a length that `ranks` divides.

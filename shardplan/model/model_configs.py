@@ -54,7 +54,7 @@ def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_r
             help=did_you_mean(model_type, CONFIG_MAPPING) or "install a version of transformers that has it",
             file=file.shown,
         )
-    # The folder, where the file is its config.json: code that the configuration brings lies beside it.
+    # The folder, where the file is its config.json: code that the configuration brings lies next to it.
     source = file.path.parent if file.path.name == "config.json" else file.path
     trust = bool(file.own_code) and trust_remote_code
 
@@ -80,7 +80,7 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
 
 
 def _meant(word: str) -> str:
-    """What to write for a word that is no model type: a folder or a Python file beside the user goes before a near word."""
+    """The word to write for one that is no model type: a folder or Python file in the current folder goes before a near word."""
     folder = f"for a folder in the current directory write ./{word}"
     module = word.removesuffix(".py")
     try:
@@ -120,7 +120,7 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
 
 
 def _listed(data: Any) -> Iterator[str]:
-    """Each number that is too large to make the configuration: its class lists what there is so many times."""
+    """Each number that is too large to make the configuration: its class builds lists of that length."""
     for name, value in data.items():
         last = str(name).rpartition(".")[2]
         if isinstance(value, Mapping):

@@ -49,7 +49,7 @@ def joined(words: tuple[str, ...]) -> str | None:
 
 
 def causes(error: BaseException) -> tuple[str, ...]:
-    """An exception and what it was raised from, a line each; of one without a text the line of code that raised it."""
+    """An exception and its causes, a line each; for an exception without a text, the line of code that raised it."""
     lines: list[str] = []
     seen: BaseException | None = error
     while seen is not None and len(lines) < MOST_CAUSES:

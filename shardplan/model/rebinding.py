@@ -48,8 +48,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
 
     Args:
         memo: as for `copy.deepcopy`: the id of an object -> its replacement.
-        shared: id -> object: the copy has it itself, and all that it captured besides the model; None: functions of the copy that
-            captured the model capture values of their own.
+        shared: id -> object that the copy shares, with all that it captured besides the model; None: functions that
+            captured the model get their own copies of the other values.
 
     Raises:
         NotBound: a function reads the model through a global name, or uses a parameter directly; an attribute was computed from
@@ -98,8 +98,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
 
 
 def _begun(module: nn.Module, memo: dict[int, Any]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The modules that are copied as `copy.deepcopy` would, and their empty copies, which `memo` has from here on. They are filled in
-    one go: deepcopy asks for each key and number of each module whether it was copied."""
+    """The modules that are copied as by `copy.deepcopy`, and their empty copies, which `memo` has from here on. They
+    are filled in one go, as deepcopy asks for each key and number of each module whether it was copied."""
     kind = type(module)
     if id(module) in memo or not _copied_by_state(kind):
         return
@@ -125,7 +125,7 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _nothing(value: Any) -> bool:
-    """An empty dictionary of hooks, of which each module has ten."""
+    """An empty dictionary of hooks; each module has ten."""
     return type(value) is OrderedDict and not value
 
 
@@ -206,7 +206,7 @@ class Rebinding:
     Args:
         counterparts: the id of an object of the original -> its replacement.
         original: the model whose modules and tensors no function may still use.
-        cells: whether variables that hold nothing of the original stay the same ones, with all who assign to them.
+        cells: whether variables that hold nothing of the original stay shared with the functions that assign to them.
     """
 
     def __init__(self, counterparts: Mapping[int, Any], original: nn.Module, *, cells: bool = False):
@@ -278,7 +278,7 @@ class Rebinding:
             entries = {key: self.value(item, depth) for key, item in value.items()}
             return value if all(entries[key] is value[key] for key in value) else _like(value, entries)
         if isinstance(value, (nn.Module, nn.Parameter)):
-            return value  # a module of a copy, or one beside the model (see `_captured`)
+            return value  # a module of a copy, or one outside of the model (see `_captured`)
         if isinstance(value, Tensor) or not hasattr(value, "__dict__") or not callable(value):
             return value
         attributes = {key: self.value(item, depth) for key, item in vars(value).items()}
@@ -334,7 +334,7 @@ class Rebinding:
         return self._cells.setdefault(id(cell), CellType())
 
     def _state(self, value: Any, depth: int) -> Any:
-        """What functions keep between their calls in a list, a dict or a set: the copy's functions keep their own, and leave the original's."""
+        """The state that functions keep between calls in a list, a dict or a set: the copy's functions keep their own, and leave the original's."""
         if type(value) not in (list, dict, set) or id(value) in self.counterparts or id(value) in self._done:
             return self.value(value, depth)
         self._done[id(value)] = made = type(value)()
@@ -377,7 +377,7 @@ def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
 
 
 def _assigned_cells(model: nn.Module) -> Iterator[int]:
-    """The ids of the variables that a function of a module, or a hook, captured and assigns to: all that read one share its copy."""
+    """The ids of the variables that a function of a module, or a hook, captured and assigns to: all functions that read one share its copy."""
     pending = [value for module in model.modules() for key, value in vars(module).items() if key not in STATE]
     seen: set[int] = set()
     while pending:
@@ -399,7 +399,7 @@ def _assigned_cells(model: nn.Module) -> Iterator[int]:
 
 @cache
 def _assigns(code: CodeType) -> frozenset[str]:
-    """The variables that a function captured, and that it or one in it assigns to."""
+    """The captured variables that a function, or a function inside it, assigns to."""
     own = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_DEREF"}
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(own).union(*map(_assigns, inner)).intersection(code.co_freevars)
@@ -407,7 +407,7 @@ def _assigns(code: CodeType) -> frozenset[str]:
 
 @cache
 def _globals(code: CodeType) -> frozenset[str]:
-    """The global names that a function reads, and those of the functions in it."""
+    """The global names that a function and the functions inside it read."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(own).union(*map(_globals, inner))

@@ -10,7 +10,7 @@ CONTAINERS = ("ModuleList", "ModuleDict")  # of torch.nn: they have no forward o
 
 
 def repeated_blocks(tree: ModuleTree) -> tuple[str, ...]:
-    """The elements of outermost lists and dicts of modules, which have parameters and share none with what is outside of them."""
+    """The elements of the outermost lists and dicts of modules that have parameters and share none with modules outside."""
     blocks = tuple(_blocks(tree))
     owners = {name: frozenset((module.name, *ancestors(module.name))) for name, (module, _) in tree.parameters.items()}
     tied = {
@@ -24,7 +24,7 @@ def repeated_blocks(tree: ModuleTree) -> tuple[str, ...]:
 
 
 def _blocks(tree: ModuleTree) -> Iterator[str]:
-    """In the order of the tree, in which a module stands before those inside of it."""
+    """In the tree's order: each module before the modules inside it."""
     found = set[str]()
     for name, module in tree.modules.items():
         above = ancestors(name)

@@ -1,4 +1,4 @@
-"""On which numbers of a configuration the shapes of a model's parameters depend, by building it with another one."""
+"""The configuration numbers that a model's parameter shapes depend on, found by building it with another number."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes_with(model: nn.Module, number: str) -> Shapes | None:
-    """The shapes of the parameters of a model like this one, by name, with a number of its configuration doubled; None where it has no
-    such number, or such a model cannot be built.
+    """The parameter shapes, by name, of a model like this one with one number of its configuration doubled; None where
+    it has no such number, or that model cannot be built.
 
     Args:
         model: one of transformers, small.

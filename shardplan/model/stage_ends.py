@@ -1,4 +1,4 @@
-"""What a module hands to later stages of a pipeline: seen behind all of its hooks, and apart from what this stage's code does with it."""
+"""The outputs that a module hands to later pipeline stages: read after all of its hooks, and apart from this stage's use of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class HandedOut:
-    """Hooks of a module, after which nothing of it runs. torch wraps what a module returns for its full backward hooks behind the hooks of its
-    forward, where nobody sees it: here they run inside of these. They stay in the dicts of the handles that remove them.
+    """Hooks of a module that run last. torch wraps a module's output for its full backward hooks after the forward hooks, where no hook sees
+    it: here the full backward hooks run inside of these hooks. They stay in the dicts of the handles that remove them.
 
-    What the rest of the forward gets is a view: the later stage runs that code too, and a hook that it puts on a tensor acts once.
+    The rest of the forward gets a view: the later stage runs that code too, so a hook that it puts on a tensor acts once.
 
     Args:
         seen: is given each output.

@@ -1,5 +1,5 @@
-"""A pipeline stage of an unmodified model: what belongs to other stages is replaced by stubs, and the model's own forward runs in
-every stage.
+"""A pipeline stage of an unmodified model: stubs replace the modules of other stages, and every stage runs the model's
+own forward.
 
 How to make a stage:
 
@@ -8,19 +8,19 @@ How to make a stage:
     stage.watch()                             # after all other hooks, so that it sees what the next block would get
     sent = stage.run(received, stage.model, **inputs)
 
-`received` are the tensors that the stage before sent, and `sent` are those for the stage after it: the first result of its last
-block, then what is carried; an empty tensor of a carried module that did not run. The last stage returns what the model's forward returns.
+`received` are the tensors from the previous stage, and `sent` those for the next one: the first result of its last block, then the carried
+values; an empty tensor for a carried module that did not run. The last stage returns what the model's forward returns.
 
-- A block before the own ones hands on its first argument; the last of them, the *inlet*, returns what was received. So code of
-  the model between two blocks runs in the receiving stage.
-- The first block behind the own ones ends the forward: nothing behind it runs.
-- A module of the first stage returns, in later ones, zeros of the right shape that take no memory. What matters of it was
-  received.
-- The stub of a carried module returns the received value; the stub of the block that it stands in calls it, so that hooks on it
-  run as in the unsharded model.
-- A stub is of its original's class and has its plain attributes. Where the model's code calls a module inside one, or reads a parameter
-  of a block or of the last stage, it raises. Parameters of the first stage that code reads beside calling their module, or that stand in no
-  module of their own, are zeros too.
+- A block before the stage's own returns its first argument; the last such block, the *inlet*, returns the received
+  value. So the model's code between two blocks runs in the receiving stage.
+- The first block after the stage's own ends the forward: nothing after it runs.
+- In later stages, a module of the first stage returns zeros of the right shape that take no memory. What matters of its
+  results was received.
+- The stub of a carried module returns the received value; the stub of its block calls it, so that its hooks run as in
+  the unsharded model.
+- A stub has its original's class and plain attributes. It raises where the model's code calls a module inside it, or
+  reads a parameter of a block or of the last stage. Parameters of the first stage are zeros too where code reads them
+  without calling their module, or where they have no module of their own.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Stage:
         return self.index == self.cut.stages - 1
 
     def watch(self) -> None:
-        """See the results of the last block and of carried modules. To be called once, after all other hooks are there."""
+        """Record the results of the last block and of carried modules. Call it once, after all other hooks are registered."""
         assert not self._watched, "called twice"
         self._watched = True
         handed = tuple(one.module for one in self.cut.handed)
@@ -117,12 +117,12 @@ class Stage:
         """Run the stage on one batch.
 
         Args:
-            received: what the stage before sent; empty for the first stage.
+            received: the tensors from the previous stage; empty for the first stage.
             forward: the model, or its own forward where `model.forward` was replaced.
             inputs: of the model's forward, the same for every stage.
 
         Returns:
-            The tensors for the next stage, of the last stage what the forward returns.
+            The tensors for the next stage; for the last stage, the result of the forward.
 
         Raises:
             RuntimeError: the forward ended before it came to the next stage.
@@ -166,12 +166,12 @@ class Stage:
 
 
 def is_stub(module: nn.Module) -> bool:
-    """Whether a module stands for one of another stage."""
+    """Whether a module is the stub of another stage's module."""
     return STUB in vars(module)
 
 
 def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
-    """Make a model one stage of a cut: what belongs to others is replaced by stubs, which have no parameters and no buffers.
+    """Make a model one stage of a cut: stubs without parameters and buffers replace the modules of other stages.
 
     Args:
         model: on any device; it is changed. An absent parameter that a module outside of the blocks owns becomes None, and is read as
@@ -261,7 +261,7 @@ def _block(
 
 
 def _with_gradient(value: Tensor, flow: _Flow) -> Tensor:
-    """The same values, with a gradient where a block's have one: code behind it puts hooks on them."""
+    """The same values, with a gradient where a block's have one: later code puts hooks on them."""
     if value.requires_grad or not flow.received or not flow.received[0].requires_grad or not torch.is_grad_enabled():
         return value
     return value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
@@ -279,8 +279,8 @@ def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:
 
 
 def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool) -> Callable[..., Any]:
-    """Zeros of the shape that a module returns, without memory unless they are `dense`. Its parameters are read as zeros too: code that looks a row up to
-    fill what is padded finds one, and code that asks for their dtype."""
+    """Zeros of the shape that a module returns, without memory unless they are `dense`. Its parameters read as zeros
+    too, for code that looks up a row to fill padding or asks for their dtype."""
     kind = kind_of(original)
     width, dtype = None, None
     if kind in ("embedding", "linear", "conv1d"):

@@ -194,18 +194,18 @@ def _checked(dtype: str, *shape: int) -> Shape:
 
 @dataclass(slots=True)
 class Folded:
-    """A checkpoint as a tree. Of list elements that are alike, it has the first and the last only.
+    """A checkpoint as a tree, with only the first and the last of list elements that are alike.
 
     Args:
         tree: with these elements.
-        members: an element that stands for others -> the indices of all that it stands for.
+        members: an element that represents others -> the indices of all that it represents.
     """
 
     tree: ModuleTree
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def all_of(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The names in the checkpoint that names of the tree stand for."""
+        """The checkpoint's names that names of the tree represent."""
         return tuple(full for name in names for full in self._unfolded(name))
 
     def _unfolded(self, name: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""What a module's code reads of the modules below it in a branch for training alone.
+"""Parameters of submodules that a module's code reads in a branch for training alone.
 
-A kernel that computes a layer and the modules below it together gets their parameters as arguments (`mamba_inner_fn` and
-`mamba_split_conv1d_scan_combined` of mamba_ssm), and their own forwards do not run.
+A kernel that computes a layer together with its submodules takes their parameters as arguments (`mamba_inner_fn` and
+`mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FOUND: dict[type, tuple[str, ...]] = {}
 
 
 def training_reads(cls: type) -> tuple[str, ...]:
-    """The modules below one of this class whose parameters its code hands to a function in a branch that only training takes:
-    their names in it, sorted."""
+    """The submodules of this class whose parameters its code passes to a function in a training-only branch: their
+    names in it, sorted."""
     if cls not in _FOUND:
         own = cls.__module__.partition(".")[0] != "torch"
         names = {name for base in cls.__mro__ for name in vars(base)} if own else set()
@@ -48,14 +48,14 @@ def _read(function: FunctionType) -> set[str]:
 
 
 def _is_training(test: ast.expr) -> bool:
-    """Whether a condition holds in training alone: `self.training`, with others beside it."""
+    """Whether a condition holds in training alone: `self.training`, also with further conditions."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_is_training, test.values))
     return _of_self(test) == "training"
 
 
 def _children(argument: ast.expr) -> Iterator[str]:
-    """The modules whose parameters an argument reads: `self.out_proj.weight`."""
+    """The submodules whose parameters an argument reads: `self.out_proj.weight`."""
     for node in ast.walk(argument):
         if isinstance(node, ast.Attribute) and node.attr in PARAMETERS and (child := _of_self(node.value)) is not None:
             yield child

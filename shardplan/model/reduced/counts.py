@@ -59,8 +59,8 @@ def small_counts(
         tp: the number of ranks.
         at_least: of a count that tp does not divide.
         times: how many times as many as usual of a count that tp divides.
-        cp: the number of ranks over which those of a rank of tp are shared out; it divides what has several on one.
-        shared: counts of heads with which several ranks of cp compute -> how many a rank of tp has.
+        cp: the number of ranks that the heads of a tp rank are shared out to; it divides counts with several heads on one rank.
+        shared: counts of heads that several cp ranks compute with -> how many a tp rank has.
     """
     if cp == 1:
         shared = {}

@@ -69,7 +69,7 @@ def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
 
 
 def _beside(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int) -> Iterator[Extra]:
-    """Pictures and sounds, which no token stands for."""
+    """Pictures and sounds that no token represents."""
     if name in FEATURES:
         yield partial(_regions, config=config)
         return

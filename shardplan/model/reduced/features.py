@@ -25,7 +25,7 @@ class Features:
     """Inputs of one kind.
 
     Args:
-        kind: "audio", "picture", "series" or "seq2seq" (of which the text may have images in it).
+        kind: "audio", "picture", "series" or "seq2seq" (whose text may have images in it).
         make: seed -> keyword arguments of `forward`.
     """
 
@@ -34,8 +34,8 @@ class Features:
 
 
 def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
-    """The inputs of a model whose forward does not accept text alone; None for other models. Of several forms that it may
-    accept, the first with which it runs."""
+    """The inputs of a model whose forward does not accept text alone; None for other models. Where it may accept
+    several forms, the first that it runs with."""
     accepted = inspect.signature(model.forward).parameters
     decodes = "decoder_input_ids" in accepted and not config_value(config, DECODER_ONLY)
     gridded = any(name in accepted for name in GRIDS)  # a tower that reads pictures of several sizes
@@ -87,7 +87,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
 
 
 def _labels(form: Labels, config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
-    if form == "spoken":  # the first token stands for none
+    if form == "spoken":  # the first token means none
         return torch.randint(1, int(config.vocab_size), (BATCH, SPOKEN), generator=generator)
     return _classes(config, generator)
 

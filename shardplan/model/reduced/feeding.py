@@ -24,7 +24,7 @@ from .pictures import BATCH
 from .precision import cast
 
 IDS = ("input_ids", "decoder_input_ids", "labels")
-Boxed = Callable[[Tensor, int], Tensor]  # (input_ids, seed) -> where on a page each token stands
+Boxed = Callable[[Tensor, int], Tensor]  # (input_ids, seed) -> each token's box on its page
 Feed = Callable[[str, int, Padding | None], dict[str, Any]]
 
 

@@ -53,8 +53,8 @@ MASK = "mask"
 
 
 def first_running(model: nn.Module, candidates: Sequence[Make]) -> Make:
-    """The first of several inputs that a model runs with, to finite results; the first of all where it runs with none, so that its
-    error is the one that is said."""
+    """The first of several inputs that a model runs with, to finite results; the first of all where it runs with none,
+    so that its error is the one reported."""
     if len(candidates) == 1:
         return candidates[0]
     return next((one for one in candidates if runs(model, one(0))), candidates[0])
@@ -91,7 +91,7 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
 
 
 def code_books(config: PreTrainedConfig) -> Iterator[int]:
-    """How many codes may stand at each place of a sequence: as many as there are books or channels, and a token of text."""
+    """How many codes each place of a sequence may have: as many as there are books or channels, and a token of text."""
     numbers = (
         config_value(part, name) for part in parts(config) for name in ("num_codebooks", "num_channels", "codebook_num")
     )
@@ -108,7 +108,7 @@ def coded(config: PreTrainedConfig, ids: Tensor, books: int) -> Tensor:
 
 
 def boxes(ids: Tensor, seed: int) -> Tensor:
-    """Where on a page each token stands, of 1000 steps a side: [*ids, 4] of left, top, right, bottom."""
+    """Each token's box on a page of 1000 steps a side: [*ids, 4] of left, top, right, bottom."""
     generator = torch.Generator().manual_seed(seed + 2)
     corner = torch.randint(800, (*ids.shape, 2), generator=generator)
     return torch.cat([corner, corner + torch.randint(1, 200, (*ids.shape, 2), generator=generator)], -1)

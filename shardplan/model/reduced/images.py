@@ -1,8 +1,8 @@
 """Images, videos and sound for the reduced model: which arrays, by the names of forward's arguments, and how many
 tokens they need.
 
-A family whose images have another form is one more entry of RECIPES. How many tokens stand for an image is not computed
-from the configuration: the reduced model's own vision part is run, and its features are counted.
+A family whose images have another form is one more entry of RECIPES. The number of tokens of an image is not computed
+from the configuration: the reduced model's own vision part runs, and its features are counted.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ TYPES: Mapping[str, Mapping[Kind, int]] = {
     "mm_token_type_ids": {"image": 1, "video": 2},
     "image_embeds_position_mask": {"image": 1},
 }
-# Numbers of features that take the places of tokens which an argument of forward marks, where no id stands for them.
+# Numbers of features that replace tokens marked by an argument of forward, where no id represents them.
 QUERIES = ("latent_query_num",)
 MARKS = "image_embeds_position_mask"
 
@@ -108,7 +108,7 @@ class Fitting:
 
     Args:
         recipe: what to make.
-        token: the id that stands for a piece of an image; None where none does.
+        token: the id that represents a piece of an image; None where none does.
         count: how many of them each row has.
         types: further arguments of forward, and the number in them that marks these tokens.
     """

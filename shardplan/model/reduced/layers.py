@@ -41,7 +41,7 @@ class Kept:
         return [self.layers.index(i) for i in indices if i in self.layers]
 
     def of_each(self, values: Sequence[Any]) -> list[Any]:
-        """As `of`; a list that names a layer for each names the last kept one up to there."""
+        """As `of`; in a list that names a layer for each layer, a name becomes the last kept layer up to it."""
         return [max(0, self.before(v + 1) - 1) for v in self.of(values)] if _names_layers(values) else self.of(values)
 
     def before(self, index: int) -> int:
@@ -79,7 +79,7 @@ def candidates(
 
 
 def _at_least(least: int, layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The layers, and the first of the others that are missing to a number of them."""
+    """The layers, filled up to a number with the first of the others."""
     more = [i for i in range(count) if i not in layers][: max(0, least - len(layers))]
     return tuple(sorted((*layers, *more)))
 
@@ -187,7 +187,7 @@ def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
 
 def sections(config: Mapping[str, Any], count: int) -> dict[str, range]:
     """The layers of each section of a model, in order, where its configuration has a number for each and they add up to all of its layers
-    (those before, inside and behind a loop, say)."""
+    (those before, inside and after a loop, say)."""
     numbers = {
         name: value
         for name, value in config.items()

@@ -1,7 +1,7 @@
 """Which line of the model's own code is running.
 
-A module of torch that is made of others (nn.MultiheadAttention, nn.TransformerEncoderLayer) is model code like the user's: a
-line of it is where the layout of a value is decided. What only calls what it holds (nn.Sequential) decides nothing.
+A module of torch that is made of others (nn.MultiheadAttention, nn.TransformerEncoderLayer) is model code like the
+user's: its lines decide the layout of a value. A module that only calls its children (nn.Sequential) decides nothing.
 """
 
 from __future__ import annotations

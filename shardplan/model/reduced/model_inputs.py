@@ -26,7 +26,7 @@ from .pictures import BATCH
 
 IGNORED = -100  # the label that the losses of transformers and torch ignore
 CHARACTERS = 128  # ids of a model without a vocabulary, which hashes them
-CHOICES = 2  # texts of a row, of which one is the answer
+CHOICES = 2  # texts of a row; one is the answer
 
 Padding = Literal["left", "right"]
 Labels = Literal["next", "class", "classes", "choice", "span", "spoken"]
@@ -105,7 +105,7 @@ def text_inputs(
 
 
 def padded(inputs: Mapping[str, Any], row: int, side: Padding) -> dict[str, Any]:
-    """Inputs with ids, of which one row is padded by a quarter: `attention_mask` says so, and labels of tokens leave it out."""
+    """Inputs with ids; one row is padded by a quarter: `attention_mask` says so, and labels of tokens leave it out."""
     ids, labels = inputs["input_ids"], inputs.get("labels")
     length, quarter = ids.shape[-1], ids.shape[-1] // 4
     where = slice(0, quarter) if side == "left" else slice(length - quarter, length)

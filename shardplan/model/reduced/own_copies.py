@@ -73,7 +73,7 @@ def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[],
 
 
 def not_carried(name: str, error: NotBound) -> PlanError:
-    """What to raise for a change of a live model that its reduced model cannot have."""
+    """The error for a change of a live model that its reduced model cannot have."""
     if isinstance(error, HeldParameter):
         return refuse(
             NOT_CARRIED,
@@ -133,7 +133,7 @@ def inputs_of(module: nn.Module, name: str, seq_len: int) -> Inputs:
 
 
 def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> PlanError:
-    """What to raise where a module does not accept token ids."""
+    """The error for a module that does not accept token ids."""
     return refuse(
         NO_INPUTS,
         f"{name} cannot be called with token ids as {', '.join(inputs)}",

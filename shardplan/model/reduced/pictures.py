@@ -1,4 +1,4 @@
-"""What a configuration says of images and sound, and arrays of all forms that models take these in."""
+"""A configuration's facts about images and sound, and arrays of all forms that models take these in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 BATCH = 2
 SOUND_TOKENS = 2  # of each row's sound, at least; the rest of its frames is padding
-QUESTION = 6  # tokens that a query model reads beside a picture
+QUESTION = 6  # tokens that a query model reads with a picture
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,15 @@ class Pictures:
         )
 
     def placed_patches(self) -> Tensor:
-        """Flat patches of each picture behind their row and column, both counted from one:
-        [BATCH, patches, 2 + channels x patch x patch]."""
+        """Flat patches of each picture, each after its row and column, which count from one: [BATCH, patches, 2 +
+        channels x patch x patch]."""
         _, rows, columns = self.grid[0].tolist()
         places = torch.cartesian_prod(torch.arange(1.0, rows + 1), torch.arange(1.0, columns + 1))
         patches = self.pixels(BATCH, rows * columns, self.patch_width)
         return torch.cat([places.expand(BATCH, -1, -1), patches], -1)
 
     def boxes(self) -> Tensor:
-        """Where each patch of a picture stands, as shares of its sides: [BATCH, patches, 4] of left, top, right, bottom."""
+        """The box of each patch of a picture, as shares of its sides: [BATCH, patches, 4] of left, top, right, bottom."""
         rows, columns = self.height // self.patch, self.width // self.patch
         corners = torch.cartesian_prod(torch.arange(rows) / rows, torch.arange(columns) / columns).flip(1)
         return torch.cat([corners, corners + torch.tensor([1 / columns, 1 / rows])], -1).expand(BATCH, -1, -1)
@@ -215,7 +215,7 @@ def pictures_of(config: PreTrainedConfig, seed: int) -> Pictures:
 
 
 def _vision(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a configuration that describes what sees; itself where there is none."""
+    """The vision part of a configuration; itself where there is none."""
     named = (part for whole in parts(config) if (part := getattr(whole, "vision_config", None)) is not None)
     sized = (part for part in parts(config) if getattr(part, "image_size", None))
     return next(named, next(sized, config))

@@ -21,7 +21,7 @@ def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> 
     Args:
         run: the operation. It gets copies, so it may write into them.
         operands: what it reads.
-        positions: among the operands; those of numbers that are no floats have no part.
+        positions: among the operands; an operand that is not floating-point counts as not contributing.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -33,7 +33,7 @@ QUIET = frozenset(
     "is_same_size equal allclose backward __delitem__ dtype finfo is_tensor is_storage broadcast_shapes".split()
 )
 
-# Those of them that tell code what is in the tensor.
+# The questions whose answers depend on the tensor's values.
 TELLING = frozenset(
     "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
@@ -76,7 +76,7 @@ class OperationRecorder(TorchFunctionMode):
         self._inside = 0  # atoms and operations that run now
         self._entered: list[tuple[int, ...]] = []
         self._bodies: list[Body] = []  # of autograd.Functions that run now
-        # In torch.vmap, the values that its function reads beside its arguments.
+        # In torch.vmap, the values that its function reads besides its arguments.
         self._mapped: dict[int, None] | None = None
         self._failed: tuple[Exception, Event] | None = None
 
@@ -141,7 +141,7 @@ class OperationRecorder(TorchFunctionMode):
         self.trace.kept.update(number for number in known if number >= 0)
 
     def note_kept(self) -> None:
-        """Behind the run: the values that code has kept, which may be read later."""
+        """After the run: the values that code has kept, which may be read later."""
         own = Counter(map(id, self._alive))
         held = (
             sys.getrefcount(self._alive[number]) - 1 for number in range(len(self._alive))
@@ -153,7 +153,7 @@ class OperationRecorder(TorchFunctionMode):
         self.trace.at[event.place] = event
 
     def _position(self) -> int | str:
-        """Where the code of the module that runs now is; in the body of a function, where in that."""
+        """The place in the code of the module that runs now; in the body of a function, the place in that body."""
         scope = self._scopes[-1]
         body = self._bodies[-1] if self._bodies else None
         here = self._positions[scope]
@@ -267,7 +267,7 @@ class OperationRecorder(TorchFunctionMode):
         return call(*args, **kwargs) if self._inside else self._record(call, name, args, kwargs)
 
     def mapped_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """A call of torch.vmap is one operation of its arguments and of what its function reads beside them."""
+        """A call of torch.vmap is one operation of its arguments and of the other values that its function reads."""
         if self._inside:
             return call(*args, **kwargs)
         operands = [*tensors_in(args), *tensors_in(kwargs)]
@@ -285,9 +285,9 @@ class OperationRecorder(TorchFunctionMode):
             return result
 
     def applied_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """An autograd.Function is one operation of what it is given. Where its body runs modules of the model, or reads
-        other values of it, it is what it does: recorded as if it stood in the code around it, and as if its backward were
-        that of its operations."""
+        """An autograd.Function is one operation of its arguments. Where its body runs modules of the model, or reads
+        other values of it, its operations are recorded as if they were in the code around it, and as if its backward
+        were theirs."""
         if self._inside:
             return call(*args, **kwargs)
         operands = [*tensors_in(args), *tensors_in(kwargs)]

@@ -142,8 +142,8 @@ class Recorder(OperationRecorder):
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
                 continue
-            # In front of hooks on results and behind those on arguments, as the moves of an applied plan are. Those on results of the model
-            # belong to its run.
+            # Before hooks on results and after those on arguments, as the moves of an applied plan are. Hooks on the
+            # model's results belong to its run.
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True, prepend=bool(name)))
         try:

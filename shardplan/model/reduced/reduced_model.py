@@ -122,8 +122,8 @@ def make_reduced_model(
 
     Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query
     attention stays grouped); every kind of layer is there once, at least two layers; dropout and other noise
-    are off; no parameter is zero or one. Adapters of peft are at the same layers, of a small rank, and what is frozen
-    beside them is frozen. A module without a transformers configuration is copied as it is.
+    are off; no parameter is zero or one. Adapters of peft are at the same layers, of a small rank, and what else is
+    frozen stays frozen. A module without a transformers configuration is copied as it is.
 
     Args:
         model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
@@ -139,8 +139,8 @@ def make_reduced_model(
         heads_times: how many times as many heads as usual: of models whose plan splits groups of heads.
         inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
         layers: at least so many, as far as the original has them.
-        cp: the number of ranks that a sequence will be split over besides tp, and heads of a rank of tp.
-        shared: numbers of key-value heads with which several ranks of cp compute -> how many a rank of tp has.
+        cp: the number of ranks that a sequence (besides tp) and the heads of a tp rank will be split over.
+        shared: numbers of key-value heads that several cp ranks compute with -> how many a tp rank has.
 
     Raises:
         PlanError: SP520, SP521, SP522, SP524, SP526.
@@ -215,8 +215,8 @@ def make_reduced_model(
 
 
 def _first_running(of_heads: Callable[[int], tuple[ReducedModel, bool]]) -> ReducedModel:
-    """The reduced model of the first head dim with which it can be made and runs; where it runs with none, the first that can be
-    made, and where there is none, the first refusal."""
+    """The reduced model of the first head dim with which it can be made and runs. Where none runs: the first that can
+    be made; where none can be made: the first refusal."""
     found, refused = None, None
     for head_dim in HEAD_DIMS:
         try:
@@ -287,7 +287,7 @@ def _of_module(
 
 
 def _tried(model: nn.Module, inputs: Mapping[str, Any]) -> Exception | None:
-    """What a model raises on its inputs."""
+    """The exception that a model raises on its inputs."""
     try:
         with torch.random.fork_rng(devices=[]):
             model(**inputs)

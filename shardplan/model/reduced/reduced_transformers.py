@@ -65,7 +65,7 @@ def original_of(
 
 
 def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel], name: str) -> Live | None:
-    """What the model has beside its class and configuration.
+    """What the model has besides its class and configuration.
 
     Raises:
         PlanError: SP520: they build no model; SP524: no reduced model can have the change.

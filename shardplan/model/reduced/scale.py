@@ -139,7 +139,7 @@ def _small_hidden(
     small_dims: Mapping[int, int],
     tp: int,
 ) -> int:
-    """Heads times head dim where it was that, else above or below it as it was."""
+    """Heads times head dim where the original is that, else on the same side of it as the original."""
     if hidden is None:
         return 64
     if not isinstance(heads, int) or not isinstance(head_dim, int) or heads not in small_heads:
@@ -189,7 +189,7 @@ def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale) -> Scale:
-    """The small values for a model beside the text model."""
+    """The small values for a model next to the text model."""
     kept = tower_layers(config, whole)
     scale = scale_of(config, config, outer.tp, outer.seq_len, kept, WIDTHS_OF_TOWER, head_dim=outer.head_dim)
     return replace(scale, tokens=outer.tokens)
@@ -214,7 +214,7 @@ def tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
 
 
 def hidden_size(config: PreTrainedConfig) -> int | None:
-    """The width of the model's stream; `hidden_size` is a tower's result where it has an `embed_dim` beside it."""
+    """The width of the model's stream; `hidden_size` is the width of a tower's result where it also has an `embed_dim`."""
     hidden = config_value(config, "hidden_size", config_value(config, "d_model", config_value(config, "hidden_dim")))
     inside = vars(config).get("embed_dim")
     if is_size(hidden) and is_size(inside) and "hidden_size" in vars(config):

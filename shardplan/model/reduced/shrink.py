@@ -28,7 +28,7 @@ CHANNELS = 32  # of convolutions; norms have as many groups
 CODES = 64
 QUERIES = 8  # of a model that asks a picture, and that its answers take the places of
 STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
-# Widths of a model beside the text model that are the text model's.
+# Widths of another model that are the text model's.
 OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
 
 
@@ -79,8 +79,8 @@ def reduced_config(
 
 
 def _with_heads(small: PreTrainedConfig, data: dict[str, Any]) -> None:
-    """Head counts that the class computes from a width (`hidden_size // 64`) and that came out as zero become those made small, in
-    place."""
+    """Head counts that the class computes from a width (`hidden_size // 64`) and that came out as zero become the small
+    ones, in place."""
     for name, value in vars(small).items():
         if isinstance(value, PreTrainedConfig) and isinstance(data.get(name), dict):
             _with_heads(value, data[name])
@@ -129,8 +129,8 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
 
 
 def _computed(config: PreTrainedConfig) -> set[str]:
-    """Numbers without a role that the class computes from its fields: no argument has their name, and they are there without one. Of
-    the small fields it computes others."""
+    """Numbers without a role that the class computes from its fields: no argument has their name, and they exist
+    without one. From the small fields it computes others."""
     arguments = inspect.signature(type(config).__init__).parameters
     found = {n for n, v in vars(config).items() if n not in arguments and type(v) is int and role(n) in (None, "image")}
     try:
@@ -252,7 +252,7 @@ def _experts(value: Any, scale: Scale, name: str) -> Any:
 
 
 def _state(value: Any, scale: Scale, name: str) -> Any:
-    """No number of heads: who reads the reduced model tells them apart, also where the original has them equal."""
+    """Not a number of heads: a reader of the reduced model tells them apart, also where the original has them equal."""
     if not is_size(value):
         return value
     step, heads = 4 if value % 4 == 0 else 1, set(scale.state_heads.values())

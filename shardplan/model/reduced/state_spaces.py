@@ -44,14 +44,14 @@ def small_state_heads(
 
 
 def ranks_of_a_group(groups: Iterable[int], tp: int) -> int:
-    """On how many ranks a group is: the numbers of its state are shared out to them."""
+    """The number of ranks that share a group: the numbers of its state are shared out to them."""
     return max((tp // count for count in groups if count < tp and tp % count == 0), default=1)
 
 
 def state_space_widths(
     data: dict[str, Any], config: PreTrainedConfig, widths: Mapping[int, int], hidden: int | None, tp: int, cp: int = 1
 ) -> None:
-    """Choose head count and head dim, in place: their product, the inner width, stands to the hidden size as it did.
+    """Choose head count and head dim, in place: their product, the inner width, keeps its relation to the hidden size.
 
     Args:
         data: the fields made small, with the count that is wanted.
@@ -84,6 +84,6 @@ def state_space_widths(
 
 
 def _other_width(heads: int, others: Collection[int], hidden: int, *, larger: bool) -> int:
-    """A multiple of the heads that is no other width, and on the same side of the hidden size if a small one is."""
+    """A multiple of the heads that equals no other width, and on the same side of the hidden size if a small one is."""
     dims = [d for d in (*range(8, 68, 4), 4, 2, 1) if heads * d not in others]
     return heads * next((d for d in dims if (heads * d > hidden) == larger), dims[0])

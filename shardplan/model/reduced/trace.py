@@ -82,7 +82,7 @@ class Trace:
         parts: operation -> operand -> whether the operand contributes to the result, for those that were requested.
         parameters: value -> full name, of those that are parameters; `later`: of what they are once the forward has changed them.
         at: place -> event.
-        kept: values that code read as numbers, or kept behind the run (in an attribute), beside its results.
+        kept: values that code read as numbers, or kept after the run (in an attribute), besides its results.
         written: the parameters that the run changed, by full name.
     """
 

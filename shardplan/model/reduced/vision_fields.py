@@ -25,8 +25,8 @@ def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
     Args:
         data: the fields made small; changed.
         config: the original.
-        alone: it is no part of another. An odd side becomes 3 x 3 patches then, as the number of all positions, those that are no
-            patch among them, is to have its relation to tp: all odd squares are one more than a multiple of eight.
+        alone: it is no part of another. Then an odd side becomes 3 x 3 patches, so that the number of all positions, also those
+            that are no patch, keeps its relation to tp: every odd square is one more than a multiple of eight.
     """
     sides: dict[int, int] = {}
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
@@ -62,7 +62,7 @@ def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
 
 
 def read_layers(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """The numbers of a tower's layers that are read become those that they have in the reduced model, in place."""
+    """The numbers of the tower layers that are read become their numbers in the reduced model, in place."""
     vision = next((v for part in parts(config) if (v := getattr(part, "vision_config", None)) is not None), None)
     if vision is not None:
         _renumbered(data, config, tower_layers(vision, config).layers)
@@ -121,7 +121,7 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _convolved(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """The width behind the last convolutions of a pyramid stays theirs."""
+    """The width after the last convolutions of a pyramid stays theirs."""
     channels, factors = getattr(config, "base_channels", None), getattr(config, "channel_multiplier", None)
     if is_size(channels) and factors and getattr(config, "hidden_size", None) == channels * factors[-1]:
         data["hidden_size"] = data["base_channels"] * factors[-1]

@@ -25,7 +25,7 @@ def randomise(model: nn.Module, seed: int) -> None:
     in), so that attention and routing are not uniform; they depend on the seed and the parameters' names alone. About half of
     the rows of a table with `max_norm` are longer than that.
     Everything else keeps its own initial value plus a little noise: a weight of exactly one or a bias of zero
-    would hide wrong gradients behind symmetric ones.
+    would mask wrong gradients with symmetric ones.
     """
     done: set[int] = set()
     for owner_name, owner in model.named_modules():
@@ -48,8 +48,8 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def fill_zero_buffers(model: nn.Module, seed: int) -> None:
-    """Fills each buffer that is zero throughout and would hide a wrong value behind it, in place: floating-point ones (a gate
-    of zero) with small positive numbers, tables of experts with different experts in each row. The result depends on the
+    """Fills, in place, each buffer that is zero throughout and would mask a wrong value: floating-point ones (a gate of
+    zero) with small positive numbers, tables of experts with different experts in each row. The result depends on the
     seed and the buffers' names alone."""
     for owner_name, owner in model.named_modules():
         experts = next((v for n, v in vars(owner).items() if role(n) == "experts" and type(v) is int), 0)
@@ -89,8 +89,8 @@ def without_noise(model: nn.Module) -> None:
 
 
 def writes_to(model: nn.Module) -> Callable[[], frozenset[str]]:
-    """What says later which parameters have other values than now, by full name; of a DTensor it looks at this rank's part. Values
-    are compared: a write through `.data` leaves no trace in a version counter."""
+    """A function that says later which parameters have other values than now, by full name; of a DTensor it reads this
+    rank's part. It compares values: a write through `.data` leaves no trace in a version counter."""
     before = {name: part.clone() for name, part in _local_parameters(model)}
 
     def written() -> frozenset[str]:
