@@ -51,8 +51,8 @@ class NoSection:
 
 @reduced_runs()
 def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
-    """The rules for the axis cp: the sequence is split where sequence parallelism splits it, and whole where that gathers it for a module
-    that is not token-wise, with a share of the heads where the rules for tp below it say which; what is right the runs show.
+    """The rules for the axis cp. The sequence is split where sequence parallelism splits it. It is whole where that gathers it for a
+    module that is not token-wise, with a share of the heads where the tp rules below say which. Runs show what is right.
 
     Args:
         plan: a plan for the model, without errors.
@@ -94,7 +94,8 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
 
     if findings := wrong(_outermost(rules)):
-        # What does not scatter its result only reads all tokens; what adds to it what the block hands it besides has its own of both.
+        # A module that does not scatter its result only reads all tokens. One that adds another argument of the block to it has its
+        # own tokens of both.
         leaves = {name for name, one in crossings.items() if V(SEQ) in one.output_destinations}
         reads = {name for name in rules if not any(name in (other, *ancestors(other)) for other in leaves)}
         reading = _with_style(rules, READ, reads)
@@ -125,8 +126,8 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
 
 
 def _handed_out(layouts: ModelLayouts) -> dict[str, Rule]:
-    """The outermost modules in blocks of which code outside of all blocks reads a result in every layer where routers hand theirs out (an
-    auxiliary loss, a recorder's hooks): as token-wise modules whose results are read outside."""
+    """The outermost modules in blocks with a result that code outside of all blocks reads in every layer where routers
+    return theirs (an auxiliary loss, a recorder's hooks): as token-wise modules whose results are read outside."""
     tree, found = layouts.tree, dict[str, set[str]]()
     for bench in benches_with_routers(layouts)[len(layouts.benches) :]:
         events = bench.reference.events
@@ -156,8 +157,8 @@ def _with_style(rules: Mapping[str, Rule], style: str, names: Container[str] | N
 
 
 def _by_parts(rules: Mapping[str, Rule], over_tp: ResolvedPlan) -> dict[str, Rule]:
-    """The rules with each part of a block that tp splits as one that mixes tokens, in the place of what is gathered inside of blocks: behind a
-    norm for several parts, whose results tp scatters, or for one matrix, which works token by token."""
+    """The rules with each part of a block that tp splits as one that mixes tokens. It replaces what is gathered inside of blocks: after a norm
+    for several parts, whose results tp scatters, or for one matrix, which works token by token."""
     tree = over_tp.tree
     kept = {name: rule for name, rule in rules.items() if rule.style not in (LEAVE, READ) or part(name) is None}
     split = (tree.owner(name) if a.is_parameter else name for name, a in over_tp.assignments.items())
@@ -179,7 +180,7 @@ _TOKEN_WISE = replace(
 
 
 def _rule(crossing: Boundary, rule: Rule) -> Rule | None:
-    """What a rule for sequence parallelism is over cp, whatever it does with features."""
+    """The cp rule for a rule of sequence parallelism, whatever that does with features."""
     inputs, output = crossing.inputs, crossing.output
     split = V(SEQ)
     if any(one.destination == split and split not in one.sources for one in inputs):

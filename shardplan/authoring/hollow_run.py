@@ -18,8 +18,8 @@ from shardplan.torchlib.hollow import Hollow
 
 
 def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) -> bool:
-    """Whether the code of these modules asks their arguments for a shape, and leaves their values to the projections below, which read
-    nothing but these and values that have all tokens; tried on one rank, which has all tokens.
+    """Whether the code of these modules reads only the shapes of their arguments, and leaves the values to the projections below,
+    which read nothing but these and values that have all tokens. It is tried on one rank, which has all tokens.
 
     Args:
         programs: of the rules for cp.
@@ -51,7 +51,7 @@ def changed_argument(
 
 
 class _Run:
-    """What is read in the place of arguments; the length of the sequence is that of the last hollow one."""
+    """The values that replace arguments; the length of the sequence is that of the last hollow one."""
 
     length = 0
 

@@ -27,11 +27,11 @@ RANKS = 2
 
 
 def losses_are_shares(bench: Workbench, exits: Mapping[str, Rule]) -> bool:
-    """Whether a model whose head reads a part of the tokens, with labels that were shifted before they were cut, has the loss of this part:
-    the mean of all ranks' losses is the loss of the whole. Tried with parts that have different numbers of labels.
+    """Whether a model whose head reads a part of the tokens, with labels that were shifted before they were cut, computes the loss of this
+    part: the mean of all ranks' losses is the whole loss. It is tried with parts that have different numbers of labels.
 
     Args:
-        exits: the rules that would make the sequence whole behind the blocks, by module.
+        exits: the rules that would make the sequence whole after the blocks, by module.
     """
     labels = bench.inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[SEQUENCE] % RANKS:
@@ -62,7 +62,7 @@ def _same(whole: Tensor, parts: list[Tensor | None]) -> bool:
 
 
 def _cut(model: nn.Module, exits: Mapping[str, Rule], rank: int) -> nn.Module:
-    """A copy that has a rank's tokens behind its exits."""
+    """A copy that has a rank's tokens after its exits."""
     model = copied(model)
     for name, rule in exits.items():
         module, crossing = model.get_submodule(name), boundary(rule).on(Axis.CP)

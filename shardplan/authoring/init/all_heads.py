@@ -17,8 +17,8 @@ KNOWN = ("num_attention_heads", "num_key_value_heads")  # the likeliest names fo
 
 
 def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleTree) -> Iterator[Draft]:
-    """Drafts in which a module reads its share of all that has a place for each of as many heads as one of its numbers counts, or, where
-    none does, as something that it is given or keeps has places.
+    """Drafts in which a module reads its share of all that has a place for each head. How many heads there are, one of
+    its numbers says or, where none does, the places of an argument or buffer.
 
     Args:
         flow: of the reduced model.
@@ -48,7 +48,7 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
 
 
 def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
-    """Those of a call's arguments behind the first; of numbers and masks, not of positions."""
+    """The shapes of a call's arguments after the first: of numbers and masks, not of positions."""
     given = list(zip(called.names, (flow.run.values[number] for number in called.inputs), strict=True))[1:]
     return {n: tuple(value.shape) for n, value in given if value.is_floating_point() or value.dtype == torch.bool}
 
@@ -56,7 +56,7 @@ def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
 def _with_heads(
     shapes: Mapping[str, tuple[int, ...]], heads: int, batch: int, words: str | None
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """The shares of arguments that have a dim for the heads, or for those of each sequence of the batch."""
+    """The shares of arguments that have a dim for the heads, or for the heads of each sequence of the batch."""
     for name, shape in shapes.items():
         if heads in shape:
             yield {name: {"dim": shape.index(heads)}}

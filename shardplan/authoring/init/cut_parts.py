@@ -18,15 +18,15 @@ TP = 2  # the size for which the reduced model is made; what is cut does not dep
 
 
 def cut_parts(found: FoundModel, patterns: Iterable[str]) -> dict[str, int | list[str]]:
-    """Pattern -> into how many parts, or into parts of which sizes, the model's code cuts the output of its modules: what `packed` of a
-    rule says. Those whose output is not cut are left out.
+    """Pattern -> the number of parts, or their sizes, that the model's code cuts the output of its modules into: a
+    rule's `packed`. Modules whose output is not cut are left out.
 
     Args:
         found: what `Model.find` returned.
     """
     try:
         bench = ModelLayouts(found, TP).benches[0]
-    except PlanError:  # without a run nothing is known of cuts; validating a plan says what stands against it
+    except PlanError:  # without a run nothing is known of cuts; validating a plan says what prevents it
         return {}
     flow, parts = Flow(bench.reference, bench.tree), {}
     for pattern in patterns:

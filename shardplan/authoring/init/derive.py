@@ -54,10 +54,10 @@ class Derived:
     """A plan that was found.
 
     Args:
-        draft: the rules; the layout check has no reason to them.
+        draft: the rules, which pass the layout check.
         tree: the reduced model that they were tried on.
         whole: what could not be split.
-        gathered: what could not be split through: matrices that are split, and gathered behind one another.
+        gathered: what could not be split through: its matrices are split, and gathered one after the other.
         tries: how many runs of drafts it took.
         no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
         no_experts: the reason against expert parallelism, likewise.
@@ -201,7 +201,7 @@ def _is_right(board: Board, draft: Draft) -> bool:
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
-    """The draft with a rule for what stays whole beside what is split, so that a reader sees that it is meant."""
+    """The draft with a rule for each module that stays whole next to split ones, so that a reader sees that it is meant."""
     plan = draft.plan()
     if plan is None or not draft.tensor_parallel:
         return draft
@@ -211,7 +211,7 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
 
 
 def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden:
-    """The draft with the rules of a group too, or what is against that."""
+    """The draft with the rules of a group too, or what forbids them."""
     if solved.draft is None:
         assert solved.forbidden is not None
         return solved.forbidden
@@ -220,8 +220,8 @@ def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden
 
 
 def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:
-    """With the input in front that runs all modules which the first runs, and more of the same blocks: cross-attention runs where a decoder
-    is given an encoder's states."""
+    """The inputs, first the one that runs all modules of the first one and more of the same blocks: cross-attention
+    runs where a decoder is given an encoder's states."""
     first, *others = ({e.module for e in bench.reference.events if e.kind == "op"} for bench in benches)
     blocks = set(map(block, first))
     for number, ran in enumerate(others, 1):
@@ -300,8 +300,8 @@ def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
 
 
 def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
-    """Parts of blocks with a matrix that moves what it reads itself, which a block input around the part may do as well: it is
-    where the sequence is gathered, and where a reader looks for it."""
+    """Parts of blocks with a matrix that moves its own input. A block input around the part may do so as well: the
+    sequence is gathered there, and a reader looks for it there."""
     found: dict[str, None] = {}
     for name in board.tree.modules:
         around_it = part(name)

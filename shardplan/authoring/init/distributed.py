@@ -19,7 +19,7 @@ WITHOUT: Rules = {}
 
 
 def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
-    """The draft with a section that the layout check has no reason to, with the overlay of the sequence and without; else the
+    """The draft with a section that passes the layout check, with the overlay of the sequence and without; else the
     first candidate's reason.
 
     Args:
@@ -107,8 +107,8 @@ class Distribution:
         return {"expert_parallel": {**sums, **rules}, "expert_parallel.sequence_parallel": sequence}
 
     def _apart(self, rules: Rules) -> Rules:
-        """The norm that gathers the sequence for the block and other parts does not, and the other parts do: tokens are sent from
-        their slices."""
+        """The norm no longer gathers the sequence for the block and other parts; the other parts gather it themselves:
+        tokens are sent from their slices."""
         found: dict[str, Options] = {}
         for norm, parts in self.draft.together.items():
             gathers = (self.draft.sequence_parallel or {}).get(norm, {}).get("output") == "gather"
@@ -129,7 +129,7 @@ class Distribution:
         return {pattern: {"style": NONE} if everywhere else {"style": NONE, "having": child}}
 
     def _token_wise(self) -> Rules:
-        """Modules beside the experts whose gradients are partial sums where the experts are split."""
+        """Modules next to the experts whose gradients are partial sums where the experts are split."""
         patterns = {self.tree.pattern(name) for name in self.tree.modules if name.startswith(f"{self.block}.")}
         return {
             pattern: {"style": "token_wise", **{k: v for k, v in options.items() if k == "read_outside"}}

@@ -120,7 +120,7 @@ def partial_gradients(pattern: str, module: ModuleInfo) -> Rules:
 
 
 def alternative(pattern: str) -> str:
-    """Another pattern for the same modules: its rule replaces that of the plain one for some of them, and stands behind it."""
+    """Another pattern for the same modules: its rule replaces that of the plain one for some of them, and comes after it."""
     around, _, last = pattern.rpartition(".")
     return f"{around}.{{{last}}}"
 

@@ -1,4 +1,4 @@
-"""Where the sequence is split in front of the blocks of a list, and gathered behind them."""
+"""Where the sequence is split before the blocks of a list, and gathered after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .flow import Flow, Product
 
 MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
 GATHERS: Options = {"style": "gather_seq_input"}
-GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # behind a module that works on slices
+GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # after a module that works on slices
 COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
 
 
@@ -78,7 +78,7 @@ class Ends:
 
     @property
     def pairs(self) -> Iterator[tuple[Rules, Rules]]:
-        """Rules in front and behind that may go together, those that communicate least first."""
+        """Rules before and after the blocks that may go together, those that communicate least first."""
         for leave in self.exits:
             for enter in self.entrances:
                 yield enter, leave
@@ -88,7 +88,7 @@ class Ends:
 
     @property
     def entrances(self) -> Iterator[Rules]:
-        """From sums, which a norm behind them splits, or the first block does; or from whole values."""
+        """Rules before the blocks: a norm or the first block splits partial sums, or the first block splits whole values."""
         first: Rules = {self.first: {"style": "split_seq_input"}}
         if self.partial:
             norm = self._norm_in_front
@@ -100,7 +100,7 @@ class Ends:
 
     @property
     def _norm_in_front(self) -> str | None:
-        """The norm that gives what the first block reads, with nothing but operations on single values between."""
+        """The norm whose result the first block reads, with only element-wise operations between."""
         number = self._stream
         while number is not None and (made := self.flow.producers.get(number)) is not None:
             module = self.tree.modules.get(made.module)
@@ -112,7 +112,7 @@ class Ends:
 
     @cached_property
     def partial(self) -> Rules:
-        """Look-ups in front of the blocks that stay partial sums until they are split."""
+        """Look-ups before the blocks that stay partial sums until they are split."""
         split = {p for p, o in self.draft.tensor_parallel.items() if o["style"] == "embedding_rowwise"}
         if not split:
             return {}
@@ -136,7 +136,7 @@ class Ends:
 
     @property
     def exits(self) -> Iterator[Rules]:
-        """By what is behind the blocks, or as what a module around them returns."""
+        """Rules after the blocks: for the module that follows them, or for the output of a module around them."""
         behind = self._behind
         if behind:
             yield self._exit(behind)
@@ -158,7 +158,7 @@ class Ends:
 
     @cached_property
     def _behind(self) -> str:
-        """The first module with parameters behind the blocks; empty where there is none."""
+        """The first module with parameters after the blocks; empty where there is none."""
         last = self.order[self.blocks[-1]]
         behind = [
             name
@@ -169,14 +169,14 @@ class Ends:
 
     @property
     def _reader(self) -> str:
-        """The module without parameters that is entered next behind the blocks; empty where there is none."""
+        """The module without parameters that is entered next after the blocks; empty where there is none."""
         behind = self.flow.run.events[self.order[self.blocks[-1]] :]
         name = next((event.module for event in behind if event.kind == "enter"), "")
         below = (m for other, m in self.tree.modules.items() if f"{other}.".startswith(f"{name}."))
         return name if name and self.tree.pattern(name) == name and not any(m.parameters for m in below) else ""
 
     def _exit(self, name: str) -> Rules:
-        """How it gathers the sequence: a norm behind itself, the head in front."""
+        """How a module gathers the sequence: a norm at its output, the head at its input."""
         head = self.draft.tensor_parallel.get(name)
         if head is not None and head["style"] == "colwise_gather_output":
             return {name: {**head, "style": "colwise_seq_gather_output"}}

@@ -80,8 +80,8 @@ def _found(whole: Tensor, features: Tensor, part: Tensor) -> Tensor | None:
 
 
 def _place(features: Tensor | None, width: int) -> tuple[int, int] | None:
-    """The first of the features that a part consists of, and that after the last; None where it has all of them, or they do
-    not stand side by side."""
+    """The first of the features that a part consists of, and that after the last; None where it has all of them, or
+    they are not adjacent."""
     found = None if features is None else features[features != UNKNOWN].unique()
     if found is None or not found.numel():
         return None
@@ -91,7 +91,7 @@ def _place(features: Tensor | None, width: int) -> tuple[int, int] | None:
 
 
 def _lengths(places: set[tuple[int, int]], width: int) -> tuple[int, ...]:
-    """The lengths of parts that stand one after the other; none where they do not make up the whole."""
+    """The lengths of adjacent parts; none where they do not make up the whole."""
     ends: dict[int, int] = {}
     for first, end in places:
         ends[first] = max(end, ends.get(first, 0))

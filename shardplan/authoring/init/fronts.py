@@ -1,4 +1,4 @@
-"""One block input in front of a part in place of several inside it, where less is reduced there."""
+"""One block input before a part in place of several inside it, where it reduces less."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .parts import features
 
 
 def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
-    """The draft with a block input in front of each part that reduces the gradients of several values inside, which together are
-    wider than what the part reads: of whole matrices in between the gradients are partial sums then.
+    """The draft with a block input before each part that reduces the gradients of several values inside, which together
+    are wider than the part's input. The gradients of whole matrices in between are then partial sums.
 
-    So latent attention keeps its block inputs behind the latents, unless something else reads the hidden state too, or they are
-    wider than it.
+    So latent attention keeps its block inputs after the latents, unless something else reads the hidden state too, or
+    they are wider than it.
 
     Args:
         flow: the unsharded run.

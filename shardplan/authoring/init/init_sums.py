@@ -12,7 +12,7 @@ from .draft import Board, Draft, Options
 
 
 def with_sums(board: Board, draft: Draft) -> Draft:
-    """The draft with the sums that the layout check sees, where it has no reason to them."""
+    """The draft with the sums that the layout check sees, where they pass the check."""
     whole = _declared(board, draft, overlay=False)
     if not draft.tensor_parallel:
         return draft

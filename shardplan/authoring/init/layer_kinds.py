@@ -1,4 +1,4 @@
-"""Layers with a state beside layers of another kind, under one name: each kind has rules of its own while a plan is found."""
+"""Layers with a state and layers of another kind under one name: each kind has its own rules while a plan is searched."""
 
 from __future__ import annotations
 

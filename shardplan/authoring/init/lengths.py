@@ -1,5 +1,5 @@
-"""What the parts of a packed matrix are called: expressions over the numbers of a configuration that hold for the reduced model and for
-the model itself."""
+"""The lengths of a packed matrix's parts: expressions over the numbers of a configuration that hold for the reduced
+model and for the model itself."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ GATHERING = ("gather_seq_input", "colwise_seq")
 
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
-    """The draft with a sequence-parallel section that the layout check has no reason to; else its reason."""
+    """The draft with a sequence-parallel section that passes the layout check; else the check's reason."""
     reasons = []
     for listing in lists_of_blocks(board, flow, draft):
         found = _with_list(board, flow, draft, listing)
@@ -82,9 +82,9 @@ def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | 
 
 
 def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
-    """The draft with those parts of blocks that do not fit between slices of the sequence gathered in front and split
-    behind, and inside as without sequence parallelism, and with values gathered that a block's own code combines with whole
-    ones; None where that does not suffice."""
+    """The draft with the sequence gathered before and split after those parts of blocks that do not fit between slices
+    of it. Inside they are as without sequence parallelism. Values that a block's own code combines with whole ones are
+    gathered too. None where that does not suffice."""
     for _ in range(MOST_WHOLE):
         assert draft.sequence_parallel is not None  # it is the draft of an overlay
         proof = board.proof(draft, overlay=True)
@@ -117,8 +117,8 @@ def gathered_around(board: Board, draft: Draft, found: str) -> Rules | None:
 
 
 def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None:
-    """Rules for the code of a block that combines what a module gives with values of all of the sequence (vectors of each token for
-    each layer): gathered behind that module, split in front of the next one."""
+    """Rules for the code of a block that combines a module's result with values of the whole sequence (vectors of each
+    token for each layer): the sequence is gathered after that module, and split before the next one."""
     if finding.kind != "crash" or not element(finding.module):
         return None
     inside = [n for one in finding.operands for n in one.origins if n.startswith(f"{finding.module}.")]
@@ -136,7 +136,7 @@ def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None
 
 
 def reads(style: str) -> bool:
-    """Whether a style is for what reads the values in front of a split part."""
+    """Whether a style is for the module that reads the values before a split part."""
     return R in STYLES[style].input_sources
 
 
@@ -195,8 +195,8 @@ class Overlay:
 
     @cached_property
     def together(self) -> Mapping[str, Rules]:
-        """Norms that several split parts of a block read -> the rules of the norm and of these, of which each gathers the sequence
-        itself."""
+        """Norms that several split parts of a block read -> the rules of the norm and of these parts; each part gathers
+        the sequence itself."""
         found: dict[str, Rules] = {}
         for name in self.ends.blocks:
             parts = self.tree.children[name]
@@ -290,8 +290,8 @@ class Overlay:
         return rules
 
     def _arguments(self, rule: str, options: Options) -> Options:
-        """The option for further arguments of a block input: what is the same value as the first (keys and values of attention to
-        itself) is gathered as that is, what comes from another sequence is whole."""
+        """The option for further arguments of a block input: an argument that is the same value as the first (keys and
+        values of self-attention) is gathered like it; one from another sequence is whole."""
         if "arguments" not in options:
             return {}
         event = self.flow.entries(rule)[0]
@@ -305,7 +305,7 @@ class Overlay:
         }
 
     def _between(self, child: str, inside: Rules) -> Rules:
-        """Norms of a split part that stand beside the block inputs inside it, or behind its last matrix."""
+        """Norms of a split part that are outside of the block inputs inside it, or after its last matrix."""
         block_inputs = [rule for rule, options in inside.items() if options["style"] == BLOCK_INPUT]
         found = (
             (self.tree.pattern(name), module)
@@ -321,7 +321,7 @@ class Overlay:
         }
 
     def _reads_split(self, child: str, inside: Rules) -> bool:
-        """Whether a part begins with a matrix that ends what another part has split: what it reads is no slice of the sequence."""
+        """Whether a part begins with the row-wise matrix for what another part has split: its input is no slice of the sequence."""
         event = self.flow.entries(self.tree.pattern(child))[:1]
         read = {number for one in event for number in one.inputs[:1]}
         made = (

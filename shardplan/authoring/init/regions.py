@@ -78,8 +78,8 @@ def _container(flow: Flow, region: Region) -> str | None:
 def regions(flow: Flow) -> Sequence[Region]:
     """The regions of a model, in the order of the run, those of equal blocks once.
 
-    Within a block, a product all of whose operands come from other products of the block ends a region, which begins with
-    these. A value that comes from another block is the residual stream's. A model without lists of blocks is one.
+    Within a block, a product whose operands all come from other products of the block ends a region. The region begins
+    with these. A value that comes from another block is the residual stream's. A model without lists of blocks is one.
     """
     found: dict[Region, None] = {}
     taken: set[str] = set()
@@ -93,7 +93,7 @@ def regions(flow: Flow) -> Sequence[Region]:
         if any(block(other.module) != home or other.name == product.name for other in feeding):
             continue
         if listed and home == product.module and not element(home):
-            continue  # beside the blocks: what transforms the last hidden state in front of the head
+            continue  # outside of the blocks: a transform of the last hidden state before the head
         region = _region(flow, product, sorted(feeding, key=products.index))
         taken.update(region.columns)
         found[region] = None

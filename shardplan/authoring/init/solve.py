@@ -22,8 +22,8 @@ from .states import States
 from .ways import Ways
 
 MOST_DIVIDED = 5  # attributes in one group
-# Of the parameters of its blocks: a smaller group stays whole. To split it costs a step as many collectives in each block as an MLP,
-# which last as long for an indexer or a router's matrices as for wide ones, and saves a rank no more memory than this.
+# The share of its blocks' parameters below which a group stays whole. Splitting it costs a step as many collectives in each block as
+# an MLP, which take as long for an indexer's or router's matrices as for wide ones, and saves a rank no more memory than this.
 LEAST = 0.005
 
 
@@ -50,7 +50,7 @@ class Solved:
 
     Args:
         draft: its rules; None where there are none.
-        forbidden: what is against splitting it through; with a draft: its results are gathered.
+        forbidden: what forbids splitting it through; with a draft: its results are gathered.
         reached: how far the draft that is forbidden gets.
     """
 
@@ -118,7 +118,7 @@ class Solver:
         if not scored:
             return Solved(None, forbidden(self.board, first))
         furthest = max(score for score, _ in scored)
-        # A way that is not meant may get further by chance, as heads cut in halves have the shapes of half the heads.
+        # A wrong way may get further by chance: heads cut in halves have the shapes of half the heads.
         worth = [draft for score, draft in scored if score == furthest]
         tried: list[Solved] = []
         for draft in (*worth, *(() if first in worth else (first,))):
@@ -137,7 +137,7 @@ class Solver:
         return Solved(fixed, forbidden(self.board, draft) if fixed is None else None, reached)
 
     def _share(self, group: Group) -> float:
-        """How much of the model's own blocks a group is, those in which it stands together."""
+        """A group's share of the parameters of those of the model's own blocks that contain all of it."""
         patterns = {*group.columns, *group.rows}
         sizes = {name: parameter.numel for name, (_, parameter) in self.tree.parameters.items()}
         own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
@@ -149,8 +149,8 @@ class Solver:
         return None if proof is None else _score(proof)
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
-        """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes
-        both."""
+        """The draft with the attributes divided and the vectors split that get it further, one by one, or two where it
+        takes both."""
         for _ in range(MOST_DIVIDED):
             found = (
                 self._best(self._further(group, draft), score)
@@ -224,9 +224,9 @@ class Solver:
         return draft.with_rules({module: {"style": "local_params"}}) if rule.get("style") == "replicate" else draft
 
     def _vectors(self, group: Group, wrong: Mapping[str, None]) -> Mapping[str, str]:
-        """Parameters that the group's modules own themselves, and that are no matrices of it -> their modules, both as
-        patterns: one number per head, biases of experts, and of matrices by which another module multiplies; the weights of a norm only of
-        that which is wrong."""
+        """Parameters that the group's modules own and that are not its matrices -> their modules, both as patterns: one
+        number per head, biases of experts, and of matrices that another module multiplies by; weights only of the norm
+        that is wrong."""
         pattern, modules, matrices = self.board.tree.pattern, self._modules(group), (*group.columns, *group.rows)
 
         def own(owner: ModuleInfo) -> bool:

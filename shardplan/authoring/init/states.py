@@ -106,7 +106,7 @@ class States:
         return not hard, min((finding.at for finding in hard), default=0), -len(hard)
 
     def _with_fewer(self, choice: Choice, score: tuple[bool, int, int]) -> Draft:
-        """The draft without those divided attributes that it gets further without: other numbers may have the same value."""
+        """The draft without the divided attributes whose removal gets it further: other numbers may have the same value."""
         draft, without = self._draft(choice), frozenset[str]()
         for _ in range(MOST_REMOVED):
             numbers = divided(draft.tensor_parallel[self._pattern(self.home)])
@@ -127,7 +127,7 @@ class States:
         yield from product(*columns, *channels, *norms, list(self._summed()))
 
     def _summed(self) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
-        """The last matrices: each reduces its result, or, where the module's code reads the bias of one, the module does behind it."""
+        """The last matrices: each reduces its result, or, where the module's code reads the bias of one, the module reduces it afterwards."""
         yield {self._pattern(one.name): {"style": "rowwise"} for one in self.rows}, ()
         modules = [self.board.tree.modules.get(one.name) for one in self.rows]
         if any(one is not None and one.parameter("bias") for one in modules):
@@ -158,12 +158,12 @@ class States:
         return self.board.tree.pattern(name)
 
     def _ruled(self, column: Product) -> str:
-        """What the rule of a matrix is for: the module that does nothing else, also where code multiplies by its weight itself."""
+        """The name that the rule of a matrix is for: the module that does nothing else, also where code multiplies by its weight itself."""
         owner = self.board.tree.parameters[column.name][0] if column.name in self.board.tree.parameters else None
         return self._pattern(owner.name if owner is not None and owner.kind == "linear" else column.name)
 
     def _split(self, column: Product) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
-        """The rule of a matrix, and its parts. One that reads what another one gives sums it up; the next reads it whole."""
+        """The rule of a matrix, and its parts. A matrix that reads another one's result sums it up; the next reads it whole."""
         pattern = self._ruled(column)
         if self._depth(column) % 2:
             yield {pattern: {"style": "rowwise_with_grad_allreduce"}}, ()
@@ -177,7 +177,7 @@ class States:
             yield {pattern: {"style": "colwise"}}, ()
 
     def _depth(self, column: Product) -> int:
-        """How many matrices of the group stand in front of a matrix, one behind the other."""
+        """How many matrices of the group come before a matrix, one after the other."""
         before = [one for one in self.columns if one in self.flow.feeding(column)[0] and one != column]
         return 1 + max(map(self._depth, before)) if before else 0
 
@@ -194,7 +194,7 @@ class States:
             yield {pattern: {"style": "packed_depthwise", **options}}, sized
 
     def _packed(self, parts: Sequence[Part], size: int, of: str) -> Iterator[tuple[Options, tuple[Sized, ...]]]:
-        """The options that say how a matrix is packed, and its parts; of one part its heads."""
+        """The options that say how a matrix is packed, and its parts; for a single part, its heads."""
         for sized in self.lengths.parts(parts, size, of):
             heads = [one.heads.words for one in sized if one.heads is not None]
             counted: dict[str, Any] = (
@@ -246,7 +246,7 @@ class States:
         return rows | {module.parameters[0].shape[0] for module in self.convolutions}
 
     def _normed(self, module: ModuleInfo) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
-        """What a norm in front of the last matrix may do with features that are split."""
+        """The rules that a norm before the last matrix may have for features that are split."""
         width = module.parameters[0].shape[-1]
         full = self._full(module)
         if width in self._widths and full is not None:

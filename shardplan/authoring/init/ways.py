@@ -45,7 +45,7 @@ class Ways:
                 container: Options = {"style": BLOCK_INPUT, **self._others(group.container)}
                 split = self._split(group, styles, names=self._named)
                 name = self.flow.last_norm(self.flow.entries(group.container)[-1].module)
-                if name is not None:  # the sum is reduced in front of it
+                if name is not None:  # the sum is reduced before it
                     norm = self.board.tree.pattern(name)
                     beside = self._split(group, styles, names=partial(self._named_beside, norm))
                     yield Draft({group.container: container, **beside, norm: {"style": "reduce_input"}})
@@ -55,7 +55,7 @@ class Ways:
         yield from self._stacked(group)
 
     def gathered(self, group: Group) -> Draft:
-        """The matrices split, what is between them computed whole by every rank."""
+        """The matrices are split; every rank computes all of what is between them."""
         gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
         split = self._split(group, gathered, names=self._itself)
         modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
@@ -66,8 +66,8 @@ class Ways:
         return Draft({**unfused, **split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
 
     def narrow(self, group: Group) -> Iterator[Draft]:
-        """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read. Where the block
-        has no module whose input is theirs alone, each of them reduces the gradient of its own."""
+        """The narrower of the first matrices are whole: few key-value heads, which all query heads read. Where the
+        block has no module whose input is theirs alone, each of them reduces the gradient of its own input."""
         widths = [output_features(self.tree, column) for column in group.columns]
         known = [width for width in widths if width is not None]
         if len(known) == len(widths) and len(set(widths)) > 1 and not group.latent and group.container is None:
@@ -84,7 +84,7 @@ class Ways:
                 yield draft.with_rules(rules)
 
     def _named_beside(self, norm: str, pattern: str) -> tuple[str, ...]:
-        """As `_named` for matrices that have a norm of another pattern beside them, or beside a module around them; else as `_itself`."""
+        """As `_named` for matrices that have a norm of another pattern as a sibling, or of a module around them; else as `_itself`."""
         tree, place = self.board.tree, parent(norm)
         around = next((one for one in ancestors(self._product(pattern).name) if self._is(one, place)), None)
         has_norm = around is not None and any(self._is(child, norm) for child in tree.children[around])
@@ -94,7 +94,7 @@ class Ways:
         return self.board.tree.pattern(name) == pattern
 
     def _others(self, container: str) -> Options:
-        """The option that moves the further arguments of a module that have a gradient (keys and values beside queries)."""
+        """The option that moves a module's further arguments that have a gradient (keys and values besides queries)."""
         event = self.flow.entries(container)[0]
         named = zip(event.names, event.outputs, strict=True)
         others = [n for n, number in named if self.flow.run.requires_grad[number]][1:]

@@ -21,7 +21,7 @@ SHARES = "`shares`: what in the model's code counts, or has a place for, what is
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What stands above the rules of a plan file.
+    """The head of a plan file, above its rules.
 
     Args:
         name: of the plan.
@@ -36,7 +36,7 @@ class Heading:
     notes: tuple[str, ...] = ()
 
 
-WRAPPING = {"reshard_after_forward": "all_but_last"}  # of `data_parallel`, beside the units
+WRAPPING = {"reshard_after_forward": "all_but_last"}  # of `data_parallel`, besides the units
 
 
 def plan_text(
@@ -85,7 +85,7 @@ def section_lines(section: str, rules: Rules, tree: ModuleTree | None, written: 
     """One section of a plan file.
 
     Args:
-        written: the comments that stand above; those that are written here are added.
+        written: the comments above it; those that are written here are added.
     """
     parameters = frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
     ordered = in_order(rules, tree) if tree is not None else rules
@@ -131,7 +131,7 @@ def _pattern(tree: ModuleTree, name: str) -> str:
 
 
 def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
-    """Rules that say the same of names that differ in one part as one rule with `{a,b}` there, where the first stood.
+    """Rules that say the same of names that differ in one part as one rule with `{a,b}` there, in the place of the first.
 
     Args:
         parameters: those patterns that are of parameters; a rule names either these or modules.
@@ -163,7 +163,7 @@ def _fold(rows: Mapping[tuple[str, ...], int], position: int) -> dict[tuple[str,
 
 
 def braced(words: Sequence[str]) -> str:
-    """`{q,k,v}_proj` for q_proj, k_proj and v_proj: what they share at an underscore, or before a number, stands once."""
+    """`{q,k,v}_proj` for q_proj, k_proj and v_proj: what they share at an underscore, or before a number, is written once."""
     if len(words) == 1 or any("{" in word for word in words):
         return words[0] if len(words) == 1 else f"{{{','.join(words)}}}"
     head, tail = os.path.commonprefix(words), os.path.commonprefix([word[::-1] for word in words])[::-1]

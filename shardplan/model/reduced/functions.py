@@ -1,4 +1,4 @@
-"""Calls that torch's function modes do not see as one: autograd.Function, torch.vmap, scripted functions."""
+"""Calls that torch's function modes do not see as one call: autograd.Function, torch.vmap, scripted functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a live model has in addition to its class and configuration: forwards set on instances, hooks, replaced classes, changed
 attributes, added modules and parameters.
 
-A comparison with a model on the meta device that class and configuration alone build finds it.
+It is found by comparing it with a model on the meta device that is built from class and configuration alone.
 """
 
 from __future__ import annotations
