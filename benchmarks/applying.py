@@ -1,4 +1,4 @@
-"""What applying costs beside torch's own calls: `python -m benchmarks.applying [--layers N] [--repeats N]`."""
+"""What applying costs besides torch's own calls: `python -m benchmarks.applying [--layers N] [--repeats N]`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def in_turns(commands: Mapping[str, Sequence[str]], repeats: int, *, allowed: Se
     """Run each command once unmeasured, then all of them in turns.
 
     Args:
-        commands: words behind `python`, by name.
+        commands: words after `python`, by name.
         allowed: exit codes that are as they should be.
 
     Raises:

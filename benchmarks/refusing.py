@@ -1,7 +1,7 @@
 """What it takes to refuse a plan: `python -m benchmarks.refusing [--slowest N] [case ...]`.
 
-Each case of tests/cases/err whose layouts are checked is validated in this process, and the slowest are printed: processor
-seconds after imports, of which the search for a change that would fix the plan, and how many changes it tried.
+Each case of tests/cases/err whose layouts are checked is validated in this process, and the slowest are printed:
+processor seconds after imports, the part for searching a change that would fix the plan, and how many changes it tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it costs to look, in front of each forward, whether a model is still the one that was proven: `python -m benchmarks.watching`."""
+"""What it costs to look, before each forward, whether a model is still the one that was proven: `python -m benchmarks.watching`."""
 
 from __future__ import annotations
 

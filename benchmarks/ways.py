@@ -52,7 +52,7 @@ def llama(layers: int, *, vocab_size: int = 1024, num_key_value_heads: int = 8, 
 
 @contextmanager
 def fake_ranks(tp: int, dp: int = 1, device: str = "cpu") -> Iterator[DeviceMesh]:
-    """A mesh of which this process is rank 0: collectives are called, and do nothing."""
+    """A mesh with this process as rank 0: collectives are called, and do nothing."""
     dist.init_process_group("fake", rank=0, world_size=dp * tp, store=FakeStore())
     try:
         yield init_device_mesh(device, (dp, tp), mesh_dim_names=("dp_shard", "tp"))

@@ -55,7 +55,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_model(args: argparse.Namespace) -> torch.nn.Module:
-    """The planned model with weights in float32, of which layers compute in bfloat16."""
+    """The planned model with weights in float32; its layers compute in bfloat16."""
     config = AutoConfig.from_pretrained(args.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -104,7 +104,7 @@ def parts_of(batch: torch.Tensor, share: int, shares: int, args: argparse.Namesp
 
 
 def name_whole_saves(output: Path) -> None:
-    """What saves that were killed left beside: a state that is whole gets its name, the rest is removed. Called on one rank."""
+    """Clean up after killed saves: a state that is whole gets its name, the rest is removed. Called on one rank."""
     for hidden in output.glob(".step-*.saves"):
         clear(output / hidden.name.removeprefix(".").removesuffix(".saves"))
 

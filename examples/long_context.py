@@ -52,11 +52,11 @@ def make_model() -> torch.nn.Module:
 
 
 def packed(text: bytes, seq_len: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Rows of documents, one behind the other, again and again: a document that ends a row is cut there.
+    """Rows of documents, one after the other, again and again: a document that ends a row is cut there.
 
     Returns:
-        Of each row [1, seq_len]: ids, positions that begin anew with each document, by which the model masks the others, and labels,
-        of which the first of a document does not count: no token of its document comes before it.
+        For each row [1, seq_len]: ids; positions that begin anew with each document, by which the model masks the
+        others; labels. A document's first label does not count: no token of its document comes before it.
     """
     documents = [torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in text.split(b"\n\n") if part]
     row: list[torch.Tensor] = []

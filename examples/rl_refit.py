@@ -1,4 +1,4 @@
-"""Reinforcement learning with an inference engine beside the trained model: sample, score, step, and hand the new weights over.
+"""Reinforcement learning with an inference engine next to the trained model: sample, score, step, and hand the new weights over.
 
     torchrun --nproc-per-node 4 examples/rl_refit.py --tp 2
 

@@ -26,7 +26,7 @@ def _outside(source: str, target: str) -> str | None:
 
 
 def _page(path: str) -> str:
-    """Where the page of a file of the project stands in the site."""
+    """The place in the site of the page of a project file."""
     return f"project/{path}" if path.endswith(".md") else f"project/{path}.md"
 
 

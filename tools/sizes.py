@@ -25,7 +25,7 @@ Row = tuple[int, int, str]  # lines, statements, reason of the last rise
 
 
 def parts(root: Path) -> dict[str, list[Path]]:
-    """Part -> its files: the rooms of the package, the folders beside it, and what the package reads as data."""
+    """Part -> its files: the rooms of the package, the folders next to it, and what the package reads as data."""
     package = root / "shardplan"
     found = {f"shardplan/{room.name}": list(room.rglob("*.py")) for room in sorted(package.iterdir())}
     found |= {"shardplan": list(package.glob("*.py"))}

@@ -144,11 +144,11 @@ def apply_plan(
     patch_is_packed_sequence: bool = False,
 ) -> nn.Module | Pipeline:
     """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2; on a mesh
-    with several pp ranks, cut into the stages of a pipeline, each of which is sharded like that.
+    with several pp ranks, cut into the stages of a pipeline, each sharded like that.
 
     The model is changed in place and returned (with the backend ddp, its wrapper). Names of modules and parameters
-    stay. Make the optimizer afterwards. With stages, each rank keeps its own, in the Pipeline that is returned: what belongs to
-    other ranks is never given memory, sent or moved, and nothing is left in the model that was given. The plan is compiled and
+    stay. Make the optimizer afterwards. With stages, each rank keeps its own in the returned Pipeline: parts of other
+    ranks never get memory and are never sent or moved, and nothing is left in the given model. The plan is compiled and
     proven for the whole model; its section `pipeline_parallel` says what the repeated blocks are.
 
     Args:
@@ -167,8 +167,8 @@ def apply_plan(
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: compare the tensor arguments over tp and cp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
             the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); once
-            the weights of replicas; and under FSDP2, at each forward of a model that takes several kinds of inputs (images beside text),
-            which of them the ranks were given (RuntimeError before it runs).
+            the weights of replicas; and under FSDP2, at each forward of a model that takes several kinds of inputs
+            (images and text), which of them the ranks were given (RuntimeError before it runs).
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
         autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
         patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,

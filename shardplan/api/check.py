@@ -53,8 +53,8 @@ def validate(
     """Check a plan against a model, without touching it; every finding at once. The last stage proves it: two training steps
     of the reduced model on simulated ranks, against the same steps unsharded.
 
-    What needs no torch is checked first: errors in the plan itself, and for a checkpoint's folder what its names and
-    sizes alone decide. Where there are such errors, torch is not imported and the model not built (`Report.stages`).
+    Checks that need no torch come first: errors in the plan itself, and for a checkpoint's folder what its names and
+    sizes alone decide. Where they find errors, torch is not imported and the model not built (`Report.stages`).
 
     Args:
         model: a module on any device, a transformers configuration, a word as on the command line (a folder or config.json, a
@@ -73,11 +73,11 @@ def validate(
         proof: prove the plan numerically, where the layouts are right; without it the report says "not proven".
         quick: check only the files of a checkpoint's folder, for which neither torch nor the model's code is
             needed. What they do not decide for certain is a warning that says so.
-        allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
-            warning; else it is an error.
+        allow_unproven: report what cannot be proven (a model that cannot be reduced or called, a part that no run
+            reaches) as a warning instead of an error.
         progress: called with what is being done.
-        derive: whether "auto" may derive a plan, and a built-in plan gets rules for cp, where the mesh has several cp ranks; else a model that no
-            built-in plan is for is refused (SP511), and a plan without such rules there (SP372).
+        derive: whether "auto" may derive a plan, and whether a built-in plan gets derived rules for cp where the mesh has several cp ranks; else
+            a model without a built-in plan is refused (SP511), and so is a plan without such rules there (SP372).
 
     Raises:
         ValueError: a mesh size or sequence length that is not a positive integer or above its bound; `quick` for what is no checkpoint's folder
@@ -124,8 +124,8 @@ def verify(
     Args:
         model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks, or several cp ranks and rules for them.
         sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
-        processes: real gloo processes, one for each rank of the mesh, instead of a simulation in this one of smaller meshes that stand
-            for it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
+        processes: real gloo processes, one for each rank of the mesh, instead of simulating, in this process, smaller meshes that
+            represent it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
         schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
         step: a Python file with a training step of your own, `make(model) -> state` and `step(model, batches, state) -> loss`, and for a
             pipeline's own loss `loss_fn(logits, labels)` (`docs/proving-a-step.md`). Where the plan is right, its code is run on gloo processes of the mesh, and on one.
@@ -201,7 +201,7 @@ class _Run:
     def proven_whole(
         self, wanted: tuple[Overlays, ...], sizes: MeshSizes, cut: StagedPlan | None
     ) -> tuple[Overlays, ...]:
-        """The variants of which the whole model is proven, not its stages alone."""
+        """The variants whose whole model is proven, not its stages alone."""
         if sizes.pp == 1:
             return wanted
         if cut is None:
@@ -294,8 +294,8 @@ def _look(report: Report, asked: Check) -> Report:
 
 
 def prove_variants(report: Report, variants: Variants, given: Given, asked: Check) -> tuple[Report, Variants]:
-    """Check the layouts and the pipeline stages of a plan without structural errors, and prove it where they have none; for
-    `verify`, wherever it runs."""
+    """Check the layouts and the pipeline stages of a plan without structural errors, and prove it where these have no
+    errors; for `verify`, wherever it runs."""
     from shardplan.compiler.layout import ModelLayouts
     from shardplan.proof.prove_stages import with_pipeline
     from shardplan.proof.stage import Question, nothing_proven, prove_stage

@@ -45,7 +45,7 @@ def diff_plans(
     Args:
         old, new: as for `validate`; without a model neither "auto" nor "hf".
         model, mesh: as for `validate`. Without a size of tp the smallest above 1 that both plans allow.
-        step: of which the memory and, for a device, the least time is estimated for both plans; None estimates nothing.
+        step: its memory and, for a device, its least time are estimated for both plans; None estimates nothing.
         sequence_parallel: compare with, or without, the overlay; None compares both.
         device: as for `estimate`.
         derive: as for `validate`.
@@ -107,7 +107,7 @@ def _placed(rules: tuple[RuleChange, ...], before: SourceMap, after: SourceMap) 
 
 
 def _read(plan: AnyPlan) -> Plan:
-    """A plan without rules that contradict each other, of which none is what the plan says. Raises PlanError."""
+    """A plan whose rules do not contradict each other: of two that do, neither is what the plan says. Raises PlanError."""
     from shardplan.language import lint_plan
     from shardplan.report.errors import raise_errors
 
@@ -205,7 +205,7 @@ class _Costs:
 
 
 def held(program: Program, sources: SourceMap) -> tuple[int, int]:
-    """How many parameters a rank stores of a model that is split as a program says, and their bytes, before data parallelism."""
+    """The number of parameters that a rank stores under a program, and their bytes, before data parallelism."""
     from shardplan.report.program_text import module_rows
 
     owned = [parameter for row in module_rows(program, sources) for parameter in row.parameters]

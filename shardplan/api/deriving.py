@@ -1,4 +1,4 @@
-"""What is derived for a model: a plan where no built-in one is for it, and the rules for the axis cp of one that has none."""
+"""Derived plans, for models without a built-in one, and derived rules for the axis cp, for plans that have none."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def deriving(
     progress: Callable[[str], None] = lambda text: None,
     share: Share = alone,
 ) -> Derive | None:
-    """What derives a plan for a model, and rules for the axis cp, as `init_plan` does, without proving them: they are checked and proven as
-    any plan afterwards. None where it may not.
+    """A function that derives a plan for a model, and rules for the axis cp, as `init_plan` does, without proving them:
+    they are checked and proven afterwards, as any plan. None where it may not.
 
     Args:
         model: as the user named it.
@@ -173,7 +173,7 @@ def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, sav
 
 
 def _command(model: Model, wanted: Wanted, sizes: MeshSizes) -> str:
-    """What writes the plan to a file: a command line, for a model that the command line can name."""
+    """What to run to write the plan to a file: a command line, for a model that a command line can name."""
     sections = [section for section in SECTIONS if wanted[section]] + ["context_parallel"] * (sizes.cp > 1)
     if not isinstance(model.name, str):
         given = [f"{name}={name}" for name in ("inputs", "reduced") if getattr(model, name) is not None]

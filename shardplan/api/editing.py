@@ -46,7 +46,7 @@ def text_findings(text: str, file: str, folder: str | None, tree: ModuleTree | N
 
 
 def completions(text: str, line: int, column: int, tree: ModuleTree | None) -> list[str]:
-    """What may be written at a place: names of styles behind a rule's colon, and patterns of the model's modules as a rule's key.
+    """What may be written at a place: names of styles after a rule's colon, and patterns of the model's modules as a rule's key.
 
     Args:
         line, column: from 0.

@@ -89,7 +89,7 @@ class Programs:
         raise last
 
     def program(self, choice: Choice) -> tuple[Compiled, Program]:
-        """The program of a configuration, for its mesh. Of a plan that is given, that for one size of ep is that for another.
+        """The program of a configuration, for its mesh. Of a given plan, the program for one size of ep is that for any other.
 
         Raises:
             PlanError, ValueError: the plan does not allow it.
@@ -118,7 +118,7 @@ class Programs:
         """The parts of the model on one rank of these sizes of tp, ep and cp, for one sequence.
 
         Args:
-            sharded: the logits are split; they change what is outside of the layers, of which one is traced, as nobody reads it.
+            sharded: the logits are split. They change only what is outside of the layers: one layer is traced, as nobody reads it.
 
         Raises:
             PlanError, ValueError: the plan does not allow it; a model without repeated layers.
@@ -186,7 +186,7 @@ def _lowered(compiled: Compiled, *, sharded: bool, regather: bool) -> Program:
 
 
 def checkpointed(program: Program, how: Checkpointing) -> Program:
-    """A program whose blocks are checkpointed, with another way of it."""
+    """A program whose blocks are checkpointed, with another way of checkpointing."""
     resolved = program.resolved
     section = resolved.activation_checkpointing
     if how == "none" or section is None:
@@ -195,7 +195,7 @@ def checkpointed(program: Program, how: Checkpointing) -> Program:
 
 
 def no_experts(error: PlanError) -> bool:
-    """Whether a plan was refused as it distributes none."""
+    """Whether a plan was refused because it distributes no experts."""
     return any(d.code == NO_EXPERTS for d in error.diagnostics)
 
 

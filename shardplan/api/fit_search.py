@@ -29,7 +29,7 @@ class Search:
     rows: sequences of a step on all devices.
     axes: the sizes of axes that are compared; every size of those that it does not have.
     precision: of what is stored.
-    advance: called with the number of parts of the work that are done, and how many there are.
+    advance: called with the number of parts of the work that are done, and the number of all.
     """
 
     def __init__(

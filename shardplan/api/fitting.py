@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TRIES = 3  # how many times as many configurations as are asked for are estimated, until enough of them fit
 FULLEST = 0.95  # of a device's memory
-OF_A_ROW = 3  # what an estimate takes, in parts of the work of which tracing one table is one
+OF_A_ROW = 3  # the work of an estimate; tracing one table is 1
 FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
 
 

@@ -42,8 +42,8 @@ def fix_plan(
 ) -> FixedPlan:
     """A YAML plan with the changes that `validate` proposes, until none of them helps. The file is not written.
 
-    A change is kept only if fewer errors are left, or others that it brought to light. Those that findings about layouts propose were tried
-    on the reduced model and are made together; those of other help lines (a misspelt word, a key that matches nothing) one at a time.
+    A change is kept only if fewer errors are left, or others that it brought to light. Changes that findings about layouts propose were tried on
+    the reduced model and are made together; changes of other help lines (a misspelt word, a key that matches nothing) are made one at a time.
 
     Args:
         model, options: as for `validate`.
@@ -79,7 +79,7 @@ def fix_plan(
 
 
 def _candidates(source: SourceFile, report: Report) -> Iterator[tuple[str, int, bool]]:
-    """(text, number of changes, whether they were tried before) of what may be better."""
+    """(text, number of changes, whether they were tried before) of plans that may be better."""
     from shardplan.language.plan_edits import edit_plan
 
     if report.stages != ("plan",):
@@ -125,7 +125,7 @@ def _better(before: Report, after: Report, *, known: bool) -> bool:
     Args:
         known: the change was tried on its own, so that other errors of the same stage were hidden by what it fixed.
     """
-    old = Counter((d.code, d.message) for d in before.errors)  # one misspelling may stand in several lines
+    old = Counter((d.code, d.message) for d in before.errors)  # one misspelling may be in several lines
     left = Counter((d.code, d.message) for d in after.errors)
     if left & old or not old:
         return left < old

@@ -68,7 +68,7 @@ def plan_report(
 
     Args:
         model, plan, mesh, sequence_parallel, proof: as for `validate`.
-        step: of which memory and communication are estimated; None estimates nothing.
+        step: its memory and communication are estimated; None estimates nothing.
         device: as for `estimate`.
         derive: as for `validate`.
         progress: called with what is being done.

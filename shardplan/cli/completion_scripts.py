@@ -125,7 +125,7 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a command, and of those below it; what several have, once."""
+    """The options of a command and of those below it, each once."""
     every = [action for one in (parser, *commands_of(parser).values()) for action in one._actions]
     return iter({action.option_strings[-1]: action for action in every if action.option_strings}.values())
 

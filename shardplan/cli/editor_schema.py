@@ -1,4 +1,4 @@
-"""`shardplan editor schema`: the JSON Schema of plans, or of reports; for VS Code installed beside its settings."""
+"""`shardplan editor schema`: the JSON Schema of plans, or of reports; for VS Code installed with its settings."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MOST_LOCK = 32 * 2**20  # bytes; the lock of a model of 126 layers, all of them 
 
 
 def save(args: argparse.Namespace) -> int:
-    """Write the lock of a model and a plan, which stand where two plans do."""
+    """Write the lock of a model and a plan, which are in the places of the two plans."""
     asked = LockedQuestion(
         args.old,
         args.new,

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """Run as a program. Most of a short command's time would be garbage collection of what imports leave
-    behind and the interpreter's teardown: the first is put off, the second left out."""
+    """Run as a program. Most of a short command's time would be garbage collection after imports and the interpreter's
+    teardown: the first is put off, the second left out."""
     gc.disable()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what concerns the user is a finding
     if not sys.warnoptions:

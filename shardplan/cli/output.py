@@ -1,4 +1,4 @@
-"""What commands print, and the exit code that follows from it; what they do alike beside their work."""
+"""What commands print, the exit code that follows from it, and what they do alike besides their work."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def deliver(document: str | None, report: Report, args: argparse.Namespace, writ
 
     Args:
         document: None where there is none: the report says why.
-        written, beside: what is said of it, of a file and on stderr beside stdout.
+        written, beside: what is said of it: for a file, and on stderr when it goes to stdout.
     """
     if document is None:
         return finish(report, args)
@@ -69,13 +69,13 @@ def deliver(document: str | None, report: Report, args: argparse.Namespace, writ
 
 
 def collect_garbage() -> None:
-    """Before work that leaves much behind: from here on it is collected, which `main.console` puts off; what was imported stays."""
+    """Call it before work that leaves much garbage: collection, which `main.console` puts off, begins here; imported objects stay."""
     gc.freeze()
     gc.enable()
 
 
 def warn(report: Report) -> None:
-    """Print the warnings of a clean report, and what `auto` derived, to stderr, beside what the command prints."""
+    """Print the warnings of a clean report, and what `auto` derived, to stderr, in addition to what the command prints."""
     if report.derived is not None:
         say("\n".join(report.derived.lines))
     if report.diagnostics:

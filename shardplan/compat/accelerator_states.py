@@ -1,4 +1,4 @@
-"""accelerate's `save_state` and `load_state` beside a planned model: its own files, and a folder of shardplan's for the shards."""
+"""accelerate's `save_state` and `load_state` for a planned model: its own files, and a folder of shardplan's for the shards."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class AcceleratorStates:
             return self._save(output_dir, *args, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's. Weights and moments are those of any mesh; the random state of a process is read where as many processes
-        wrote it.
+        """As accelerate's. Weights and moments may be of any mesh; the random state of a process is read where as many
+        processes wrote it.
 
         Raises:
-            ValueError: not one optimizer was prepared; the folder was not written beside a planned model; those of
+            ValueError: not one optimizer was prepared; the folder was not written for a planned model; those of
                 `load_training_state`.
         """
         optimizer = self._optimizer()

@@ -53,8 +53,8 @@ def get_logprobs_from_vocab_parallel_logits(
             context parallelism a DTensor [Shard(1), Shard(-1)] on a mesh of ("cp", "tp"), and then each rank gets the
             whole result, and the gradient of its own tokens.
         input_ids: [batch, tokens], not shifted; the same on all ranks, or a DTensor.
-        seq_index: [tokens], with context parallelism: the position of each token in the sequence, the ranks' tokens one
-            behind the other. None: they are in order.
+        seq_index: [tokens], with context parallelism: the position of each token in the sequence, rank after rank.
+            None: they are in order.
         chunk_size: tokens that are worked on at a time.
         sampling_params: its top_k and top_p (any object that has them); tokens that are cut off get -inf. Its temperature is not
             applied here: `apply_temperature_scaling` does, before.
@@ -64,7 +64,7 @@ def get_logprobs_from_vocab_parallel_logits(
         [batch, tokens - 1], float32 (float64 for logits in float64). NaN for a target that is no token of the vocabulary.
 
     Raises:
-        ValueError: a seq_index beside logits whose tokens are not split; shapes or parameters that do not fit.
+        ValueError: a seq_index with logits whose tokens are not split; shapes or parameters that do not fit.
         TypeError: logits that are split otherwise; sampling parameters without these names.
     """
     options: dict[str, Any] = {"chunk_size": chunk_size, **_filter(sampling_params)}

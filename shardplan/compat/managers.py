@@ -31,9 +31,9 @@ class Manager:
     """What the managers have in common.
 
     `Manager(config, device_mesh)` takes what there is; `Manager(dp_size=..., tp_size=..., backend=..., ...)` builds the
-    mesh from sizes, of which dp_size may be None (or 0, or below), and takes the fields of the config as well. Without
-    a process group, which torchrun's processes then have to make, it makes one, and destroys that at exit. The fields of
-    the config are attributes of the manager, and the sizes where it was made from them.
+    mesh from sizes (dp_size may be None, 0 or below), and takes the fields of the config as well. Without a process
+    group, which torchrun's processes then have to make, it makes one, and destroys that at exit. The fields of the
+    config are attributes of the manager, and the sizes where it was made from them.
 
     Args:
         config: None is its defaults.
@@ -47,7 +47,7 @@ class Manager:
     Raises:
         ValueError: pp_size above 1: there is no pipeline parallelism; a moe_mesh or sizes that the backend does not have, or
             sizes that do not fit; a name that is none of these.
-        TypeError: a config of another backend; sizes beside a mesh.
+        TypeError: a config of another backend; sizes together with a mesh.
     """
 
     config_type: ClassVar[type[Any]]
@@ -223,7 +223,7 @@ class FSDP2Manager(Manager):
             use_hf_tp_plan: take the plan that transformers has for the model.
 
         Raises:
-            ValueError: beside a plan of the manager's own. PlanError, ValueError, RuntimeError: as `apply_plan`.
+            ValueError: together with a plan of the manager's own. PlanError, ValueError, RuntimeError: as `apply_plan`.
         """
         if isinstance(reapply_trainability, bool):
             use_hf_tp_plan, reapply_trainability = reapply_trainability, None

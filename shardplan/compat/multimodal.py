@@ -87,8 +87,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def parts_of(model: nn.Module) -> dict[str, str]:
-    """The names of a model's parts: those of "vision" and "audio" that transformers' `get_encoder` finds, and "language": the
-    decoder beside them, or the whole model ("")."""
+    """The names of a model's parts: those of "vision" and "audio" that transformers' `get_encoder` finds, and
+    "language": the decoder where there are such parts, else the whole model ("")."""
     model = unwrapped(model)
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
@@ -153,7 +153,7 @@ def lists_in(model: nn.Module, name: str) -> Iterator[str]:
 
 
 def frozen_towers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Of these modules those that stand in a vision or audio tower and have frozen parameters alone."""
+    """Those of these modules that are in a vision or audio tower and have only frozen parameters."""
     parts = parts_of(model)
     towers = [name for part, name in parts.items() if part != "language" and name]
     return [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-# Its arguments behind the mesh, in their order, with their defaults. The names of axes are those that the mesh has.
+# Its arguments after the mesh, in their order, with their defaults. The names of axes are those that the mesh has.
 OLDER: dict[str, Any] = {
     "param_dtype": torch.bfloat16,
     "mp_policy": None,
@@ -24,7 +24,7 @@ OLDER: dict[str, Any] = {
     "tp_mesh_name": None,
     "dp_cp_mesh_name": None,
 }
-# What the places behind the mesh hold in the older form, and today.
+# What the places after the mesh hold in the older form, and today.
 PLACES = (
     ("third", torch.dtype, MixedPrecisionPolicy),
     ("fourth", MixedPrecisionPolicy, OffloadPolicy),

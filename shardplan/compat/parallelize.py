@@ -19,7 +19,7 @@ AnyPlan = Plan | Mapping[str, Any] | str | PathLike[str]
 Logits = Literal["plan", "replicated", "sharded", "fused", "as_stored"]  # as for `apply_plan`
 OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # what a plan of ours has
 FILES = (".yaml", ".yml", ".json")
-# Names that configurations of others give to a plan, all of which are the model's own.
+# Names that configurations of others give to a plan; each means the model's own.
 NAMED = ("llama_nemotron_super_tp_plan",)
 NAMES = {  # that axes have
     "tp": ("tp", "tensor_parallel", "tensor", "model"),

@@ -20,7 +20,7 @@ TARGETS: dict[str, type] = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The question behind a message about a misspelt word; nothing where no known word is near."""
+    """The question at the end of a message about a misspelt word; nothing where no known word is near."""
     spelled = {one.lower(): one for one in known}
     found = get_close_matches(word.lower(), spelled, n=1)
     return f": did you mean {spelled[found[0]]!r}?" if found else ""
@@ -58,7 +58,7 @@ def read_policy(value: Any, kinds: tuple[type, ...], what: str) -> Any:
     """A policy, also as a mapping with `_target_`; None stays None.
 
     Args:
-        kinds: the policies that may stand there.
+        kinds: the policies that may be there.
 
     Raises:
         ValueError: a `_target_` that is not in the table, or a field that the policy does not have.

@@ -16,7 +16,7 @@ NONE = -100  # the target that `log_probabilities` leaves out
 
 
 def _gathered(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """What all ranks have, along a dim, as much on each; each rank gets the gradient of its own part."""
+    """The equally large parts of all ranks, joined along a dim; each rank gets the gradient of its own part."""
     return DTensor.from_local(own, mesh, [Shard(dim)]).full_tensor()
 
 
@@ -30,7 +30,7 @@ def is_split_twice(logits: Tensor) -> TypeGuard[DTensor]:
 def log_probabilities_of_chunks(
     logits: DTensor, input_ids: Tensor, order: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """The log-probability of each next token of a sequence of which every rank has some tokens.
+    """The log-probability of each next token of a sequence whose tokens are spread over the ranks.
 
     Every rank of the axis gets all tokens, and the gradient of its own: where FSDP2 takes the mean of the gradients over
     that axis, multiply the loss by its size.
@@ -39,7 +39,7 @@ def log_probabilities_of_chunks(
         logits: [batch, tokens, vocabulary] on a mesh of two named axes: Shard(1) over one, Shard(-1) over the other.
         input_ids: [batch, tokens], not shifted: a DTensor that is split as the logits' tokens, or whole, in the order of
             the sequence, the same on all ranks.
-        order: [tokens], of each place behind the other over the ranks the position in the sequence; None: in order.
+        order: [tokens]: the position in the sequence of each token, rank after rank; None: in order.
         options: temperature, top_k, top_p, chunk_size, as for `log_probabilities`.
 
     Returns:

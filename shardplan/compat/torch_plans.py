@@ -11,7 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from shardplan.runtime.parallel.single_style import OwnStyle
 from shardplan.styles import canonical_style
 
-# Torch takes a split value for granted in front of a split by input features, and hands it on behind one by output features.
+# Torch assumes that the input of a split by input features is split, and leaves the output of a split by output features
+# split.
 TORCH: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),

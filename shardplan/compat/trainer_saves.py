@@ -99,7 +99,7 @@ class _Saves:
                 _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as an ordinary folder of Hugging Face, beside what else is in the folder. Call it on all ranks."""
+        """Write the model as an ordinary folder of Hugging Face, next to what else is in it. Call it on all ranks."""
         folder = Path(output_dir or self.trainer.args.output_dir).resolve()
         token = [secrets.token_hex(8)]  # of this save alone
         dist.broadcast_object_list(token)

@@ -100,8 +100,8 @@ def _check_unprepared(accelerator: Any, mesh: Any) -> None:
 
 
 def _score_groups(trainer: Any, tp: int) -> None:
-    """Let the ranks of a tp group shuffle alike the completions that TRL's trainers score in groups (GRPO, RLOO). They gather rewards of
-    all processes, those of a tp group's ranks several times."""
+    """Make the ranks of a tp group shuffle completions alike for TRL's trainers that score them in groups (GRPO, RLOO).
+    These gather rewards of all processes, those of a tp group's ranks several times."""
     from transformers import set_seed
 
     each = getattr(trainer, "num_generations", None)
@@ -142,7 +142,7 @@ def _step_once_for_each_share(accelerator: Any, shares: int) -> None:
 
 
 def _first_steps(scheduler: Any, step: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
-    """A step of accelerate's, of which the scheduler takes the first `count`."""
+    """A step of accelerate's; of its calls the scheduler takes the first `count`."""
     left = iter(range(count))
     own = scheduler.step
 

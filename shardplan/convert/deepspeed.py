@@ -41,7 +41,7 @@ class Spec:
     Args:
         globs: the modules whose weight it matches.
         meaning: None where they are skipped.
-        at: where it stands.
+        at: its place.
     """
 
     globs: tuple[str, ...]
@@ -112,7 +112,7 @@ def left_out(data: Mapping[str, Any], config: Mapping[str, Any], file: str, path
 def specs(
     config: Mapping[str, Any], file: str, path: tuple[str, ...], model_type: str | None, *, has_model: bool
 ) -> tuple[list[Spec], list[Diagnostic]]:
-    """The patterns of all specs in their order, the first of which wins for a weight, and what cannot be converted."""
+    """The patterns of all specs in order (the first match wins for a weight), and what cannot be converted."""
     found: list[Spec] = []
     findings: list[Diagnostic] = []
     for i, spec in enumerate(config.get("layer_specs") or ()):

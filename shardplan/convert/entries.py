@@ -68,7 +68,7 @@ class Entry:
     Args:
         pattern: a glob over modules or parameters, in our language.
         meaning: what is done there.
-        at: where it stands in the source.
+        at: its place in the source.
         kinds: the kinds of the modules that it matches; None without a model.
     """
 

@@ -1,4 +1,4 @@
-"""Styles by name: transformers' words, of which NeMo Automodel translates six to torch's styles."""
+"""Styles by name: transformers' words; NeMo Automodel translates six of them to torch's styles."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .entries import NO_GLOB, Entry, NotConvertible, quoted
 
 
 def glob_of_key(key: object) -> str:
-    """A key of torch or transformers, in which `*`, `?` and `[...]` stand for characters of one part.
+    """A key of torch or transformers, in which `*`, `?` and `[...]` match characters of one part.
 
     Raises:
         NotConvertible: SP543.
@@ -97,7 +97,7 @@ class Places:
         )
 
     def merged(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Entries that say the same of each layer as one with `*`, where the first of them stood."""
+        """Entries that say the same of each layer as one with `*`, in the place of the first."""
         groups: dict[tuple[str, str], list[Entry]] = {}
         names = {self.tree.address(name): name for alike in self._alike.values() for name in alike}
         for entry in entries:

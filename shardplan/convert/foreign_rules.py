@@ -206,8 +206,8 @@ def _with_dim(entry: Entry, options: Options) -> Options:
 
 
 def _heads(entries: list[Entry], rules: Rules) -> None:
-    """A head that reads slices of the sequence gets the whole of it from the norm in front of it: what stands between both
-    (the last positions alone, a pooling) counts positions of the whole sequence."""
+    """A head that reads slices of the sequence gets the whole of it from the norm before it: the code between both (the
+    last positions alone, a pooling) counts positions of the whole sequence."""
     norms = [
         e for e in entries if e.meaning.kind == "sequence" and e.layer is None and e.meaning.destination == "sequence"
     ]

@@ -1,4 +1,4 @@
-"""What is to be converted, read from where it is: a file, a dictionary, an import."""
+"""The source of a conversion, read from a file, a dictionary or an import."""
 
 from __future__ import annotations
 

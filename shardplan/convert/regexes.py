@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from shardplan.language import GlobError, parse_glob
 
 ANY = "{*,*.**.*}"  # any characters, dots among them
-REST = "{*,*.**}"  # the rest of a name, in this segment and behind it
+REST = "{*,*.**}"  # the rest of a name, in this segment and after it
 ONE = "{?,.}"  # any character
 WEIGHT = "weight"
 MOST = 100  # alternatives of one expression
 
 
 class NoGlob(Exception):
-    """An expression that no glob says; which part of it, without a final full stop."""
+    """An expression without an equal glob; the message says which part, without a final full stop."""
 
 
 def globs_of(expression: str) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def globs_of(expression: str) -> tuple[str, ...]:
 
 def _modules(text: str, ended: bool) -> Iterator[str]:
     """From a glob over the beginnings (`ended`: the whole) of names of weights to globs over modules."""
-    if text.endswith(ANY):  # what is behind it does not count
+    if text.endswith(ANY):  # what follows it does not count
         text, ended = text.removesuffix(ANY), False
     if text.endswith(ONE + WEIGHT):
         text = f"{text.removesuffix(ONE + WEIGHT)}.{WEIGHT}"
@@ -47,7 +47,7 @@ def _modules(text: str, ended: bool) -> Iterator[str]:
         raise NoGlob("it ends with a `.` for any character")
     above, dot, last = _last_part(text)
     tail = "" if ended else "*"
-    loose = re.split(f"{re.escape(ANY)}|{re.escape(ONE)}", last)  # what may also stand in another part than the last
+    loose = re.split(f"{re.escape(ANY)}|{re.escape(ONE)}", last)  # what may also be in another part than the last
     if loose[1:] and parse_glob(f"*{loose[-1]}{tail}").matches(WEIGHT):
         raise NoGlob("`.*` or `.` in front of what may be a part of `weight`")
     if dot and not loose[1:] and parse_glob(f"{last}{tail}" or "?").matches(WEIGHT):
@@ -57,7 +57,7 @@ def _modules(text: str, ended: bool) -> Iterator[str]:
 
 
 def _last_part(text: str) -> tuple[str, str, str]:
-    """What is in front of the last dot that stands in no braces, the dot, and what is behind it."""
+    """The name split at its last dot outside of braces: before, the dot, after."""
     hidden = text.replace(ANY, "*" * len(ANY)).replace(ONE, "?" * len(ONE))
     cut = hidden.rfind(".")
     return (text[:cut], ".", text[cut + 1 :]) if cut >= 0 else ("", "", text)

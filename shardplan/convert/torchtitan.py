@@ -1,5 +1,5 @@
-"""torchtitan's `ShardingConfig` (0.3): placements of a module's parameters, inputs and output for each axis of the mesh, of which the axis tp is read.
-Nothing of torchtitan is imported: its classes are found by their names."""
+"""torchtitan's `ShardingConfig` (0.3): placements of a module's parameters, inputs and output for each axis of the
+mesh; only the axis tp is read. Nothing of torchtitan is imported: its classes are found by their names."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ _serial = count()
 
 @contextmanager
 def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
-    """The mesh of one rank, whose collectives move nothing, while the context lasts: the first; of those that share a sequence the last,
-    which computes the most.
+    """While the context lasts, the mesh of one rank, whose collectives move nothing: the first rank; of ranks that
+    share a sequence, the last, which computes the most.
 
     Its axes have names that no other mesh has: DTensor remembers results of operators, with their mesh, for all meshes that
     are equal, and would return one whose process groups are gone.
@@ -81,7 +81,7 @@ def without_memory() -> Iterator[None]:
     private("fake_collectives")
     with (
         FakeTensors(allow_non_fake_inputs=True),
-        # It looks at values; of positions in ascending order it finds that nothing is packed.
+        # It looks at values: positions in ascending order mean that nothing is packed.
         patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
     ):
         yield

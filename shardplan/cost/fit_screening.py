@@ -40,8 +40,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one element: stored, computed with, and its gradient while it is added up; of the optimizer's states, and of what it makes
-    while it updates."""
+    """Bytes of one element: stored, computed with, its gradient while it is added up, the optimizer's states, and what
+    the optimizer makes while it updates."""
 
     stored: int
     computed: int

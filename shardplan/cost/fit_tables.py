@@ -36,9 +36,9 @@ def of_experts(table: Table, traced: int, ep: int) -> Table:
 
 
 def of_context(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table:
-    """The parts with a sequence over another number of ranks. What a part costs has a share that is divided by cp and one that is not
-    (a mixer that is computed whole): a line over 1 / cp. What it sends over cp is (cp - 1) / cp times such a line: of heads that are
-    exchanged a share of a rank's tokens, of all tokens that are gathered as many as there are.
+    """The parts with a sequence over another number of ranks. One share of a part's cost is divided by cp and one is
+    not (a mixer that is computed whole): a line over 1 / cp. What it sends over cp is (cp - 1) / cp times such a line:
+    for exchanged heads a share of a rank's tokens, for gathered tokens all of them.
 
     Args:
         few, many: traced at the two `sizes` of cp.

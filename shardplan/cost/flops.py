@@ -45,7 +45,7 @@ def _attention_product(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def _grouped(left: Tensor, right: Tensor) -> int:
-    """Operations of products [rows, inner] x [inner, columns], of which the groups split one size, or have one each."""
+    """Operations of products [rows, inner] x [inner, columns]: the groups split one size, or have a product each."""
     groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
     return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 

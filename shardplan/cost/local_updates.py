@@ -15,8 +15,8 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimi
 
 
 class Updates:
-    """The optimizer of a model that is traced. DTensor gives its operators to the same ones on local tensors, one by one; this one
-    starts with these, and makes the same tensors in a third of the time.
+    """The optimizer of a traced model. DTensor turns each operator into the same one on local tensors; this optimizer
+    starts with the local tensors, and makes the same ones in a third of the time.
 
     Args:
         model: sharded.

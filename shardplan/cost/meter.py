@@ -147,7 +147,7 @@ class Meter(_DispatchMode):
 
     @contextmanager
     def before(self) -> Iterator[None]:
-        """What happens inside is not logged; what it leaves behind was there when the log began."""
+        """What happens inside is not logged; what remains of it counts as there when the log began."""
         log, there = self.log, {record for record, _ in self._alive.values()}
         self.log = Log()
         try:

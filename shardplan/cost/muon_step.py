@@ -1,4 +1,4 @@
-"""What the step of `shardplan.optimizers.Muon` costs a rank: all of its matrices are traced, whose owners no smaller model tells."""
+"""The cost of a step of `shardplan.optimizers.Muon` on a rank: all matrices are traced, as no smaller model tells their owners."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Moment:
 
 
 def step_seconds(ranks: Sequence[float], micro_batches: int, stages_per_rank: int, hand_over: float = 0.0) -> float:
-    """Until the last rank is done: the slowest rank's work, and while it waits for the first micro-batch and after its last one, a stage of
-    each of the others. Where all stages are alike, (pp - 1) / (stages_per_rank * micro_batches) of the rank's work is such a bubble.
+    """The time until the last rank is done: the slowest rank's work and, while it waits for the first micro-batch and after its last one, a
+    stage of each other rank. Where all stages are alike, (pp - 1) / (stages_per_rank * micro_batches) of the rank's work is such a bubble.
     With fewer micro-batches than ranks, a rank waits for them between its stages too.
 
     Args:

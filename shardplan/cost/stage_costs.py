@@ -59,8 +59,8 @@ class StageCosts:
 
     @property
     def burst(self) -> tuple[int, str]:
-        """How much more there is for a moment than what the stage keeps of the micro-batch, and where: while a part runs, those
-        after it keep nothing yet, or no longer."""
+        """The most bytes at a moment above what the stage keeps of the micro-batch, and where: while a part runs, the
+        parts after it keep nothing yet, or nothing any longer."""
         most, where, after = 0, self.names[-1], 0
         for name, part in reversed(list(zip(self.names, self.parts, strict=True))):
             kept = sum(part.kept.values())

@@ -62,8 +62,8 @@ def trace(
     names: PartNames | None = None,
     micro_batches: int = 1,
 ) -> Ledger:
-    """Run a step on tensors without memory, and measure it as one of those after the first: FSDP2 has made the tensors that it gathers
-    into before it, and the optimizer's states, which its first update makes, count from its beginning.
+    """Run a step on tensors without memory, and measure it as a step after the first: the tensors that FSDP2 gathers
+    into exist before it, and the optimizer's states, which the first update makes, count from its beginning.
 
     Args:
         model: sharded, on the meta device.

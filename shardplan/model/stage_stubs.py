@@ -75,7 +75,7 @@ class Stage:
     _flow: _Flow
     _hooks: dict[str, frozenset[int]] = field(
         default_factory=dict
-    )  # of what no code reads: those of the plan, by number
+    )  # of modules whose results no code reads: the plan's hooks, by number
     _watched: bool = False
 
     @property
@@ -99,7 +99,7 @@ class Stage:
 
     @property
     def hooked(self) -> bool:
-        """Whether a hook reads what no code was seen to read."""
+        """Whether a hook reads a result that no code was seen to read."""
         return any(
             not self.model.get_submodule(name)._forward_hooks.keys() <= ours for name, ours in self._hooks.items()
         )

@@ -128,7 +128,7 @@ def why(one: Fitted, other: Fitted) -> str:
 
 
 def _terms(bound: Bound) -> str:
-    """Those that take a hundredth of the longest, the longest first."""
+    """The terms that take at least a hundredth of the longest, the longest first."""
     ordered = sorted(bound.terms.items(), key=lambda item: -item[1])
     return ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in ordered if seconds >= bound.seconds / 100)
 

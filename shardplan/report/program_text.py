@@ -66,9 +66,9 @@ class Row:
     """A module, or equal modules of repeated layers.
 
     Args:
-        name: the module's name, folded where it stands for several.
+        name: the module's name, folded where it represents several.
         styles: what the plan's rules say of it and of its single parameters.
-        lines: where these rules stand.
+        lines: the places of these rules.
         parameters: what it owns.
         moves: the moves of its arguments and of its output.
         axes: where it is on the axes of the mesh, for pages.
@@ -119,7 +119,7 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
 
 
 def styles_and_lines(resolved: ResolvedPlan, name: str, sources: SourceMap) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the rules of a module and of its single parameters say, and where they stand."""
+    """The styles in the rules of a module and of its single parameters, and the rules' places."""
     rules = _rules(resolved, name)
     lines = (place_text(rule.location, sources).rpartition(":")[0] for rule in rules)
     return tuple(dict.fromkeys(rule.style for rule in rules)), tuple(dict.fromkeys(lines))
@@ -203,7 +203,7 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
 
 
 def _lines(row: Row) -> Iterator[tuple[str, ...]]:
-    """The row's cells: its name and then its parameters, beside the styles and then the moves."""
+    """The row's cells: its name and then its parameters, next to the styles and then the moves."""
     owned = ((f"  {p.name}  {p.text}", f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
     names, counts, sizes = zip((row.name or "(model)", "", ""), *owned, strict=True)
     for cells in zip_longest(names, (*row.styles, *row.moves), counts, sizes, row.lines, fillvalue=""):
@@ -228,7 +228,7 @@ def _collectives(program: Program, paint: Paint) -> list[str]:
 
 
 def _trade(program: Program) -> list[str]:
-    """What the plan could have otherwise: memory for communication, and collectives beside the computation."""
+    """What the plan could have instead: memory for communication, and collectives during the computation."""
     moves = [boundary for module in program.modules.values() for boundary in module.enter]
     again = sum(boundary.regather for boundary in moves)
     kept = sum(boundary.src.kind == "V" and boundary.dst.kind in ("R", "I") for boundary in moves) - again

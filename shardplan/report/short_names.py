@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 def fold_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names with runs of numbers in one position written as ranges, in the order of first appearance.
 
-    A folded name stands for exactly the names that it spells: nothing is folded that was not there.
+    A folded name represents exactly the names that it spells: nothing is folded that was not there.
 
     >>> fold_names(["layers.0.q", "layers.1.q", "layers.3.q", "norm"])
     ('layers.0-1,3.q', 'norm')

@@ -21,7 +21,7 @@ CUT = "..."
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A span to underline, with the text printed beside it. The primary mark is drawn with carets."""
+    """A span to underline, with the text printed next to it. The primary mark is drawn with carets."""
 
     span: Span
     text: str
@@ -63,7 +63,7 @@ def snippet(source: SourceFile, marks: Iterable[Mark], width: int, paint: Paint)
 
 
 def _place(text: str, marks: Sequence[Mark]) -> tuple[str, list[_Stroke]]:
-    """The line as shown, cut where it is too long, and where its marks stand in it."""
+    """The line as shown, cut where it is too long, and the places of its marks in it."""
     pieces, starts = _cells(text)
     ends = [_character_range(mark.span, len(pieces)) for mark in marks]
     left, right = _window(starts, min(first for first, _ in ends))
@@ -104,8 +104,7 @@ def _window(starts: Sequence[int], first: int) -> tuple[int, int]:
 
 
 def _rows(strokes: Sequence[_Stroke], paint: Paint) -> list[str]:
-    """The row of carets and dashes with the last mark's text beside it; the other texts hang below, last
-    first."""
+    """The row of carets and dashes with the last mark's text next to it; the other texts hang below, last first."""
     order = sorted(strokes, key=lambda stroke: (stroke.end, stroke.start))
     signs: list[tuple[str, Role]] = [(" ", "strong")] * order[-1].end
     for stroke in sorted(order, key=lambda stroke: stroke.mark.primary):

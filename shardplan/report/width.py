@@ -57,7 +57,7 @@ def _visible(char: str) -> str:
 
 
 def is_hidden(char: str) -> bool:
-    """Whether a character is none that a terminal shows, but one that it obeys."""
+    """Whether a terminal obeys a character instead of showing it."""
     return unicodedata.category(char) in HIDDEN and char != JOINER
 
 

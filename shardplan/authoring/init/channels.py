@@ -68,15 +68,15 @@ def parts_of(flow: Flow, number: int, dim: int) -> tuple[Part, ...]:
 
 
 def _like_others(parts: list[Part], length: int) -> int | None:
-    """The heads of a part by another one: of the same length, as what is multiplied element by element has the same; or that has as
-    many heads as this one features."""
+    """The heads of a part, told by another part: one of the same length, as factors of an element-wise product have the
+    same heads; or one with as many heads as this one has features."""
     same = max((one.heads for one in parts if one.length == length and one.heads), default=None)
     return same or (length if any(one.heads == length for one in parts) else None)
 
 
 def _heads(flow: Flow, span: _Span, output: int) -> int | None:
-    """How many heads the features become where a result is a value with one dim as two or more; None where it is not. The dims in front may
-    become one."""
+    """How many heads the features become where a result is a value with one dim as two or more; None where it is not.
+    The dims before may become one."""
     whole, result = flow.run.values[span.number], flow.run.values[output]
     if result.numel() != whole.numel():
         return None

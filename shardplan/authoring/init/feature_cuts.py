@@ -13,9 +13,9 @@ UNKNOWN = -1  # for a feature
 def cut(flow: Flow, made: Product) -> tuple[int, ...]:
     """The lengths of the parts that a result is cut into along its features, its last dim; empty where it is not cut.
 
-    The code may do something with all of it before: clamp it, give its features more dims, put these in front
-    (`qkv.reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)[0]`). Parts are told by their numbers, so that all ways of
-    cutting are one: chunk, split, unbind, indices. Or it cuts the matrix, and multiplies by each part (nn.MultiheadAttention).
+    The code may do something with all of it before: clamp it, give its features more dims, move these to the front
+    (`qkv.reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)[0]`). Parts are told by their numbers, so that all ways of cutting
+    are one: chunk, split, unbind, indices. Or it cuts the matrix, and multiplies by each part (nn.MultiheadAttention).
     """
     value = flow.run.values[made.outputs[0]]
     width = value.shape[-1] if value.ndim else 0

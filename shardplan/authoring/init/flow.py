@@ -137,8 +137,8 @@ class Flow:
         return tuple(name for e in events[:1] for name in e.names[1:] if name in names)
 
     def feeding(self, product: Product) -> tuple[frozenset[Product], bool]:
-        """The multiplications that a product's operands come from with nothing but other operations between, and whether
-        all of them do: a value that comes from nowhere else (the model's inputs apart)."""
+        """The multiplications that a product's operands come from, with only other operations between, and whether all
+        of them do: no value has another origin (the model's inputs apart)."""
         found: set[Product] = set()
         complete = True
         seen, queue = set(product.inputs), list(product.inputs)

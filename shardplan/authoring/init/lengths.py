@@ -24,8 +24,8 @@ class Length:
     Args:
         words: an expression over the numbers of the configuration.
         reduced, full: its values in the reduced model and in the model itself.
-        likeness: that these are the words: 1 where the shape depends on the number, and how much it is like the name of an attribute
-            with these values, from 0 to 1.
+        likeness: how likely the words are: 1 where the shape depends on the number, plus the likeness to the name of an
+            attribute with these values, from 0 to 1.
     """
 
     words: str

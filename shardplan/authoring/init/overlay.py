@@ -178,8 +178,8 @@ class Overlay:
         return rules
 
     def _parts(self, name: str) -> Iterator[str]:
-        """The parts of a block that ran; of one in a list that is not called, as T5 has its sublayers, the parts of those that have a
-        residual of their own."""
+        """The parts of a block that ran. For sublayers in a list that is not called, as in T5: the parts of those that
+        have a residual of their own."""
         for child in (c for c in self.tree.children[name] if c in self.ends.order):
             if self.tree.modules[child].kind != "list" or child in self.ends.called:
                 yield child

@@ -137,7 +137,7 @@ class Solver:
         return Solved(fixed, forbidden(self.board, draft) if fixed is None else None, reached)
 
     def _share(self, group: Group) -> float:
-        """A group's share of the parameters of those of the model's own blocks that contain all of it."""
+        """A group's share of the parameters of its blocks in the model itself."""
         patterns = {*group.columns, *group.rows}
         sizes = {name: parameter.numel for name, (_, parameter) in self.tree.parameters.items()}
         own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
@@ -211,15 +211,15 @@ class Solver:
             yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
 
     def _wrong(self, group: Group, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
-        """The module within a block in whose code the first thing that is wrong happens, or the first of a kind; a block itself where it
-        is the one that calls the group's matrices."""
+        """The module within a block whose code has the first finding, or the first of a kind; the block itself where it
+        calls the group's matrices."""
         proof = self.board.proof(draft)
         hard = (f for f in (() if proof is None else proof.findings) if f.kind not in FIXABLE)
         found = next((f.module for f in hard if kind in (None, f.kind)), "")
         return {} if not found or (element(found) and found not in self._modules(group)) else {found: None}
 
     def _holding(self, draft: Draft, module: str) -> Draft:
-        """The draft where rules may hold a module's parameters in another way than its own does."""
+        """The draft in which rules may hold a module's parameters in another way than the module's rule does."""
         rule = draft.tensor_parallel.get(module, {})
         return draft.with_rules({module: {"style": "local_params"}}) if rule.get("style") == "replicate" else draft
 

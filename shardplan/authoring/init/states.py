@@ -265,7 +265,7 @@ class States:
     # The numbers of the module.
 
     def _numbers(self, sized: Sequence[Sized], convolved: Sequence[Sequence[Sized]], without: frozenset[str]) -> Rules:
-        """The rule of the module: its numbers that count what is split are divided, and the channels of its convolution are set."""
+        """The rule of the module: it divides the numbers that count what is split, and sets the channels of its convolution."""
         own = self._attributes(self.home)
         divide = [name for pair in _counted(sized) for name in own.get(pair, ())]
         divide = [n for n in self.board.tree.modules[self.home].numbers if n in divide and n not in without]
@@ -316,8 +316,8 @@ class States:
         return found
 
     def _sum(self, parts: Sequence[Sized], divide: Sequence[str]) -> str | None:
-        """The length of parts together over the module's own numbers, of which those in `divide` are a rank's; None where it has no
-        numbers for one of them."""
+        """The total length of parts, as an expression over the module's own numbers; those in `divide` are a rank's.
+        None where it has no numbers for a part."""
         terms: dict[str, int] = {}
         own = self._attributes(self.home)
         for one in parts:

@@ -101,14 +101,14 @@ class Ways:
         return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
 
     def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
-        """Styles of the first matrices that are no matter of each by itself."""
+        """Styles that the first matrices can only have together."""
         if group.latent:
             return
         yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
 
     def _stacked(self, group: Group) -> Iterator[Draft]:
-        """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold the experts one below the
-        other, each of these."""
+        """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold the experts
+        one below the other: split each expert."""
         tree, matrices = self.board.tree, (*group.columns, *group.rows)
         known = {tree.pattern(name): parameter.shape for name, (_, parameter) in tree.parameters.items()}
         shapes = [known.get(matrix, ()) for matrix in matrices]
@@ -121,7 +121,7 @@ class Ways:
             yield from self._one_below_the_other(group.container, matrices, shapes[0][0])
 
     def _one_below_the_other(self, container: str, matrices: Sequence[str], rows: int) -> Iterator[Draft]:
-        """Each of the experts split that matrices hold, and the numbers of the module divided that count the rows of one."""
+        """Split each expert that the matrices hold, and divide the module's numbers that count the rows of one."""
         counts = [name for name in self.board.tree.numbers if EXPERTS in name and is_count(self.tree.numbers.get(name))]
         own = next(m.numbers for name, m in self.board.tree.modules.items() if self._is(name, container))
         for name in counts:
@@ -162,7 +162,7 @@ class Ways:
         return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
 
     def experts(self, group: Group) -> Rules:
-        """The modules that own matrices as parameters move values for themselves alone; for one that is not called, that around it."""
+        """Modules that own matrices as parameters move values for themselves alone; for one that is not called, the module around it does."""
         parameters = {
             self.board.tree.pattern(name): owner.name for name, (owner, _) in self.board.tree.parameters.items()
         }

@@ -165,7 +165,7 @@ def image_inputs(
 
 
 def special_tokens(config: PreTrainedConfig) -> list[int]:
-    """Ids that stand for images, sounds and their borders."""
+    """Ids of images, sounds and their borders."""
     return [
         value
         for part in {id(c): c for c in (config, text_config(config))}.values()

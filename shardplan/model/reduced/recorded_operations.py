@@ -90,7 +90,7 @@ class OperationRecorder(TorchFunctionMode):
         """Called before each operation that is recorded; may raise an exception for the model's code."""
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
-        """What an operation chose by floating-point values (indices, a mask), or cannot know alone, to be changed in place."""
+        """Change, in place, results that an operation chose by floating-point values (indices, a mask), or cannot know alone."""
 
     def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
         """What runs in place of an operation, under its name."""
