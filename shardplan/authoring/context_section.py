@@ -94,8 +94,7 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
 
     if findings := wrong(_outermost(rules)):
-        # A module that does not scatter its result only reads all tokens. One that adds another argument of the block to it has its
-        # own tokens of both.
+        # A module that scatters no result only reads all tokens; one that adds a further argument of the block to it has its own of both.
         leaves = {name for name, one in crossings.items() if V(SEQ) in one.output_destinations}
         reads = {name for name in rules if not any(name in (other, *ancestors(other)) for other in leaves)}
         reading = _with_style(rules, READ, reads)

@@ -11,8 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from shardplan.runtime.parallel.single_style import OwnStyle
 from shardplan.styles import canonical_style
 
-# Torch assumes that the input of a split by input features is split, and leaves the output of a split by output features
-# split.
+# Torch takes the input of a split by input features for split, and leaves the output of one by output features split.
 TORCH: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),

@@ -44,7 +44,7 @@ class ShownModule:
 
     Args:
         styles: of its rule and of those of its parameters.
-        rules: the places of these: file:line.
+        rules: the places of these rules: file:line.
         inputs, output: the moves at its boundary.
         summed: parameters in it whose partial gradients one all-reduce sums.
     """
