@@ -1,1 +1,1 @@
-"""The moves of values between layouts, and torch's ParallelStyle classes that carry out a program at a module."""
+"""Moves of values between layouts, and torch's ParallelStyle classes that carry out a program at a module."""

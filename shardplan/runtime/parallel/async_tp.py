@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: inductor splits products and runs them while gathers and scatters are on their way."""
+"""Asynchronous tensor parallelism: inductor splits products and overlaps them with gathers and scatters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _GraphPass: Any = private("CustomGraphPass")
 
 
 class Fused(_GraphPass):
-    """Records what inductor fused of a compiled graph's collectives; inductor calls it after fusing.
+    """Records which collectives of a compiled graph inductor fused; inductor calls it after fusing.
 
     Attributes:
         graphs: how many graphs were compiled.
-        fused: the operators that products and collectives became, with their numbers.
-        left: the collectives that were left as they are.
+        fused: operator of fused products and collectives -> how many.
+        left: the collectives that were not fused.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Fused(_GraphPass):
                 self.left[name.partition(".")[0]] += 1
 
     def uuid(self) -> None:
-        """None: a graph is compiled, and noted, in each process; none is taken from a cache."""
+        """None: each process compiles and records its graphs; none comes from a cache."""
 
 
 def inductor_options(fused: Fused) -> dict[str, Any]:
@@ -45,5 +45,5 @@ def inductor_options(fused: Fused) -> dict[str, Any]:
 
 
 def enable_symmetric_memory(mesh: DeviceMesh) -> None:
-    """Let the ranks of a one-dimensional mesh read each other's memory, which the fused operators do."""
+    """Let the ranks of a one-dimensional mesh read each other's memory, as the fused operators do."""
     private("enable_symm_mem_for_group")(mesh.get_group().group_name)

@@ -28,7 +28,7 @@ from .regime import Shared
 from .tensor_moves import move
 
 Programs = Mapping[str, ModuleProgram]
-Moved = list[tuple[Tensor, Layout, Layout, Tensor]]  # value, source, destination, what it became
+Moved = list[tuple[Tensor, Layout, Layout, Tensor]]  # value, source, destination, result
 
 
 class Enter:
@@ -70,11 +70,11 @@ class Enter:
     def _move(
         self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram, moves: Moved
     ) -> tuple[tuple, dict]:
-        """The arguments with what a boundary moves.
+        """Move the arguments of one boundary. Returns all arguments.
 
         Args:
-            moves: what earlier boundaries of the call moved: an argument that is the same tensor and moves alike is the same behind
-                the move too (keys and values of attention to itself), which runs once.
+            moves: the moves of earlier boundaries in this call. Arguments that are the same tensor with the same move (keys and
+                values of self-attention) share one move, and stay the same tensor after it.
         """
         reads = self.reads[self.shared.regime.variant] if boundary.once else None
         mesh, over_tp = self._mesh(boundary), boundary.src.axis is Axis.TP
@@ -88,13 +88,13 @@ class Enter:
             if over_tp and program.link == "block_input":
                 assert self.shared.link is not None
                 self.shared.link.note(x, boundary.dst.split_dim(x.ndim))
-                given = next((before for before, *_, after in moves if after is x), x)  # in front of the move over cp
+                given = next((before for before, *_, after in moves if after is x), x)  # before the move over cp
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
                 on_cp = program.on_cp
                 shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
                 return move(x, mesh, src, boundary.dst, shares=shares)
-            if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
+            if torch.compiler.is_compiling():  # the partitioner recomputes a checkpoint's content
                 return checkpoint(move, x, mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, mesh, src, boundary.dst)
             shard, dim, size = x.detach(), src.split_dim(x.ndim), whole.shape[src.split_dim(x.ndim)]
@@ -124,7 +124,7 @@ class Enter:
     def _exchange(
         self, name: str, moved: Callable[[Tensor], Tensor], args: tuple, kwargs: dict, program: ModuleProgram
     ) -> tuple:
-        """The arguments with a named one moved."""
+        """Replace a named argument by its moved value. Returns all arguments."""
         position = self.parameters.index(name) if name in self.parameters else len(args)
         value = args[position] if position < len(args) else kwargs.get(name)
         if not isinstance(value, Tensor):
@@ -138,12 +138,12 @@ class Enter:
 
 
 class Leave:
-    """Forward hook: moves the output, adds the withheld bias."""
+    """Forward hook: moves the output, and adds the withheld bias."""
 
     def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
         self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
-        # By variant: what waits for this module, and where its own partial sum waits.
+        # By variant: the sums that wait for this module, and where its own partial sum waits.
         self.waiting = {variant: shared.waiting.get((variant, pr.name)) for variant, pr in programs.items()}
         self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
 
@@ -188,13 +188,13 @@ class Leave:
         return move(x, self.shared.regime.over_cp, boundary.src, boundary.dst, shares=shares)
 
     def _tokens(self, program: ModuleProgram, args: tuple, kwargs: dict) -> bool:
-        """Whether the module has read a rank's tokens: one that takes them in the place of a hollow argument may have read all instead."""
+        """Whether the module has read a rank's tokens. A module that takes them in place of a hollow argument may have read all instead."""
         if program.on_cp is None or not program.on_cp.takes:
             return True
         return not has_all_tokens(args[0] if args else kwargs[self.parameters[0]], self.shared.regime)
 
     def _argument(self, program: ModuleProgram, args: tuple, kwargs: dict) -> Any:
-        """What the module's forward read where its rule moved it."""
+        """The argument that the module's forward read, if its rule moved it."""
         if not program.enter or program.enter[0].argument == "*":
             return None
         name = program.enter[0].argument or self.parameters[0]
@@ -209,14 +209,14 @@ class Leave:
 
 
 def nested(over_tp: Sequence[InputMove], over_cp: Sequence[InputMove]) -> Iterator[InputMove]:
-    """The moves of both axes in their order."""
+    """The moves of both axes, in order of execution."""
     yield from (one for one in over_cp if when(one.src, one.dst) == "before")
     yield from over_tp
     yield from (one for one in over_cp if when(one.src, one.dst) == "after")
 
 
 def _share(part: ArgumentSlice, mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """What this rank reads of an argument."""
+    """The part of an argument that this rank reads."""
     times, heads = part.rows(x.shape, mesh.size())
     if times == 1:
         return move(x, mesh, R, V(part.dim))

@@ -15,11 +15,11 @@ from .regime import Regime
 
 
 class OwnBuffers:
-    """Around a module's forward: it reads this rank's share of some of its buffers, which are stored whole.
+    """Wraps a module's forward: it reads this rank's share of some buffers, which are stored whole.
 
     Args:
-        programs: by variant, how each is read.
-        regime: says which variant runs.
+        programs: variant -> how each buffer is read.
+        regime: its variant is used.
         mesh: of the tp axis.
     """
 
@@ -42,7 +42,7 @@ class OwnBuffers:
 
 
 def share(whole: Tensor, program: ParameterProgram, ranks: int, rank: int) -> Tensor:
-    """What a rank reads of a buffer, of any shape with the program's dim."""
+    """A rank's part of a buffer, which may have any shape with the program's dim."""
     dim = program.computed.dim
     assert isinstance(dim, int), program
     return pieces_of(whole, dim, program.ranges(whole.shape[dim], ranks, rank))

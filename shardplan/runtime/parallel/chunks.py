@@ -10,12 +10,12 @@ from shardplan.torchlib.private import private
 
 
 def chunk_size(size: int, ranks: int) -> int:
-    """The size of every rank's chunk but the last ones': ceil(size / ranks)."""
+    """The size of every rank's chunk except the last ones': ceil(size / ranks)."""
     return -(-size // ranks)
 
 
 def uneven(size: int, dim: int, ranks: int) -> ValueError:
-    """The error for a sequence that the tp axis does not divide: what to pad, and what else to call."""
+    """The error for a sequence that the tp axis does not divide: it says what to pad, and what else to call."""
     return ValueError(
         f"dim {dim} has {size} elements, which tp={ranks} does not divide: pad it to {chunk_size(size, ranks) * ranks} "
         f"(sequence parallelism splits the sequence evenly). `shardplan.pad_to_multiple(batch, {ranks}, pad_token_id=...)` pads "

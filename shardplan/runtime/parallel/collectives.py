@@ -1,8 +1,8 @@
 """Collectives over the tp axis, on local tensors, inside autograd functions.
 
-In a graph that is being compiled they are torch's functional collectives, in the form that inductor knows and fuses with
-products. Eager they are the same operators, called below autograd and without the wrapper that waits at a tensor's first use:
-that is a tenth of the host time.
+In a graph that is being compiled they are torch's functional collectives, in the form that inductor fuses with products.
+Eager, they are the same operators, called below autograd and without the wrapper that waits at a tensor's first use: that
+takes a tenth of the host time.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int) -> Tensor:
         return _traced["reduce_scatter"](x.contiguous(), "sum", dim, mesh)
     dim %= x.ndim
     chunk = (*x.shape[:dim], size // ranks, *x.shape[dim + 1 :])
-    if prod(chunk[:dim]) > 1:  # the ranks' chunks one behind the other: a copy
+    if prod(chunk[:dim]) > 1:  # concatenate the ranks' chunks: a copy
         x = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     stacked = x.reshape(ranks * chunk[0], *chunk[1:]).contiguous()
     return _run(FUNCTIONAL.reduce_scatter_tensor.default, stacked, "sum", ranks, _name(mesh))
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
-    """Rows for each rank, [sum of sent, ...], to rows from each, [sum of received, ...], in the order of the ranks."""
+    """Exchange rows: sends [sum of sent, ...], receives [sum of received, ...], both in rank order."""
     return _run(FUNCTIONAL.all_to_all_single.default, x.contiguous(), list(received), list(sent), _name(group))
 
 
@@ -69,12 +69,12 @@ def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
     dim, ranks = dim % x.ndim, mesh.size()
     whole = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     if torch.compiler.is_compiling():
-        # The first dim alone: of the others torch 2.11 makes a function that Dynamo refuses. What follows is that function's
-        # work, in the operators that asynchronous tensor parallelism knows: a split and a cat.
+        # Only the first dim: for other dims torch 2.11 makes a function that Dynamo refuses. The next line does that
+        # function's work with the operators that asynchronous tensor parallelism fuses: split and cat.
         stacked = _traced["all_gather"](x.contiguous(), 0, mesh)
         return stacked.view(whole) if prod(x.shape[:dim]) == 1 else torch.cat(stacked.split(x.shape[0]), dim)
     stacked = _run(FUNCTIONAL.all_gather_into_tensor.default, x.contiguous(), ranks, _name(mesh))
-    if prod(x.shape[:dim]) == 1:  # no copy; and no view of what nobody else has, which could not be changed in place
+    if prod(x.shape[:dim]) == 1:  # no copy, and no view: in-place changes stay possible
         return UNSAFE_VIEW(stacked, whole)
     return stacked.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
 

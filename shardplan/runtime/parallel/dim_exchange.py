@@ -1,4 +1,4 @@
-"""A slice of one dim for a slice of another: every rank sends each other rank what that has of the new dim."""
+"""Exchange a slice of one dim for a slice of another: every rank sends each other rank its part of the new dim."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .collectives import all_to_all
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A dim, and what each rank has of it where it is split.
+    """A dim, and each rank's part of it when it is split.
 
     Args:
-        dim: from 0.
-        size: of the whole.
-        shares: by rank. A place may be on several ranks.
+        dim: the dim's index, from 0.
+        size: of the whole dim.
+        shares: each rank's indices. Several ranks may have the same ones.
     """
 
     dim: int
@@ -30,7 +30,7 @@ class Cut:
 
     @property
     def in_order(self) -> bool:
-        """Whether what the ranks have, one behind the other, is the whole."""
+        """Whether the ranks' parts, concatenated in rank order, are the whole dim."""
         end = 0
         for start, length in (one for ranges in self.shares for one in ranges):
             if start != end:
@@ -39,11 +39,11 @@ class Cut:
         return end == self.size
 
     def take(self, x: Tensor, rank: int) -> Tensor:
-        """What a rank has of the whole."""
+        """A rank's part of the whole tensor."""
         return pieces_of(x, self.dim, self.shares[rank])
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """What all ranks have, as the whole; what several have of one place is added up."""
+        """The whole tensor, from the parts of all ranks. Indices of several ranks are summed."""
         if self.in_order:
             return _joined(parts, self.dim)
         shape = list(parts[0].shape)
@@ -57,8 +57,8 @@ class Cut:
 
 
 def exchange_dims(x: Tensor, mesh: DeviceMesh, had: Cut, wanted: Cut) -> Tensor:
-    """From a rank's share of one dim, whole in the other, to its share of the other. The gradient goes the same way back, where
-    what several ranks had of one place is added up."""
+    """Exchange a rank's share of one dim (whole in the other) for its share of the other dim. The gradient takes the same way
+    back; indices of several ranks are summed there."""
     ranks, own = mesh.size(), mesh.get_local_rank()
     sent = [wanted.take(x, rank) for rank in range(ranks)]
     shape = list(sent[own].shape)
@@ -72,7 +72,7 @@ def exchange_dims(x: Tensor, mesh: DeviceMesh, had: Cut, wanted: Cut) -> Tensor:
 
 
 def pieces_of(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """What of a dim these places have, one behind the other."""
+    """The given ranges of a dim, concatenated."""
     return _joined([x.narrow(dim, *one) for one in ranges], dim)
 
 

@@ -1,9 +1,9 @@
-"""Parts of a planned model that are called by themselves, outside of the model's own forward: a head on hidden states, a trunk
+"""Parts of a planned model that are called directly, outside of the model's own forward: a head on hidden states, a trunk
 without its head, one block.
 
-A caller has whole values, and expects complete gradients. Between blocks that is what the plan without sequence parallelism has,
-so such a part runs with the moves of that variant. What lies inside of a split block takes or returns a rank's share alone,
-and raises.
+The caller has whole values, and expects complete gradients. Between blocks that is what the plan gives without sequence
+parallelism, so such a part runs with the moves of that variant. A module inside of a split block takes or returns only a rank's
+share, and raises.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ _ONE_VARIANT = "the program has no variant without sequence parallelism"
 def hooks_of_parts(
     model: nn.Module, outer: nn.Module, variants: Mapping[str, Mapping[str, ModuleProgram]], plain: str, regime: Regime
 ) -> dict[nn.Module, _Part]:
-    """The forward pre-hooks of the parts of a model, which know whether these are called in the model's own forward (`OwnForward` is around
-    that).
+    """The forward pre-hooks of a model's parts. They know whether the part is called in the model's own forward, which `OwnForward` wraps.
 
     Args:
-        model: the one that the program is for.
-        outer: the one that FSDP2 has made the root of its units, where it has: the same, or around that one.
+        model: the model that the program is for.
+        outer: the root of FSDP2's units, if FSDP2 is used: the model or a wrapper around it.
         variants: `Program.by_name`.
-        plain: the variant without sequence parallelism; where it is not among them, no part can be called by itself.
+        plain: the variant without sequence parallelism; if it is missing in `variants`, no part can be called directly.
     """
     planned = {name for modules in variants.values() for name in modules if name}
     around = {a for name in planned for a in ancestors(name) if a}
@@ -50,14 +49,14 @@ def hooks_of_parts(
         if why:
             why = f"{name} was called by itself, outside of the model's forward: {why}"
         if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):
-            module.__dict__[NOT_ALONE] = why  # seen where it reads its parameters, which costs the others nothing
+            module.__dict__[NOT_ALONE] = why  # checked where it reads its parameters, so other modules pay nothing
         else:
             hooks[module] = _Part(name, why, plain, regime, outer)
     return hooks
 
 
 class OwnForward:
-    """Around the forward of the model: what is called in it is its own call."""
+    """Wraps the model's forward: modules called in it are called by the model itself."""
 
     def __init__(self, regime: Regime):
         self.regime = regime
@@ -74,10 +73,10 @@ class OwnForward:
 
 
 class _Part:
-    """Forward pre-hook of a module that may be called by itself.
+    """Forward pre-hook of a module that may be called directly.
 
     Args:
-        why: why it cannot be; empty where it can.
+        why: why it cannot be called directly; empty where it can.
     """
 
     def __init__(self, name: str, why: str, plain: str, regime: Regime, outer: nn.Module):
@@ -85,7 +84,7 @@ class _Part:
         self.in_block = element(block(name))
         self.recomputed = False  # a checkpoint in the model's forward runs it again
         self.unrecorded = (
-            False  # it was called by itself without gradients, perhaps in a checkpoint with use_reentrant=True
+            False  # it was called directly without gradients, perhaps in a checkpoint with use_reentrant=True
         )
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -109,7 +108,7 @@ class _Part:
         return self._begin(module, args, kwargs)
 
     def _run_again(self) -> None:
-        """In backward: a checkpoint in the model's own forward runs it again."""
+        """Called in backward: a checkpoint in the model's own forward runs the module again."""
         if self.unrecorded and self.regime.variant != self.plain and not _checkpoint_runs():
             raise RuntimeError(
                 f"{self.name} runs in a backward, and was called by itself before: whether a checkpoint of the model's own forward runs it "
@@ -137,7 +136,7 @@ class _Part:
         root = Unit(self.outer) if isinstance(self.outer, FSDPModule) else None
         if root is not None:
             put_right(root.module)
-            # What belongs to no unit is gathered, and reduced after backward, as in a call of the model.
+            # Parameters of no unit are gathered here, and reduced after backward, as in a call of the model.
             args, kwargs = root.before_forward(args, kwargs)
 
         def end(module: nn.Module, args: Any, output: Any) -> Any:
@@ -151,7 +150,7 @@ class _Part:
 
 
 def _checkpoint_runs() -> bool:
-    """Whether a checkpoint (use_reentrant=False) is what keeps the tensors of this forward, or runs it again."""
+    """Whether a checkpoint (use_reentrant=False) keeps the tensors of this forward, or runs it again."""
     hooks = _top_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
@@ -161,7 +160,7 @@ def _checkpointed(regime: Regime) -> bool:
 
 
 def same_moves(forward: Callable[..., Any], regime: Regime | None) -> Callable[..., Any]:
-    """The forward as a checkpoint is to run it, in backward too: with the moves that the variant has now."""
+    """The forward for a checkpoint: also in backward it runs with the moves of the current variant."""
     if regime is None or not regime.inside or torch.compiler.is_compiling():
         return forward
     return partial(_with_moves, forward, regime, regime.variant)

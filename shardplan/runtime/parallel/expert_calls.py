@@ -1,4 +1,4 @@
-"""A call of a module of experts: which of its arguments are the tokens, the ids of their experts, and the weights."""
+"""A call of a module of experts: which arguments are the tokens, their experts' ids, and the weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ExpertCall:
         tokens: [T, H].
         ids: of each token's experts, [T, k].
         weights: of their results, [T, k].
-        shape: the tokens' own, which the result has.
-        args: as they were passed: (tokens, ids, weights) are at `places`.
-        kwargs: likewise.
-        places: a position or a keyword of each.
+        shape: the original shape of the tokens and the result.
+        args: the positional arguments as passed; (tokens, ids, weights) are at `places`.
+        kwargs: the keyword arguments.
+        places: the position or keyword of each.
     """
 
     module: str
@@ -35,8 +35,8 @@ class ExpertCall:
     places: tuple[int | str, ...]
 
     def with_rows(self, rows: Tensor, ids: Tensor, weights: Tensor) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of the same call, with other rows in the places of the tokens, the ids and the weights: in as many dims as
-        the call has, [1, ..., R, H]."""
+        """The arguments of the same call with other rows as tokens, ids and weights, in as many dims as the call
+        has: [1, ..., R, H]."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for place, value in zip(self.places, (rows, ids, weights), strict=True):
             for _ in self.shape[2:]:
@@ -49,12 +49,12 @@ class ExpertCall:
 
 
 def expert_call(module: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertCall:
-    """Find the roles of the arguments, by dtype and shape; leading dims are flattened.
+    """Find the roles of the arguments by dtype and shape; leading dims are flattened.
 
     Args:
         module: the module's name, for messages.
-        args: the positional arguments: in all three tensors, and None.
-        kwargs: likewise.
+        args: the positional arguments; with `kwargs` they are exactly three tensors, and None.
+        kwargs: the keyword arguments.
 
     Raises:
         ValueError: they are not tokens [..., H], integer ids [..., k] and weights [..., k].

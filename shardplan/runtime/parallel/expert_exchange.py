@@ -1,4 +1,4 @@
-"""Sending tokens to the ranks of their experts, and the results back. Its gradient is the exchange the other way."""
+"""Sending tokens to the ranks of their experts, and the results back. Its gradient is the reverse exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExchangeBackend:
     """A way to exchange rows.
 
     Args:
-        name: what messages call it.
+        name: its name in messages.
         all_to_all: (rows [sum of sent, ...], rows received from each rank, rows sent to each, group) -> [sum of received, ...],
             in the order of the ranks.
         available: whether it runs here.
@@ -35,13 +35,13 @@ BACKENDS = {"torch": ExchangeBackend("torch", all_to_all, torch.distributed.is_a
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How many rows go where.
+    """How many rows each rank sends to and receives from each other rank.
 
     Args:
-        sent: to each rank of the group.
-        received: from each.
+        sent: rows for each rank of the group.
+        received: rows from each rank.
         group: the ranks that have the experts.
-        backend: what sends them.
+        backend: the way to send them.
     """
 
     sent: tuple[int, ...]
@@ -51,7 +51,7 @@ class Route:
 
     @property
     def back(self) -> Route:
-        """The same rows the other way."""
+        """The reverse route."""
         return Route(self.received, self.sent, self.group, self.backend)
 
     def exchange(self, x: Tensor) -> Tensor:
@@ -79,11 +79,11 @@ class _Exchange(torch.autograd.Function):
 
 def exchange(route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Exchange rows of several tensors. They are one node of the graph, so that all ranks run the exchanges of backward in
-    one order."""
+    the same order."""
     return _Exchange.apply(route, *tensors)
 
 
 def swap(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Row i of the result is what rank i has for this rank: as many rows as ranks."""
+    """Exchange one row with each rank: row i of the result is rank i's row for this rank."""
     ones = [1] * group.size()
     return all_to_all(x, ones, ones, group)

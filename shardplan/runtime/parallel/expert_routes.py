@@ -1,6 +1,6 @@
-"""The ways of tokens to their experts and back: a token for each of its experts, or once for each rank that has some of them.
+"""The ways to send tokens to their experts and back: once for each expert, or once for each rank that has some of the token's experts.
 
-Both sort on the device and wait for it once, for the numbers of rows that are exchanged.
+Both sort on the device, and wait for it once: for the numbers of rows to exchange.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .expert_rows import OwnRows, add_up, sum_of_own, take
 from .expert_turns import Turn
 
 FakeTensor = private("FakeTensor")
-# Of tensors without values: this rank's share of all pairs of a token and an expert, over the mean of the ranks.
+# For tensors without values: this rank's share of all (token, expert) pairs, divided by the ranks' mean.
 LOAD: ContextVar[float] = ContextVar("LOAD", default=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that have the experts: the first has the first ones.
+    """The ranks that have the experts, in the order of the experts.
 
     Args:
         group: these ranks.
-        own: which of them this is.
-        backend: what exchanges rows between them.
-        turn: which module of experts exchanges them.
+        own: this rank's index.
+        backend: exchanges rows between them.
+        turn: the module of experts that exchanges them.
     """
 
     group: ProcessGroup
@@ -47,11 +47,11 @@ class Ranks:
         return Route(tuple(sent), tuple(received), self.group, self.backend)
 
     def tell(self, *counts: Tensor) -> Tensor:
-        """Exchange what this rank counted for each rank, columns of [n, ...], and behind them the number of its module."""
+        """Exchange this rank's counts for each rank, columns of [n, ...], followed by the number of its module."""
         return swap(torch.cat([*counts, counts[0].new_full((counts[0].shape[0], 1), self.turn.number)], 1), self.group)
 
     def say_absent(self, columns: int, device: torch.device) -> None:
-        """Take part in `tell`, of as many columns, without a call of the module.
+        """Take part in `tell`, with the same number of columns, without a call of the module.
 
         Raises:
             RuntimeError: another rank calls it.
@@ -61,7 +61,7 @@ class Ranks:
 
 
 def every_pair(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Send a token for each of its experts; their results come back, and are weighted here.
+    """Send a token once for each of its experts. The results come back, and are weighted here.
 
     Args:
         run: the module's forward.
@@ -97,12 +97,12 @@ def every_pair(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights:
 
 
 def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Send a token once to each rank that has some of its experts, with its ids and weights; what comes back is weighted and
-    summed. Arguments and errors as those of `every_pair`."""
+    """Send a token once to each rank that has some of its experts, with its ids and weights. The results come back weighted
+    and summed. Arguments and errors: see `every_pair`."""
     n = ranks.group.size()
     owners = ids.div(run.local, rounding_mode="floor").unsqueeze(-1) == torch.arange(n, device=ids.device)  # [T, k, n]
     goes = owners.any(1)  # [T, n]
-    width = min(ids.shape[1], n)  # a token goes to no more ranks: it has a slot for each
+    width = min(ids.shape[1], n)  # a token goes to at most this many ranks, and has a slot for each
     first = torch.arange(tokens.shape[0], device=ids.device).unsqueeze(1) * width
     slots = (first + goes.cumsum(1) - 1).T.reshape(-1)  # by rank, then by token
     unknown = ((ids < 0) | (ids >= run.count)).sum()
@@ -128,13 +128,13 @@ def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights
 
 
 def columns(exchange: Exchange, local: int) -> int:
-    """How many numbers a rank counts for each rank, where each has `local` experts."""
+    """How many numbers a rank counts for each rank, if each has `local` experts."""
     return local + 1 if exchange == "pairs" else 3
 
 
 def own_part(run: OwnRows, own: int, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What this rank's experts add to tokens that all ranks have: a partial sum. `own`: which rank this is. The other
-    arguments and errors are those of `every_pair`."""
+    """The contribution of this rank's experts to tokens that all ranks have: a partial sum. `own`: this rank's index.
+    Other arguments and errors: see `every_pair`."""
     ids = ids - own * run.local
     mine = ((ids >= 0) & (ids < run.local)).sum()
     first = -own * run.local
@@ -147,21 +147,21 @@ def own_part(run: OwnRows, own: int, tokens: Tensor, ids: Tensor, weights: Tenso
 
 
 def numbers_of(counted: Tensor, estimated: Callable[[], list[Any]]) -> list[Any]:
-    """The numbers in a tensor, which wait for the device.
+    """Read the numbers in a tensor, which waits for the device.
 
     Args:
-        estimated: gives as many: those of a tensor without values.
+        estimated: gives the same number of values, for a tensor without values.
     """
     return estimated() if isinstance(counted, FakeTensor) else counted.tolist()
 
 
 def expected(ranks: Ranks, total: int, most: int) -> tuple[list[int], list[int]]:
-    """The numbers of rows that this rank sends to each rank and receives from each, where its experts get `LOAD` times the
-    mean and those of all others alike.
+    """The numbers of rows that this rank sends to each rank and receives from each, if its experts get `LOAD` times the
+    mean, and all other experts equally many.
 
     Args:
-        total: that a rank sends, where all experts get as many.
-        most: that a rank can have for another.
+        total: the rows that a rank sends, if all experts get equally many.
+        most: the most rows that a rank can have for another.
     """
     n = ranks.group.size()
     own = round(total * LOAD.get() / n)
@@ -172,16 +172,16 @@ def expected(ranks: Ranks, total: int, most: int) -> tuple[list[int], list[int]]
 
 
 def ranks_of_a_token(experts: int, ranks: int, chosen: int) -> float:
-    """The expected number of ranks that have some of a token's experts, where it chooses among all of them alike: ranks times
-    the probability that a rank has one, 1 - C(E - E/n, k) / C(E, k)."""
+    """The expected number of ranks that have some of a token's experts, if it chooses uniformly among all experts: ranks
+    times the probability that a rank has one, 1 - C(E - E/n, k) / C(E, k)."""
     return ranks * (1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen))
 
 
 def refuse_unknown(run: OwnRows, number: int) -> None:
-    """Called on all ranks with the number of ids on all of them that are no expert's.
+    """Refuse ids without an expert; call it on all ranks with their number over all ranks.
 
     Raises:
-        ValueError: there are some.
+        ValueError: the number is not 0.
     """
     if number:
         raise ValueError(

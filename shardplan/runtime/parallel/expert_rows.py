@@ -1,8 +1,7 @@
-"""Rows for experts: pairs of a token and one of its experts, which a module's own forward takes as tokens with one expert.
+"""Rows for experts: pairs of a token and one of its experts. A module's own forward takes them as tokens with one expert.
 
-Rows are taken from tokens, and added up to tokens, by a list of slots without duplicates: token t has the slots t * width to
-(t + 1) * width. So sums run over a dense dim, in the same order on every run, on CUDA too; a scatter with duplicate indices
-does not.
+Rows are taken from tokens, and added up to tokens, by a list of distinct slots: token t has the slots t * width to
+(t + 1) * width. So sums run over a dense dim in the same order on every run, on CUDA too, unlike a scatter with duplicate indices.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ def add_up(rows: Tensor, slots: Tensor, tokens: int, width: int) -> Tensor:
 
     Args:
         rows: [R, ...].
-        slots: of each row, [R], below tokens * width; all different.
+        slots: the slot of each row, [R], below tokens * width; all different.
         tokens: their number T.
-        width: the number of slots of a token.
+        width: the number of slots per token.
 
     Returns:
         [T, ...]; zeros for a token without rows.
@@ -55,18 +54,18 @@ def take(tokens: Tensor, slots: Tensor, width: int) -> Tensor:
     Args:
         tokens: [T, ...].
         slots: [R], below T * width; all different.
-        width: the number of slots of a token.
+        width: the number of slots per token.
     """
     return _Take.apply(tokens, slots, width)
 
 
 class _Unread(torch.autograd.Function):
-    """A result without rows. Its backward reaches all that it would have been made of, with zeros: the collectives there run on
-    every rank, and FSDP2 waits for the gradients of the parameters."""
+    """A result without rows. Its backward sends zeros to all inputs that it would have: so the collectives there run on every
+    rank, and FSDP2 gets the gradients of the parameters that it waits for."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:
-        # No saved tensors: a parameter's storage may be freed before backward. Zeros like it need none.
+        # It saves no tensors: a parameter's storage may be freed before backward, and zeros need only its shape.
         ctx.like = [x.detach() for x in (rows, *others)]
         return torch.zeros_like(rows)
 
@@ -79,14 +78,14 @@ class _Unread(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """The module's own forward, on rows for the experts of this rank.
+    """Calls the module's own forward on rows for this rank's experts.
 
     Args:
-        forward: it; it finds the parameters of these experts in the module.
+        forward: the module's; it finds the parameters of these experts in the module.
         module: the module.
-        call: what it was called with.
+        call: the call of the module.
         count: the number of all experts.
-        local: the number of this rank's.
+        local: the number of this rank's experts.
     """
 
     forward: Callable[..., Any]
@@ -96,7 +95,7 @@ class OwnRows:
     local: int
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """What the experts make of the rows; without rows the module does not run.
+        """The experts' results for the rows; without rows the module does not run.
 
         Args:
             rows: [R, H].
@@ -104,7 +103,7 @@ class OwnRows:
             weights: [R].
 
         Raises:
-            ValueError: the module's result is not like the rows; its `num_experts` is another number than the plan's.
+            ValueError: the result's shape differs from the rows'; or the module's `num_experts` is not the plan's number.
         """
         if not rows.shape[0]:
             return _Unread.apply(rows, weights, *(p for p in _parameters(self.module) if p.requires_grad))
@@ -122,7 +121,7 @@ class OwnRows:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """`num_experts`, which most classes of experts read, is this rank's number."""
+        """Set `num_experts`, which most classes of experts read, to this rank's number."""
         attributes = self.module.__dict__
         before = attributes.get("num_experts")
         if type(before) is not int:
@@ -138,7 +137,7 @@ class OwnRows:
 
 
 def _parameters(module: nn.Module) -> Iterator[Tensor]:
-    """What the module's forward finds in place of its parameters, which may be plain tensors."""
+    """The parameters as the module's forward finds them; they may be plain tensors."""
     for owner in module.modules():
         yield from (p for p in owner._parameters.values() if p is not None)
 
@@ -150,7 +149,7 @@ def _words(result: Any) -> str:
 
 
 def sum_of_own(run: OwnRows, tokens: Tensor, ids: Tensor, weights: Tensor, pairs: int) -> Tensor:
-    """What this rank's experts add to each token.
+    """The contribution of this rank's experts to each token.
 
     Args:
         run: the module's forward.
@@ -165,6 +164,6 @@ def sum_of_own(run: OwnRows, tokens: Tensor, ids: Tensor, weights: Tensor, pairs
     width = ids.shape[1]
     own = ids.reshape(-1)
     own = own.where((own >= 0) & (own < run.local), run.local)
-    slots = own.argsort(stable=True)[:pairs]  # expert by expert, and the tokens of each in their order
+    slots = own.argsort(stable=True)[:pairs]  # by expert, then by token
     rows = run(take(tokens, slots, width), own[slots], take(weights.reshape(-1), slots, 1))
     return add_up(rows, slots, tokens.shape[0], width)

@@ -1,8 +1,8 @@
-"""Whether the ranks of an exchange are in the same module of experts. A rank that leaves one out would let the others wait for
-it, or send its rows into another module's exchange.
+"""Whether all ranks of an exchange are in the same module of experts. If a rank skips one, the others would wait for it, or
+its rows would go into another module's exchange.
 
-Each rank says with the numbers of its rows which module it is in. Where the forward of a module around a module of experts
-ends without a call of that one, its rank takes part in the exchange of these numbers alone, and says that it is absent.
+Each rank sends the number of its module with the numbers of its rows. If the forward of an enclosing module ends without a
+call of the module of experts, its rank only takes part in the exchange of these numbers, and says that it is absent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardplan.core.tree import ancestors
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A module of experts among those of its model.
+    """A module of experts, and its position in the model.
 
     Args:
-        number: its place among them, from 0.
-        names: of all.
+        number: its position among the modules of experts, from 0.
+        names: the names of all of them.
     """
 
     number: int
@@ -31,14 +31,14 @@ class Turn:
 
     @property
     def absent(self) -> int:
-        """What a rank says in the place of `number` that does not call the module."""
+        """The number that a rank sends in place of `number` if it does not call the module."""
         return ~self.number
 
     def compare(self, said: Sequence[int]) -> None:
-        """Called on all ranks with what all of them said.
+        """Compare the numbers of all ranks. Call it on all ranks.
 
         Raises:
-            RuntimeError: they are not in the same module.
+            RuntimeError: the ranks are not in the same module.
         """
         if len(set(said)) == 1:
             return
@@ -64,14 +64,14 @@ class Exchanging(Protocol):
 
 
 class _Around:
-    """Hooks of a module around modules of experts."""
+    """Hooks of a module that contains modules of experts."""
 
     def __init__(self, inside: Iterable[tuple[nn.Module, Exchanging]]):
         self.inside = tuple(inside)
         self.before = [0] * len(self.inside)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():  # a graph would be compiled anew for every number of calls
+        if not torch.compiler.is_compiling():  # a graph would be recompiled for every number of calls
             self.before = [experts.calls for _, experts in self.inside]
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -83,10 +83,10 @@ class _Around:
 
 
 def watch_experts(model: nn.Module, experts: Callable[[nn.Module], Exchanging | None]) -> None:
-    """See to it that a module of experts that is not called in the forward of a module around it says so to the other ranks.
+    """If a module of experts is not called in the forward of an enclosing module, make it tell the other ranks.
 
     Args:
-        experts: what exchanges the tokens of a module; None where nothing does.
+        experts: module -> its exchange of tokens; None where it has none.
     """
     inside: dict[str, list[tuple[nn.Module, Exchanging]]] = {}
     for name, module in model.named_modules():

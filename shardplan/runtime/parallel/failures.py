@@ -1,4 +1,4 @@
-"""Which module an exception is about."""
+"""The module in which an exception occurred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nn.TransformerEncoder without what it does for evaluation alone."""
+"""nn.TransformerEncoder without its fast path for evaluation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.backends import mha
 
 
 def without_fast_path(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Around the forward of nn.TransformerEncoder. In evaluation without gradients it makes one nested tensor of sequences that are
-    padded, which cannot be sliced or gathered. Its layers see hooks, and run their modules by themselves."""
+    """Wraps the forward of nn.TransformerEncoder. In evaluation without gradients it would make one nested tensor of padded
+    sequences, which cannot be sliced or gathered. Its layers see hooks, and run their modules one by one."""
     before = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
     try:

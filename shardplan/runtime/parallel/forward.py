@@ -1,7 +1,7 @@
 """Wrapping a module's forward without changing a name: the module's class is replaced by a subclass.
 
-Hooks stay outside what is wrapped, so a collective in a hook is not run again by activation checkpointing. A forward that
-was set on the instance (by a patching tool) is what runs inside.
+Hooks stay outside of the wrapper, so activation checkpointing does not run a collective in a hook again. A forward that
+was set on the instance (by a patching tool) runs inside.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _subclass(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
         return call(*args, **kwargs)
 
     if uncompiled:
-        # The whole call. A graph that breaks further inside has every function around that place compiled by itself, which are
-        # those of all modules: torch.compile soon compiles one of them no more.
+        # The whole call: after a graph break further inside, torch.compile compiles every function around that place
+        # separately. Those functions belong to all modules, so it soon stops compiling one of them.
         forward = torch.compiler.disable(forward, reason=uncompiled)
-    # The same name in the same module: libraries look classes up by str(type(module)).
+    # The same name in the same module: libraries find classes by str(type(module)).
     namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), namespace)
 
@@ -53,7 +53,7 @@ def _call(around: Around, forward: Callable[..., Any], module: nn.Module, /, *ar
 
 
 def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = None) -> None:
-    """Put `around` around the module's forward, outside what was put there before, but inside what is of the type `inside`.
+    """Put `around` around the module's forward: outside of earlier wrappers, but inside of wrappers of the type `inside`.
 
     An `around` with an attribute `uncompiled`, which says why, keeps torch.compile out of the module's whole forward.
     """
@@ -66,16 +66,16 @@ def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = Non
         module.__dict__[_AROUND] = (*before[:place], around, *before[place:])
         return
     module.__dict__[_AROUND] = (around,)
-    if "forward" in module.__dict__:  # it would hide the subclass's
+    if "forward" in module.__dict__:  # it would hide the subclass's forward
         module.__dict__[_OWN] = module.__dict__.pop("forward")
     module.__class__ = _wrapped_class(type(module), uncompiled)
 
 
 def around_of(module: nn.Module, kind: type[Wrapped]) -> Wrapped | None:
-    """What of a type was put around the module's forward."""
+    """The wrapper of this type around the module's forward."""
     return next((one for one in module.__dict__.get(_AROUND, ()) if isinstance(one, kind)), None)
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of a module's forward, which may be one that was set on the instance."""
+    """The names of the arguments of a module's forward, which may have been set on the instance."""
     return tuple(inspect.signature(module.__dict__.get(_OWN) or module.forward).parameters)

@@ -1,4 +1,4 @@
-"""The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds
+"""The state of FSDP2's units, which has no public name: `FSDPModule._get_fsdp_state` and its contents
 (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`, `_fsdp_param.py`).
 """
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 @dataclass(frozen=True)
 class _Group:
-    """A parameter group as it was found."""
+    """A parameter group in its original state."""
 
     group: Any
     unsharded: bool
@@ -24,7 +24,7 @@ class _Group:
 
 
 class Unit:
-    """One FSDP2 unit, as it was found.
+    """One FSDP2 unit in its original state.
 
     Args:
         module: a module that belongs to it.
@@ -40,30 +40,30 @@ class Unit:
         ]
 
     def gather(self) -> None:
-        """Gather the parameters, to stay so after a forward."""
+        """Gather the parameters; they stay gathered after a forward."""
         self.module.unshard()
         for found in self.groups:
             found.group.post_forward_mesh_info = None
 
     def before_forward(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """What FSDP2 does before a forward of the module, around other code: from its arguments to those that are cast."""
+        """FSDP2's work before a forward of the module, for other code: takes the arguments, returns them cast."""
         return self.state._pre_forward(cast(nn.Module, self.module), args, kwargs)
 
     def after_forward(self, args: tuple, output: Any) -> Any:
-        """What FSDP2 does after it: the output with what begins the backward."""
+        """FSDP2's work after a forward: returns the output with the start of the backward."""
         return self.state._post_forward(cast(nn.Module, self.module), args, output)
 
     def restore(self) -> None:
-        """Bring back what was found, also out of a forward that was left by an exception."""
+        """Restore the original state, also after an exception left a forward."""
         root, training_state, running = self.found
-        # The first forward of all finds the root, which then stays unsharded after forward unless it was set not to.
+        # The very first forward finds the root, which then stays unsharded after forward unless it was set otherwise.
         became_root = root is None and self.state._is_root and self.state._auto_reshard_after_forward
         self.state._training_state = training_state
         self.state._state_ctx.iter_forward_root = running
         self.state._modules_to_run_forward.clear()
         for found in self.groups:
             group = found.group
-            group.wait_for_unshard()  # one that was prefetched, and not reached
+            group.wait_for_unshard()  # a group that was prefetched, but not reached
             group._training_state = found.training_state
             if not became_root:
                 group.post_forward_mesh_info = found.after_forward
@@ -72,14 +72,14 @@ class Unit:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups in a unit's state: torch 2.12 and later have a list of them, 2.11 has one or None."""
+    """The parameter groups in a unit's state: a list in torch 2.12 and later, one or None in 2.11."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
-    """The FSDP2 units of some modules, each once: several modules may be one unit."""
+    """The FSDP2 units of these modules, each once: several modules may be one unit."""
     units: dict[int, Unit] = {}
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -89,7 +89,7 @@ def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def left_half_way(root: FSDPModule) -> Literal["", "forward", "backward"]:
-    """What an exception left half-way in the outermost unit's model; to be asked outside of both."""
+    """What an exception left half-way in the outermost unit's model; call it outside of forward and backward."""
     context = root._get_fsdp_state()._state_ctx
     if context.post_backward_final_callback_queued:
         return "backward"
@@ -97,16 +97,16 @@ def left_half_way(root: FSDPModule) -> Literal["", "forward", "backward"]:
 
 
 def reset(root: FSDPModule, *, drop: bool) -> bool:
-    """Make the state of all units what it is between two steps.
+    """Set the state of all units to that between two steps.
 
     Args:
-        drop: gradients too.
+        drop: also drop gradients.
 
     Returns:
-        Whether gradients were dropped that other backwards than the last one may have left.
+        Whether it dropped gradients that may come from backwards before the last one.
     """
     groups = [found.group for unit in units_of(cast(nn.Module, root).modules()) for found in unit.groups]
-    reduced = [group._partial_reduce_output for group in groups]  # of several backwards that the replicas add up once
+    reduced = [group._partial_reduce_output for group in groups]  # of several backwards, reduced once over the replicas
     dropped = drop and sum(_drop_gradients(group) for group in groups) > 0
     root.reset_iter_state()
     if not drop:
@@ -116,8 +116,8 @@ def reset(root: FSDPModule, *, drop: bool) -> bool:
 
 
 def _drop_gradients(group: Any) -> bool:
-    """Drop the gradients of a group. What its own parameters hold, and the gathered ones where the backward had not come to them, is not
-    of that backward alone."""
+    """Drop the gradients of a group. Returns whether some are not of the last backward alone: those of its own parameters, and gathered
+    ones that the backward had not reached."""
     begun = group._training_state.name == "PRE_BACKWARD"
     found = group._partial_reduce_output is not None
     for parameter in group.fsdp_params:
@@ -131,8 +131,8 @@ def _drop_gradients(group: Any) -> bool:
 
 
 def keep_requires_grad(modules: Iterable[nn.Module]) -> None:
-    """Let `requires_grad_` of a parameter that FSDP2 keeps gathered hold when it is sharded again: adapters that are switched off for one
-    forward and on again (peft) are trained afterwards."""
+    """Keep `requires_grad_` of a gathered parameter when FSDP2 shards it again: adapters that are switched off for one forward and on
+    again (peft) are trained afterwards."""
     for unit in units_of(modules):
         for found in unit.groups:
             found.group._to_sharded = partial(_to_sharded, found.group, found.group._to_sharded)
@@ -147,10 +147,10 @@ def _to_sharded(group: Any, shard: Callable[[], None]) -> None:
 
 
 def when_gathered(modules: Iterable[nn.Module], action: Callable[[Tensor], Callable[[Tensor], None] | None]) -> None:
-    """Do something with the parameter that FSDP2 puts in the place of a sharded one, each time it gathers.
+    """Do something with the parameter that replaces a sharded one, each time FSDP2 gathers.
 
     Args:
-        action: from the sharded parameter to what is done with the gathered one; None is nothing.
+        action: sharded parameter -> what is done with the gathered one; None: nothing.
     """
     for unit in units_of(modules):
         for found in unit.groups:

@@ -1,4 +1,4 @@
-"""Logits that are not made: hidden states and a head, from which a loss makes them a chunk of tokens at a time."""
+"""Logits that are not computed at once: a loss computes them from hidden states and a head, a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .vocabulary_cross_entropy import cross_entropy_of
 from .vocabulary_logits import IGNORE_INDEX, Split, split_over
 from .vocabulary_sums import Head, Rows
 
-# What a model's code may do to logits before a loss reads them, element by element, by the names of torch's functions.
+# Elementwise functions that a model's code may apply to logits before the loss, by the names of torch's functions.
 CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})
 POINTWISE = CASTS | {
     "mul", "rmul", "multiply", "div", "truediv", "divide", "true_divide", "add", "radd", "sub", "rsub", "neg", "tanh",
@@ -29,14 +29,14 @@ READERS = "cross_entropy, causal_lm_loss, log_probabilities, entropy"
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """The place of a tensor in `Head.operands`; None: of the logits themselves."""
+    """The index of a tensor in `Head.operands`; None: the logits themselves."""
 
     place: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A call of a torch function on the logits; `widens`: it casts them to float32, or to what is wider."""
+    """A call of a torch function on the logits; `widens`: it casts them to float32 or a wider dtype."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -62,9 +62,9 @@ def _all_of(changes: Sequence[_Change]) -> Callable[[Tensor, Sequence[Tensor]], 
 
 
 class FusedLogits(Tensor):
-    """Logits [..., tokens, vocabulary], of which cross-entropies and log-probabilities make a chunk of tokens at a time.
+    """Logits [..., tokens, vocabulary]. Cross-entropies and log-probabilities compute them a chunk of tokens at a time.
 
-    What scales, caps or casts them, and what takes some of the tokens, is noted. Everything else is a RuntimeError.
+    Scales, caps, casts and selections of tokens are recorded. Everything else is a RuntimeError.
     """
 
     hidden: Tensor  # [..., tokens, features]
@@ -86,18 +86,18 @@ class FusedLogits(Tensor):
         made.hidden, made.head, made.vocabulary, made.changes = hidden, head, split, changes
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has another argument
         return f"FusedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def rows(self, temperature: float = 1.0) -> Rows:
-        """What the sums of each token are made from, which are in float32 at least anyway: a cast to that at the end is left to them."""
+        """The inputs of each token's sums. These are in float32 at least, so a final cast to float32 is left to them."""
         changes = self.changes[:-1] if self.changes and self.changes[-1].widens else self.changes
         head = replace(self.head, change=_all_of(changes))
         return Rows(self.hidden, len(self.head.weight), self.vocabulary, head, temperature)
 
     def make(self) -> Tensor:
-        """All logits at once, differentiable: a DTensor Shard(-1) where the vocabulary is split over a mesh, a rank's columns where
-        it is split over a group, else a plain tensor."""
+        """Compute all logits at once, differentiably: a DTensor Shard(-1) where a mesh splits the vocabulary, a rank's columns
+        where a group splits it, else a plain tensor."""
         made = replace(self.head, change=_all_of(self.changes)).logits(self.hidden)
         mesh = self.vocabulary.group
         return as_dtensor(made, self.vocabulary.size, mesh) if isinstance(mesh, torch.distributed.DeviceMesh) else made
@@ -121,7 +121,7 @@ class FusedLogits(Tensor):
                 return own._changed(func, args, kwargs)
             if name in SHAPES:
                 return own._of_tokens(func, name, args, kwargs)
-        # Sizes and dtypes; what reads the values comes to __torch_dispatch__.
+        # Sizes and dtypes; reads of the values go to __torch_dispatch__.
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -159,7 +159,7 @@ class FusedLogits(Tensor):
     def _of_tokens(
         self, func: Callable[..., Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FusedLogits:
-        """What takes or orders tokens, and leaves the vocabulary as it is, of the hidden states."""
+        """Apply a function that selects or orders tokens, and leaves the vocabulary alone, to the hidden states."""
         hidden, rest, head = self.hidden, args[1:], self.head
         if name == "detach":
             tensors = (head.weight, head.bias, *head.operands)
@@ -171,7 +171,7 @@ class FusedLogits(Tensor):
             if hidden.ndim < 2:
                 raise _refused(f"[{rest[0]}]")
         else:
-            # On a stand-in, whose last dim tells whether the vocabulary stays together.
+            # On a stand-in, whose last dim shows whether the vocabulary stays together.
             made = func(torch.empty(self.shape, device="meta"), *rest, **kwargs)
             if made.ndim < 2 or made.shape[-1] != self.shape[-1]:
                 raise _refused(f"{name} to {tuple(made.shape)}")
@@ -187,22 +187,22 @@ def fused_logits(
     group: Group | None = None,
     vocab_size: int | None = None,
 ) -> FusedLogits:
-    """Logits of a head, `hidden @ weight.T + bias`, that are not made: a loss makes them a chunk of tokens at a time.
+    """Logits of a head, `hidden @ weight.T + bias`, that are not computed at once: a loss computes them a chunk of tokens at a time.
 
-    `torch.nn.functional.cross_entropy`, `cross_entropy`, `causal_lm_loss`, `log_probabilities` and `entropy` take them. Scales, caps
-    (`torch.tanh(logits / cap) * cap`), casts, and slices of the tokens are noted; anything else is a RuntimeError, and `make()`
-    gives the logits themselves. With a group every rank needs all tokens, and the gradient of `hidden` is a partial sum over it.
+    `torch.nn.functional.cross_entropy`, `cross_entropy`, `causal_lm_loss`, `log_probabilities` and `entropy` accept them. Scales,
+    caps (`torch.tanh(logits / cap) * cap`), casts, and slices of the tokens are recorded; anything else is a RuntimeError, and
+    `make()` computes all logits. With a group every rank needs all tokens, and the gradient of `hidden` is a partial sum over it.
 
     Args:
         hidden: [..., tokens, features].
         weight: [vocabulary, features]; with a group this rank's rows, in ceil-chunks.
-        bias: [vocabulary], or this rank's.
-        group: the process group, or the one-dimensional mesh, that the rows are split over.
-        vocab_size: of the whole vocabulary; needed with a group.
+        bias: [vocabulary], or this rank's part.
+        group: the process group, or the one-dimensional mesh, over which the rows are split.
+        vocab_size: the size of the whole vocabulary; needed with a group.
 
     Raises:
         TypeError: a DTensor: pass `weight.to_local()` with `group`.
-        ValueError: sizes that do not fit, or that are missing.
+        ValueError: sizes do not fit, or are missing.
     """
     if any(isinstance(x, DTensor) for x in (hidden, weight, bias)):
         raise TypeError("fused_logits takes plain tensors: pass to_local() of a DTensor, and group= its mesh")
@@ -222,14 +222,14 @@ def fused_logits(
 
 
 def _refused(what: str) -> RuntimeError:
-    return RuntimeError(  # torch forgets the text of a TypeError in an operator
+    return RuntimeError(  # torch drops the message of a TypeError in an operator
         f"{what}: these logits are fused, so that they are not made but a chunk of tokens at a time, by a loss alone "
         f'({READERS}). For others apply the plan with logits="sharded" or "replicated", or take logits.make()'
     )
 
 
 def _tokens_of(index: Any, ndim: int) -> Any:
-    """An index of logits, which must leave the vocabulary, their last dim, as it is."""
+    """An index of logits; it must not change the vocabulary, their last dim."""
     parts = index if isinstance(index, tuple) else (index,)
     dims = [part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts]
     taken = sum(n for part, n in zip(parts, dims, strict=True) if part is not None and part is not Ellipsis)

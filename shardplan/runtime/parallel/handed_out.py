@@ -1,6 +1,6 @@
-"""What a module hands out of its block, where it is read whole: an auxiliary loss reads the logits of its router.
+"""Results of a module that are read outside of its block, where values are whole: an auxiliary loss reads the router's logits.
 
-Where the module runs on slices of the tokens, these are gathered, with a gradient that is complete: each rank's readers have all of it.
+If the module runs on slices of the tokens, the results are gathered. Their gradient is complete: each rank's readers have all of it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _OURS = ("shardplan.runtime.", "shardplan.cost.", "torch.")  # modules whose hoo
 
 @dataclass(slots=True)
 class Tokens:
-    """Batch and sequence of what runs now in a block, on this rank, of which code in it may make one row.
+    """Batch and sequence length of the values in a block, on this rank. Code in the block may flatten both into rows.
 
     Args:
         seq_dim: the sequence dimension.
-        shape: of the first two dims of what its modules read last.
+        shape: the first two dims of what its modules read last.
     """
 
     seq_dim: int = 1
     shape: tuple[int, ...] = ()
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Forward pre-hook of the modules around, behind the moves of their arguments."""
+        """Forward pre-hook of the enclosing modules; it runs after the moves of their arguments."""
         values = (*args, *kwargs.values())
         shapes = (x.shape for x in values if isinstance(x, Tensor) and x.is_floating_point())
         shape = next(shapes, ())
@@ -42,13 +42,13 @@ class Tokens:
             self.shape = tuple(shape[:2])
 
     def gather(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The slices of all ranks.
+        """Gather the slices of all ranks.
 
         Args:
             x: [batch, sequence, ...] of this rank, in the order of `seq_dim`, or [batch * sequence, ...].
 
         Raises:
-            ValueError: it is neither.
+            ValueError: it has neither shape.
         """
         if tuple(x.shape[:2]) == self.shape:
             return move(x, mesh, V(self.seq_dim), I)
@@ -61,7 +61,7 @@ class Tokens:
 
 
 def hand_out(output: Any, reads: OutsideReads, module: nn.Module, tokens: Tokens, mesh: DeviceMesh) -> Any:
-    """A module's output with the results that are read outside moved to I."""
+    """Return a module's output; move the results that are read outside to I."""
     sliced = reads.source.kind == "V"
     if reads.source == I or (sliced and reads.by_hooks and not _has_readers(module)):
         return output
@@ -73,10 +73,10 @@ def hand_out(output: Any, reads: OutsideReads, module: nn.Module, tokens: Tokens
 
 
 def hand_out_over_cp(output: Any, reads: OutsideReads, module: nn.Module, length: int | None, mesh: DeviceMesh) -> Any:
-    """A module's output with the results that are read outside made whole over cp.
+    """Return a module's output; make the results that are read outside whole over cp.
 
     Args:
-        length: of the whole sequence. The results are [batch, sequence, ...] or [batch * sequence, ...].
+        length: the length of the whole sequence. The results are [batch, sequence, ...] or [batch * sequence, ...].
         mesh: the one-dimensional cp mesh.
     """
     if reads.by_hooks and not _has_readers(module):
@@ -103,7 +103,7 @@ def _with(output: Any, reads: OutsideReads, whole: Callable[[Tensor], Tensor]) -
 
 
 def _has_readers(module: nn.Module) -> bool:
-    """Whether it has hooks that may read its results."""
+    """Whether the module has hooks that may read its results."""
     return any(
         not str(getattr(hook, "__module__", type(hook).__module__)).startswith(_OURS)
         for hook in module._forward_hooks.values()

@@ -1,4 +1,4 @@
-"""Modules that have all tokens and a share of the heads: the hollow argument, and what is read by share."""
+"""Modules that have all tokens and a share of the heads: the hollow argument, and parameters and buffers read by share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .tensor_moves import move
 
 
 def shares_of(program: ContextProgram, over_tp: DeviceMesh) -> tuple[Ranges, ...] | None:
-    """Which features each rank of cp has, of those that this rank of tp has."""
+    """Each cp rank's features, among those of this tp rank."""
     return None if program.features is None else program.features.of_ranks(over_tp.get_local_rank())
 
 
 def hollow_of(x: Tensor, module: str, regime: Regime) -> Tensor:
-    """What a module whose heads are exchanged sees in the place of a rank's tokens."""
+    """The stand-in for a rank's tokens that a module with exchanged heads gets."""
     shape = list(x.shape)
     shape[SEQUENCE] = regime.length = shape[SEQUENCE] * regime.over_cp.size()
 
@@ -42,7 +42,7 @@ def hollow_of(x: Tensor, module: str, regime: Regime) -> Tensor:
 
 
 def taken(x: Tensor, module: str, regime: Regime) -> Tensor:
-    """What a projection below reads: the rank's tokens in the place of a hollow argument, or a value that has all tokens.
+    """The input of a projection below: the rank's tokens in place of a hollow argument, or a value that has all tokens.
 
     Raises:
         RuntimeError: it is neither.
@@ -64,12 +64,12 @@ def has_all_tokens(x: Tensor, regime: Regime) -> bool:
 
 
 class HeadShares:
-    """Around a forward: it reads this rank's share of parameters and buffers, here and below.
+    """Wraps a forward: it reads this rank's share of parameters and buffers, of its module and those below.
 
     Args:
         programs: by variant.
-        regime: says which variant runs.
-        over_tp: the mesh of tp.
+        regime: its variant is used.
+        over_tp: the tp mesh.
     """
 
     def __init__(self, programs: Mapping[str, ContextProgram | None], regime: Regime, over_tp: DeviceMesh):

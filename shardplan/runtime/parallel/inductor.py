@@ -1,11 +1,11 @@
-"""inductor, whose graphs run below autograd.
+"""Runs inductor's graphs below autograd.
 
-A compiled graph is what autograd has already taken apart, yet each operator that it calls passes through autograd's part of
-the dispatcher, and for torch's functional collectives that part is Python: with nothing to record it costs a
-sequence-parallel layer about 300 microseconds (`python -m benchmarks.host`).
+autograd has already processed a compiled graph, yet each operator call in it passes through autograd's part of the
+dispatcher, which for torch's functional collectives is Python: although nothing is recorded, this costs a sequence-parallel
+layer about 300 microseconds (`python -m benchmarks.host`).
 
-What torch takes whole from its cache of autograd's graphs runs as torch has it. Our moves are autograd functions, and graphs
-with those are not in that cache unless somebody sets `autograd_cache_allow_custom_autograd_functions`.
+Graphs from torch's cache of autograd graphs run unchanged. Our moves are autograd functions; graphs with these are cached
+only if somebody sets `autograd_cache_allow_custom_autograd_functions`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _below_autograd = private("below_autograd")
 
 @dataclass(frozen=True)
 class Inductor:
-    """A backend for `torch.compile`; equal ones share their graphs between modules.
+    """A backend for `torch.compile`; modules with equal backends share their graphs.
 
     Args:
-        fused: asynchronous tensor parallelism, and where it notes what became of it.
+        fused: for asynchronous tensor parallelism; records the fused operators.
     """
 
     fused: Fused | None = None
@@ -41,7 +41,7 @@ class Inductor:
 def _compile(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     compiled = private("compile_fx_inner")(graph, inputs, **options)
     run = getattr(compiled, "current_callable", None)
-    if run is None:  # a graph without operators is no code, but the graph's own function
+    if run is None:  # for a graph without operators inductor makes no code
         return compiled
 
     def below_autograd(values: Sequence[Any]) -> Any:

@@ -1,5 +1,5 @@
-"""A step that an exception left half-way, and whose loop goes on (a batch is skipped when memory runs out): FSDP2's state is put right
-at the next forward. Left as it is, no gradient is reduced any more, and no parameter moves."""
+"""Steps that an exception left half-way, in a loop that continues (it skips a batch when memory runs out): FSDP2's state is reset at
+the next forward. Otherwise no gradient would be reduced any more, and no parameter would change."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LOST = (
 
 
 def put_right(root: FSDPModule) -> None:
-    """Make the state of FSDP2 what it is between two steps, if an exception left a forward or a backward half-way. Gradients of that
-    backward which are not reduced are dropped.
+    """If an exception left a forward or a backward half-way, reset FSDP2's state to that between two steps. Gradients of that
+    backward that are not reduced yet are dropped.
 
     Args:
         root: the outermost unit.
 
     Raises:
-        RuntimeError: there are other gradients, which cannot be told from those of that backward: they are dropped too. Or this torch
-            cannot put its state right.
+        RuntimeError: there are other gradients, which cannot be told from those of that backward: they are dropped too. Or FSDP2's
+            state cannot be reset with this torch.
     """
     left = left_half_way(root)
     if not left or _current_graph_task_id() != -1:

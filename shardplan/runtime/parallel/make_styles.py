@@ -1,4 +1,4 @@
-"""The module programs -> torch's ParallelStyle objects."""
+"""From module programs to torch's ParallelStyle objects."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def make_styles(
     expert_share: float = 1.0,
     cp: DeviceMesh | None = None,
 ) -> tuple[dict[str, ParallelStyle], Shared]:
-    """Fresh styles for one model, by module name, and what they share.
+    """New styles for one model, by module name, and their shared state.
 
     Args:
         plan, variants: `resolved` and `by_name` of a `Program`.
-        ready: called before the values of a parameter are sent to other ranks; raises where one of them failed.
-        ep, expert_share, cp: as `Regime` has them.
+        ready: called before a parameter's values are sent to other ranks; raises where one of them failed.
+        ep, expert_share, cp: as in `Regime`.
     """
     waiting: dict[tuple[str, str | None], Waiting] = {
         (variant, name): Waiting((*module.joined, name), module.sum_rule)
@@ -74,8 +74,8 @@ def make_styles(
 
 
 def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
-    """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
-    it, where there are several. Modules of experts are FSDP units too."""
+    """Block (or module outside of blocks) -> variant -> its parameters, with the names of their modules relative to it,
+    where there are several. Modules of experts are FSDP units too."""
     own = (name for modules in variants.values() for name, module in modules.items() if module.over_ep)
     units = frozenset((*plan.fsdp_units, *own))
     found: dict[str, dict[str, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
@@ -87,7 +87,7 @@ def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[t
 
 
 def _noted(variants: Variants) -> frozenset[str]:
-    """The modules that hand slices of tokens out of their blocks, and those around them in these."""
+    """The modules that hand slices of tokens out of their blocks, and the enclosing modules within these blocks."""
     return frozenset(
         above
         for modules in variants.values()

@@ -1,4 +1,4 @@
-"""Means over features of which every rank has some."""
+"""Means over features that are split over ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MEANS = (torch.mean, Tensor.mean)
 
 
 class Means:
-    """Around a norm's forward: its own code runs, and each mean over all features that this rank has of its first argument is
-    that over the features of all ranks of the mesh. (What is reshaped before, into several groups, has means of its own.)
+    """Wraps a norm's forward: its own code runs, but each mean of its first argument over all features of this rank becomes
+    the mean over the features of all ranks of the mesh. (A value reshaped into several groups before has its own means.)
 
     Args:
-        program: how many features all these ranks have.
-        meshes: of these ranks, one for each axis.
+        program: its number of features of all these ranks.
+        meshes: the meshes of these ranks, one for each axis.
     """
 
     def __init__(self, program: FeatureMeans, *meshes: DeviceMesh):
@@ -44,7 +44,7 @@ class _OverAllRanks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in RMS_NORMS:  # its mean is taken inside
+        if func in RMS_NORMS:  # its mean is inside
             return rms_norm(self._mean, *args, **kwargs)
         result = func(*args, **kwargs)
         if func not in MEANS:

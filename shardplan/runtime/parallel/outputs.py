@@ -1,4 +1,4 @@
-"""What happens to a module's output besides one move."""
+"""Changes of a module's output besides one move."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SEQUENCE = 1  # the dim of hidden states [batch, sequence, hidden]
 
 
 def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a change to the output; where it is no tensor, to the first tensor in it (tuples, lists, mappings and
-    dataclasses, in order), which the layout check treats as the module's result.
+    """Apply a change to the output, or else to the first tensor in it (tuples, lists, mappings and dataclasses, in
+    order), which the layout check also treats as the module's result.
 
     Raises:
-        ValueError: there is no tensor in it.
+        ValueError: the output has no tensor.
     """
     if isinstance(output, Tensor):
         return change(output)
@@ -38,7 +38,7 @@ def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _on_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[bool, Any]:
-    """Whether there is a tensor in it, and the value with the first one changed."""
+    """Whether the value has a tensor, and the value with the first tensor changed."""
     if isinstance(value, Tensor):
         return True, change(value)
     if isinstance(value, (tuple, list)):
@@ -59,7 +59,7 @@ def _on_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[bool, Any
             found, new = _on_first(getattr(value, field.name, None), change)
             if found:
                 value = copy.copy(value)
-                object.__setattr__(value, field.name, new)  # of a frozen one too
+                object.__setattr__(value, field.name, new)  # also in frozen dataclasses
                 return True, value
     return False, value
 
@@ -78,8 +78,8 @@ def as_dtensor(x: Tensor, size: int, mesh: DeviceMesh) -> DTensor:
 
 
 def hidden_states_of(output: Any) -> dict[str, tuple[Any, ...]]:
-    """The fields of a transformers ModelOutput that have hidden states (`hidden_states`, `encoder_hidden_states`), tensors or tuples of
-    them; none where the output has none."""
+    """The fields of a transformers ModelOutput with hidden states (`hidden_states`, `encoder_hidden_states`): tensors or tuples of
+    them; empty where the output has none."""
     fields = output.items() if isinstance(output, Mapping) else ()
     return {
         name: states
@@ -89,7 +89,7 @@ def hidden_states_of(output: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def in_tuples(output: Any, change: Callable[[Any], Any], read: frozenset[int] = frozenset()) -> Any:
-    """A plain tuple with a change of all that is in the tuples in it: its hidden states are there, without a name.
+    """Change everything inside the tuples of a plain tuple: its hidden states are there, without a name.
 
     Args:
         read: positions that are left alone.
@@ -102,39 +102,39 @@ def in_tuples(output: Any, change: Callable[[Any], Any], read: frozenset[int] = 
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A nest of tuples (BridgeTower's hidden states are those of each of its towers) with each value changed."""
+    """Change each value in nested tuples (BridgeTower's hidden states are tuples, one for each tower)."""
     return tuple(_each(one, change) for one in value) if isinstance(value, tuple) else change(value)
 
 
 class HiddenStates:
-    """Makes hidden states what the unsharded model returns: the sequence shards of the inner layers are gathered. Their gradients are
+    """Makes hidden states equal to the unsharded model's: the sequence shards of the inner layers are gathered. Their gradients are
     already complete.
 
     Args:
-        left: what is known of them.
+        left: what the forward recorded about them.
         seq_dim: the sequence dimension.
         mesh: the one-dimensional tp mesh.
-        over_cp: the length of the whole sequence, where the lengths that are known are those of this rank's slice over cp.
+        over_cp: the length of the whole sequence, if the recorded lengths are those of this rank's slice over cp.
     """
 
     def __init__(self, left: LeftBehind, seq_dim: int, mesh: DeviceMesh, over_cp: int | None = None):
         self.left, self.seq_dim, self.mesh, self.over_cp = left, seq_dim, mesh, over_cp
 
     def of_model(self, output: Any) -> Any:
-        """The output of a model: a transformers ModelOutput, which is changed in place, or a tuple. What has no hidden states, and
-        what is not known, is left alone."""
+        """Fix the output of a model: a transformers ModelOutput, which is changed in place, or a tuple. Outputs without hidden
+        states, and unknown tensors, are left alone."""
         if self.left.states or self.left.lengths:
             for name, states in hidden_states_of(output).items():
                 output[name] = _each(states, self._named)
         return in_tuples(output, self._known) if self.left.states else output
 
     def of_part(self, output: Any, shape: torch.Size, read: frozenset[int]) -> Any:
-        """The output of the module around the blocks, where it is a plain tuple: code around it may cut them.
+        """Fix the output of the module around the blocks, if it is a plain tuple: code around it may slice it.
 
         Args:
-            shape: of what the blocks get, with the whole sequence: hidden states have this shape, or that of a slice. What is in front of
-                the blocks has the length of the sequence over cp.
-            read: positions that code of the model was seen to read: it reads slices.
+            shape: the shape of the blocks' input with the whole sequence. Hidden states have this shape, or a slice's. Before the blocks
+                they have the sequence's length over cp.
+            read: positions that the model's code was seen to read: it reads slices.
         """
         length = shape[self.seq_dim]
         lengths = {length, length // self.mesh.size(), self.over_cp or length}
@@ -162,9 +162,9 @@ class HiddenStates:
     def _whole(self, state: Tensor, length: int) -> Tensor:
         """
         Args:
-            length: of the whole sequence.
+            length: the length of the whole sequence.
         """
-        if self.left.is_sum(state):  # the embeddings, where a hook saw them before the first block
+        if self.left.is_sum(state):  # the embeddings, if a hook saw them before the first block
             return move(state, self.mesh, P, I)
         if state.shape[self.seq_dim] in (length, self.over_cp):  # the last one, gathered by the final norm for the head
             return move(state, self.mesh, R, I) if self.left.is_partial(state) else state
@@ -172,11 +172,11 @@ class HiddenStates:
 
 
 def whole_over_cp(output: Any, length: int, mesh: DeviceMesh) -> Any:
-    """A model's output with hidden states that are whole over cp.
+    """Return a model's output with hidden states whole over cp.
 
     Args:
-        output: a transformers ModelOutput, which is changed in place, or a tuple. What has no hidden states is left alone.
-        length: of the whole sequence.
+        output: a transformers ModelOutput, which is changed in place, or a tuple. Outputs without hidden states are left alone.
+        length: the length of the whole sequence.
         mesh: the one-dimensional cp mesh.
     """
 
@@ -187,5 +187,5 @@ def whole_over_cp(output: Any, length: int, mesh: DeviceMesh) -> Any:
 
     for name, states in hidden_states_of(output).items():
         output[name] = _each(states, whole)
-    # Keys of a cache, [batch, heads, sequence, features], have a dim more.
+    # Keys of a cache, [batch, heads, sequence, features], have one more dim.
     return in_tuples(output, lambda one: whole(one) if isinstance(one, Tensor) and one.ndim == 3 else one)

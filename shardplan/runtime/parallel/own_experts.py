@@ -1,4 +1,4 @@
-"""A module of experts of which every rank has some, whole: its own forward runs on what is routed to these."""
+"""A module of experts; each rank has some whole experts. The module's own forward runs on the tokens routed to these."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ _ROUTES = {"pairs": every_pair, "once": once_a_rank}
 
 
 class OwnExperts:
-    """Around the forward of a module of experts, inside what reads its parameters as local tensors.
+    """Wraps the forward of a module of experts, inside of the wrapper that reads its parameters as local tensors.
 
-    Without an exchange every rank of the tp axis has all tokens, and the result is a partial sum over the axis. With one, tokens go
-    to the ranks of the ep mesh that have their experts, and the results come back: each rank has its own tokens, and gradients
-    of its experts are summed by the exchange over ep. Tokens that are the same on all tp ranks (`sliced`) are cut into
-    ceil-chunks before, which may be empty, and gathered after; then the gradients of parameters below the module, which all
-    experts share, are summed over tp.
+    Without an exchange, every tp rank has all tokens, and the result is a partial sum over tp. With an exchange, tokens go to the
+    ranks of the ep mesh that have their experts, and the results come back: each rank has its own tokens, and the exchange sums its
+    experts' gradients over ep. Tokens that are the same on all tp ranks (`sliced`) are first cut into ceil-chunks, which may be
+    empty, and gathered at the end; then the gradients of parameters below the module, which all experts share, are summed over tp.
 
-    Numbers of rows depend on data: torch.compile breaks its graph here, and leaves the module's forward uncompiled.
+    Numbers of rows depend on data: torch.compile breaks its graph here, and does not compile the module's forward.
 
     Args:
-        programs: by variant; each has experts.
-        regime: which variant runs.
-        tp: the tp mesh; None is one rank.
-        ep: the mesh of the ranks that have the experts, where there is an exchange.
-        turn: which module of experts of its model it is; None: there is no other.
-        backend: what exchanges rows.
+        programs: variant -> program; each has experts.
+        regime: its variant is used.
+        tp: the tp mesh; None: one rank.
+        ep: the mesh of the ranks that have the experts, if there is an exchange.
+        turn: its position among its model's modules of experts; None: it is the only one.
+        backend: exchanges rows.
 
     Attributes:
         calls: how often it took part in an exchange, with rows or absent.
@@ -76,9 +75,9 @@ class OwnExperts:
     ) -> Tensor:
         """
         Raises:
-            ValueError: the call has no tokens, ids and weights, or ids that no expert has; the module's result is not like the
-                tokens.
-            RuntimeError: a rank that tokens are exchanged with does not call the module.
+            ValueError: the call has no tokens, ids and weights, or ids without an expert; or the result's shape differs from
+                the tokens'.
+            RuntimeError: another rank of the exchange does not call the module.
         """
         program = self.programs[self.regime.variant]
         experts = program.experts
@@ -105,7 +104,7 @@ class OwnExperts:
         return _shaped(move(result, tp, V(0), I, size=number), call.shape)
 
     def say_absent(self, module: nn.Module) -> None:
-        """Let the other ranks know that this one does not call the module, where the program that runs exchanges tokens.
+        """Tell the other ranks that this one does not call the module, if the current program exchanges tokens.
 
         Raises:
             RuntimeError: another rank calls it.
@@ -126,7 +125,7 @@ class OwnExperts:
     def _summed_after(
         self, tp: DeviceMesh, module: nn.Module, program: ModuleProgram
     ) -> tuple[list[tuple[nn.Module, str, Tensor | None]], list[Tensor | None]]:
-        """The slots of the parameters that all experts share, and these with gradients that are partial sums."""
+        """The slots of the parameters that all experts share, and these parameters, whose gradients are partial sums."""
         slots = [owner_of(module.get_submodule(owner), parameter.name) for owner, parameter in program.also_reads]
         members = [(owner, name, slots_of(owner)[name]) for owner, name in slots]
         trained = [x for *_, x in members if x is not None and x.requires_grad]
@@ -135,7 +134,7 @@ class OwnExperts:
 
 
 def _shaped(result: Tensor, shape: torch.Size) -> Tensor:
-    """In a shape, and no view: FSDP2 puts a hook on what its unit returns, which a change in place of a view would drop."""
+    """Give a result a shape without a view: FSDP2 puts a hook on its unit's output; an in-place change of a view would drop it."""
     if result.shape == shape and not result._is_view():
         return result
     return result.reshape(shape).clone()

@@ -1,9 +1,9 @@
-"""Gradients that a parameter may keep: their memory is nobody else's.
+"""Gradients that a parameter may keep, because nothing else shares their memory.
 
-Autograd adds the next step's gradient into `.grad` in place, so it takes over a gradient that nothing else holds and copies any other.
-It looks at the tensor that it is given. A DTensor made in a backward is new each time, and hides that its local tensor is the
-gradient of another parameter too: of `cls_token + position`, both would share one `.grad`, and a second backward would be added to it twice.
-Where that is, the local tensor is copied before it becomes a DTensor, as autograd does (torch/csrc/autograd/functions/accumulate_grad.h).
+Autograd adds the next step's gradient into `.grad` in place. So it takes over a gradient that nothing else holds, and copies any other. It
+looks at the tensor that it gets. A DTensor made in a backward is always new, and hides that another parameter's gradient may have the same
+local tensor: for `cls_token + position` both would share one `.grad`, and a second backward would be added to it twice. In that case the
+local tensor is copied before it becomes a DTensor, as autograd does (torch/csrc/autograd/functions/accumulate_grad.h).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _use_count = private("TensorBase")._use_count
 
 
 def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients that a backward got, each with memory of its own: copied where another tensor has the same.
+    """The gradients of a backward, each with its own memory: copied where another tensor has the same memory.
 
-    Without values (`estimate`), what holds them is not counted: a fake mode keeps references of its own.
+    For tensors without values (`estimate`) references are not counted: a fake mode keeps its own.
     """
     times = Counter(g.untyped_storage()._cdata for g in gradients if g is not None)
     return [g if g is None or _alone(g, times) else g.clone() for g in gradients]
@@ -42,7 +42,7 @@ def _alone(gradient: Tensor, times: Counter[int]) -> bool:
 
 
 class _References(NamedTuple):
-    """How many hold a gradient, its storage, and the tensor of which it is a view."""
+    """The numbers of references to a gradient, to its storage, and to the tensor that it is a view of."""
 
     tensor: int
     storage: int
@@ -59,7 +59,7 @@ def _references(gradient: Tensor) -> _References:
 
 
 class _Looked(torch.autograd.Function):
-    """Keeps the references to its gradient."""
+    """Records the references to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: list[_References]) -> Tensor:
@@ -75,11 +75,11 @@ class _Looked(torch.autograd.Function):
 
 @cache
 def _measured(*, view: bool) -> _References:
-    """The references to a product that nobody else holds, while a backward in Python looks at it: torch 2.11 counts one more
-    than torch 2.13. Not before a first backward: autograd's threads for a GPU end what a process may do after a fork.
+    """The references to an otherwise unreferenced product during a backward in Python: torch 2.11 counts one more than torch
+    2.13. Do not call it before a first backward: autograd's GPU threads forbid some actions after a fork.
 
     Args:
-        view: of its transpose.
+        view: measure its transpose.
     """
     found: list[_References] = []
     with torch.inference_mode(False), torch.enable_grad(), private("disable_modes")():

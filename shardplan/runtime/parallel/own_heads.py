@@ -11,6 +11,6 @@ from shardplan.torchlib.heads_of_weights import HeadsOfWeights
 
 
 def own_heads(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Around the forward of nn.MultiheadAttention: it computes with the heads that its matrices have."""
+    """Wraps the forward of nn.MultiheadAttention: it computes with the heads that its matrices have."""
     with HeadsOfWeights():
         return forward(*args, **kwargs)

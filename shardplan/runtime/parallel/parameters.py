@@ -1,4 +1,4 @@
-"""Parameters: stored as DTensors on the tp or the ep mesh, read as local tensors while a module's own forward runs."""
+"""Parameters: stored as DTensors on the tp or ep mesh, read as local tensors while a module's own forward runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def distribute(
 
     Args:
         mesh: the tp mesh.
-        src_data_rank: the tp rank whose values count; None: every rank's own (no communication).
+        src_data_rank: the tp rank whose values are used; None: every rank's own (no communication).
         ready: called before the values are sent; raises where another rank failed.
-        ep: the ep mesh, where the program has parameters that are stored over it.
+        ep: the ep mesh, if the program stores parameters over it.
     """
     owner, leaf = owner_of(module, parameter.name)
     old = owner._parameters[leaf]
@@ -50,7 +50,7 @@ def distribute(
         assert ep is not None and parameter.dim is not None and data.shape[parameter.dim] % ep.size() == 0, (
             parameter.name
         )
-        # An ep group may be a part of a tp group, without the rank whose values count, or hold several.
+        # An ep group may be part of a tp group and lack the source rank, or contain several source ranks.
         data = distribute_tensor(data, mesh, [Replicate()], src_data_rank=src_data_rank).to_local()
         mesh, src_data_rank = ep, None
     new = nn.Parameter(
@@ -61,11 +61,11 @@ def distribute(
 
 
 class LocalParameters:
-    """Around a module's forward: its DTensor parameters are local tensors, its withheld ones None or zeros.
+    """Wraps a module's forward: its DTensor parameters become local tensors, its withheld ones None or zeros.
 
-    They are replaced in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the
-    Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here). Those of an
-    adapted layer are replaced together, because the adapter's code reads the layer's parameters.
+    They are replaced in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the Parameter.
+    They are put back after exceptions too (the early stop of activation checkpointing raises one). All of an adapted
+    layer's parameters are replaced together, because the adapter's code reads the layer's.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class LocalParameters:
 
 
 class ParametersBelow:
-    """Around a forward that reads parameters of modules below it: they are local tensors in it too."""
+    """Wraps a forward that reads parameters of modules below it: they become local tensors in it too."""
 
     def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
         self.members = members

@@ -1,8 +1,9 @@
-"""Streams of random numbers under tensor parallelism: one that all tp ranks draw alike, and one of each rank's own.
+"""Streams of random numbers under tensor parallelism: one common to all tp ranks, and one for each rank.
 
-As in Megatron-LM (arXiv 1909.08053), what is whole on all ranks is dropped alike, and what is split is not. All numbers come
-from torch's default generator, whose state is exchanged: so activation checkpointing, which keeps that state, draws again
-what forward drew. Each new state is computed from the one before, and from nothing else that changes.
+As in Megatron-LM (arXiv 1909.08053), dropout of values that are whole on all ranks is the same on each rank, and dropout of
+split values is not. All numbers come from torch's default generator, whose state is swapped. So activation checkpointing,
+which keeps that state, draws the forward's numbers again. Each new state is computed from the state before, and from nothing
+else that changes.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ class Streams:
 
     Args:
         seed: the same on all ranks of the mesh.
-        coordinate: of this rank on all axes but tp: data-parallel ranks drop other elements.
-        rank: on the tp axis.
+        coordinate: this rank's, on all axes except tp: data-parallel ranks drop other elements.
+        rank: this rank's, on the tp axis.
         device: the type of the mesh's devices.
-        calls: how often the model was called in training; each call has numbers of its own.
+        calls: how often the model was called in training; each call has other numbers.
 
     Attributes:
-        running: whether the model's forward runs.
+        running: whether the model's forward is running.
         parked: the state of the common stream while a module draws its rank's own numbers.
 
     Raises:
-        ValueError: torch gives no generators of such devices.
+        ValueError: torch has no generators for such devices.
     """
 
     seed: int
@@ -59,7 +60,7 @@ class Streams:
 
     @property
     def generator(self) -> torch.Generator:
-        """torch's default generator of the device: what its operators draw from."""
+        """torch's default generator of the device, which its operators draw from."""
         if self.device == "cpu":
             return torch.default_generator
         module = torch.get_device_module(self.device)
@@ -72,7 +73,7 @@ class Streams:
 
 
 def _number(*parts: object) -> int:
-    """A seed that the parts determine."""
+    """A seed computed from the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
@@ -81,10 +82,10 @@ def _digest(state: Tensor) -> str:
 
 
 class OnModelStream:
-    """Around the forward of the model: the generator has the model's state, and has the caller's again afterwards.
+    """Wraps the model's forward: the generator has the model's state in it, and the caller's state again afterwards.
 
     Args:
-        drawing: the modules that draw; where none of them is in training mode nothing happens.
+        drawing: the modules that draw; if none of them is in training mode, nothing happens.
     """
 
     def __init__(self, streams: Streams, drawing: Sequence[nn.Module]):
@@ -105,12 +106,12 @@ class OnModelStream:
 
 
 class OnOwnStream:
-    """Around the forward of a module that draws, inside a checkpoint: in the variants in which it begins to draw its rank's own
-    numbers, it does. Afterwards the common stream is at the same place on all ranks.
+    """Wraps the forward of a module that draws, inside of a checkpoint. In variants where the module begins to draw its rank's
+    own numbers, it switches to them. Afterwards the common stream is at the same position on all ranks.
 
     Args:
-        draws: by variant, whose numbers the module draws.
-        switches: the variants in which what is around it draws the common numbers, and it does not.
+        draws: variant -> which numbers the module draws.
+        switches: the variants in which the code around it draws the common numbers, and the module does not.
         drawing: the modules that draw, here and below.
     """
 
@@ -155,11 +156,11 @@ class OnOwnStream:
 
 
 class OnCommonStream:
-    """Around the forward of a module that drops elements of whole values, outside of a checkpoint, where what is around it draws
+    """Wraps the forward of a module that drops elements of whole values, outside of a checkpoint, where the code around it draws
     its rank's own numbers.
 
     Args:
-        switches: the variants in which that is so.
+        switches: the variants with this case.
         drawing: the modules that draw, here and below.
     """
 

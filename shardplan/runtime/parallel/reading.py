@@ -1,8 +1,8 @@
 """Reading parameters: from DTensors to local tensors, and their gradients back.
 
-torch's `DTensor.to_local` does it a parameter at a time, and builds each gradient's DTensor with all that a user's call needs. Here
-the parameters of a block are read by one autograd node, which gives a gradient the placements that its parameter has; they
-are a third of what a small layer costs otherwise.
+torch's `DTensor.to_local` does this for one parameter at a time, and builds each gradient's DTensor with all the checks of a user's
+call. Here one autograd node reads the parameters of a block, and gives each gradient its parameter's placements; they would
+otherwise take a third of a small layer's time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, 
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """What a parameter's gradient is, as the module's backward gives it.
+    """How a module's backward gives a parameter's gradient.
 
     Args:
-        partial: a partial sum over all ranks.
-        share: to be multiplied by this.
+        partial: it is a partial sum over all ranks.
+        share: a factor for it.
     """
 
     partial: bool
@@ -44,12 +44,12 @@ class _Gradient:
 
 
 class _Read(torch.autograd.Function):
-    """Trained parameters as local tensors. In backward their gradients become DTensors placed as the parameters are; those
-    that are partial sums are summed before, by one all-reduce, and those of shared rows by one reduce-scatter.
+    """Trained parameters as local tensors. In backward their gradients become DTensors with the parameters' placements.
+    First partial sums are summed by one all-reduce, and those of shared rows by one reduce-scatter.
 
     Args:
-        gradients: of each.
-        gathered: what is gathered of those that have shared rows, by their number.
+        gradients: one for each parameter.
+        gathered: number of a parameter with shared rows -> its gathered tensor.
         rows: those parameters.
     """
 
@@ -68,8 +68,8 @@ class _Read(torch.autograd.Function):
         ctx.specs = [parameter._spec for parameter in parameters]
         locals_ = [parameter._local_tensor for parameter in parameters]
         ctx.like = [_like(local) for local in locals_]
-        # detach is the one operator that a policy of selective checkpointing does not count: where a checkpoint stands inside a
-        # block, its second run reads what the first found read.
+        # Policies of selective checkpointing do not count detach, the only such operator: the second run of a checkpoint inside
+        # a block finds the parameters that the first run read.
         return tuple(gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_))
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Read(torch.autograd.Function):
         which = [i for i, one in enumerate(ctx.gradients) if one.partial]
         if any(found[i] is not None for i in which):
             parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
-            mesh = ctx.specs[which[0]].mesh  # tp; experts beside them may be on ep
+            mesh = ctx.specs[which[0]].mesh  # tp; expert parameters may be on ep
             for i, total in zip(which, summed(mesh, parts, ctx.dtype), strict=True):
                 found[i] = used(found[i], total)
         if any(found[i] is not None for i in ctx.shared):
@@ -93,7 +93,7 @@ class _Read(torch.autograd.Function):
 
 
 def used(own: Tensor | None, total: Tensor) -> Tensor | None:
-    """The sum of what the ranks have; None, as unsharded, where no rank has a gradient: optimizers leave that alone."""
+    """The sum over the ranks; None, as unsharded, where no rank has a gradient: optimizers skip the parameter then."""
     unused = own is None and not isinstance(total, _FakeTensor) and not total.any()
     return None if unused else total
 
@@ -114,10 +114,10 @@ def _placed(gradient: Tensor, i: int, ctx: Any) -> DTensor:
 
 
 def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor:
-    """What a module's code reads of a DTensor parameter: its local tensor, moved to the computed layout; a partial gradient
-    is summed over tp before it reaches the DTensor.
+    """The value of a DTensor parameter for a module's code: its local tensor, moved to the computed layout. A partial
+    gradient is summed over tp before it reaches the DTensor.
 
-    What is no DTensor (already read by an enclosing block) is returned as it is.
+    Other tensors (already read by an enclosing block) are returned unchanged.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -130,7 +130,7 @@ def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor
 
 
 def _gathered_in_graph(local: Tensor, parameter: DTensor, program: ParameterProgram, regime: Regime) -> Tensor:
-    """In a graph: piece by piece."""
+    """The same in a graph: piece by piece."""
     dim = program.dim
     assert dim is not None
     pieces = program.pieces(parameter.device_mesh.size(), local.shape[dim])
@@ -191,7 +191,7 @@ def _moved(local: Tensor, parameter: DTensor, program: ParameterProgram) -> Tens
 
 
 def _traced(parameter: DTensor, program: ParameterProgram, regime: Regime) -> Tensor:
-    """In a graph that is being compiled: what torch.compile knows of DTensors."""
+    """The same in a graph that is being compiled: as far as torch.compile knows DTensors."""
     local = parameter.to_local(grad_placements=parameter.placements)
     if program.summed and local.requires_grad:
         (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
@@ -205,7 +205,7 @@ def call_with(
     args: tuple,
     kwargs: dict,
 ) -> Any:
-    """Call with other modules' parameters exchanged for local tensors."""
+    """Call with other modules' parameters replaced by local tensors."""
     try:
         for (owner, name, _), local in zip(members, locals_, strict=True):
             slots_of(owner)[name] = local
@@ -216,16 +216,16 @@ def call_with(
 
 
 def slots_of(module: nn.Module) -> dict[str, Any]:
-    """Where a module's forward finds its parameters; while it runs, plain tensors may stand there."""
+    """The dict in which a module's forward finds its parameters; while it runs, they may be plain tensors."""
     return module._parameters
 
 
 class Reads:
-    """Around a block's forward: the parameters in it are read together, through one autograd node whose backward sums
-    those of their gradients that are partial sums by one all-reduce.
+    """Wraps a block's forward: its parameters are read together by one autograd node. The node's backward sums their
+    partial gradients by one all-reduce.
 
     Args:
-        members: by variant.
+        members: variant -> its parameters.
     """
 
     def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
@@ -251,8 +251,8 @@ class Reads:
 def _traced_together(
     forward: Callable[..., Any], members: Sequence[Member], regime: Regime, args: tuple, kwargs: dict
 ) -> Any:
-    """In a graph: only those whose gradients are summed. (Loops: torch.compile traces them inside a checkpoint, where it
-    cannot trace a comprehension that closes over something.)"""
+    """In a graph: only parameters whose gradients are summed. (Loops, because torch.compile cannot trace a comprehension
+    with a closure inside a checkpoint.)"""
     slots: list[tuple[nn.Module, str, DTensor]] = []
     locals_: list[Tensor] = []
     for owner, name, program in members:

@@ -1,4 +1,4 @@
-"""Gathering again in backward: autograd keeps this rank's shards instead of the gathered values."""
+"""Regathering in backward: autograd keeps this rank's shards instead of the gathered values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardplan.torchlib.private import private
 
 _top_hooks = private("top_saved_tensors_hooks")
-_AGAIN = "_shardplan_again"  # on a gathered value: gathers it again
+_AGAIN = "_shardplan_again"  # on a gathered value: its `Again`
 
 
 class Again:
@@ -29,15 +29,15 @@ class Again:
         self.gather = gather
         self.storages = {whole.untyped_storage()._cdata: i for i, whole in enumerate(wholes)}
         self.uses = 0  # views of the values that autograd keeps
-        self.left = 0  # of them to be returned before the values are freed
+        self.left = 0  # views to return before the values are freed
         self.values: Sequence[Tensor] | None = None
 
     def position(self, x: Tensor) -> int | None:
-        """Which of the values a tensor is, or is a view of."""
+        """The index of the value that a tensor is, or is a view of."""
         return None if type(x) is nn.Parameter else self.storages.get(x.untyped_storage()._cdata)
 
     def view(self, kept: View) -> Tensor:
-        """A view of a value. They are gathered for the first view and freed after the last."""
+        """A view of a value. The values are gathered for the first view and freed after the last one."""
         if self.values is None:
             self.values, self.left = self.gather(), self.uses
         found = self.values[kept.position].as_strided(kept.shape, kept.stride, kept.offset)
@@ -50,7 +50,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What autograd keeps of a gathered value."""
+    """What autograd keeps instead of a gathered value."""
 
     of: Again
     position: int
@@ -61,17 +61,17 @@ class View:
 
 
 def note(wholes: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]) -> None:
-    """Remember with gathered values how they are gathered."""
+    """Record on gathered values how to gather them again."""
     again = Again(wholes, gather)
     for whole in wholes:
         setattr(whole, _AGAIN, again)
 
 
 class Regather:
-    """Around the forward of a module whose input, or some of whose parameters, are gathered.
+    """Wraps the forward of a module with gathered inputs or parameters.
 
     Args:
-        parameters: these, with the modules that own them.
+        parameters: the gathered ones, with the modules that own them.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Module, str]] = ()):
@@ -81,7 +81,7 @@ class Regather:
         read = (owner._parameters[name] for owner, name in self.parameters)
         values = [x for x in (*args, *kwargs.values(), *read) if hasattr(x, _AGAIN)]
         found: list[Again] = list(dict.fromkeys(getattr(x, _AGAIN) for x in values))
-        # Outer hooks that decide what is kept (a checkpoint, offloading) apply here too.
+        # Outer hooks that choose what is kept (a checkpoint, offloading) apply here too.
         if torch.compiler.is_compiling() or not found or not torch.is_grad_enabled() or _top_hooks(False) is not None:
             return forward(*args, **kwargs)
 

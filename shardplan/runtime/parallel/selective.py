@@ -1,4 +1,4 @@
-"""Which results selective activation checkpointing keeps: those of matrix products and of collectives."""
+"""The results that selective activation checkpointing keeps: those of matrix products and collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardplan.torchlib.private import private
 
 _DispatchMode: Any = private("TorchDispatchMode")
 
-# Operators by the name that a dispatch mode sees. Attention is two matrix products and a softmax between them.
+# Operators by their names in a dispatch mode. Attention is two matrix products with a softmax between them.
 PRODUCTS = frozenset(
     {
         "mm",
@@ -29,7 +29,7 @@ PRODUCTS = frozenset(
         "flex_attention",
     }
 )
-COLLECTIVES = "_c10d_functional"  # the namespace; with the wait for a result, which is the result
+COLLECTIVES = "_c10d_functional"  # their namespace; it includes the wait, which returns the result
 
 
 def is_kept(operator: Any) -> bool:
@@ -43,11 +43,11 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 class _OfKept(_DispatchMode):
-    """One of torch's modes for selective checkpointing, for operators whose results are kept. It counts the others too, and
-    fails where the second run has more of them: but a FSDP2 unit inside is gathered there, which it need not be before.
+    """One of torch's modes for selective checkpointing, limited to operators whose results are kept. torch's mode counts all operators,
+    and fails where the second run has more; but there an FSDP2 unit is gathered, which may not have been necessary in the first run.
 
     Args:
-        mode: what stores results, or what returns them.
+        mode: stores results, or returns them.
     """
 
     def __init__(self, mode: Any):
@@ -56,7 +56,7 @@ class _OfKept(_DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # as torch's modes
+        return True  # as in torch's modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if is_kept(func):

@@ -1,7 +1,7 @@
-"""Rows of parameters with which several ranks compute: key-value heads, of which there are fewer than ranks.
+"""Rows of parameters with which several ranks compute: key-value heads, if there are fewer heads than ranks.
 
-Each rank stores its share of them. Where they are read, those of the r neighbouring ranks that compute with the same rows are
-gathered, for all parameters of a block at once; the gradients, partial sums over these ranks, are reduce-scattered.
+Each rank stores its share of them. When they are read, the rows of the r neighbouring ranks that compute with the same ones
+are gathered, for all parameters of a block at once. The gradients, partial sums over these ranks, are reduce-scattered.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardplan.core.module_program import ParameterProgram
 
 from .collectives import all_gather, reduce_scatter
 
-Pieces = list[list[Tensor]]  # of each parameter
+Pieces = list[list[Tensor]]  # one list for each parameter
 
 
 def neighbours(mesh: DeviceMesh, copies: int) -> DeviceMesh:
-    """This rank and those beside it that compute with the same rows. Every rank of the axis must call it.
+    """This rank and its neighbours that compute with the same rows. Every rank of the axis must call it.
 
     Args:
-        mesh: of the tp axis.
-        copies: how many there are; the axis is a multiple of it.
+        mesh: the tp axis.
+        copies: how many ranks these are; it divides the size of the axis.
     """
     if copies == mesh.size():
         return mesh
@@ -41,8 +41,8 @@ class SharedRows:
 
     Args:
         programs: how each is stored and read.
-        stored: this rank's shards. They are kept, so that what is gathered can be gathered again.
-        groups: the neighbours, by their number.
+        stored: this rank's shards. They are kept, so that they can be gathered again.
+        groups: number of ranks -> the neighbours.
         ranks: the size of the axis.
     """
 
@@ -59,7 +59,7 @@ class SharedRows:
         self.pieces = [p.pieces(ranks, x.shape[d]) for p, x, d in zip(programs, stored, self.dims, strict=True)]
 
     def gather(self) -> list[Tensor]:
-        """What this rank computes with."""
+        """The tensors that this rank computes with."""
         found: Pieces = [
             list(x.split([length for length, _ in pieces], dim))
             for x, pieces, dim in zip(self.stored, self.pieces, self.dims, strict=True)
@@ -73,10 +73,10 @@ class SharedRows:
         return self._joined(found)
 
     def reduce(self, gradients: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        """The sums of the partial gradients of what was gathered, of which a rank keeps those of what it stores.
+        """Sum the partial gradients of the gathered tensors; each rank keeps the sums for the rows that it stores.
 
         Args:
-            dtype: of the reduction; None is the gradients' own.
+            dtype: of the reduction; None: the gradients' own.
         """
         found: Pieces = [
             list(x.split([length * copies for length, copies in pieces], dim))

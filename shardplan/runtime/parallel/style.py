@@ -35,14 +35,14 @@ from .waiting_sums import Collects
 
 
 class ModuleStyle(ParallelStyle):
-    """One module's part of a program; to be applied once, to that module.
+    """One module's part of a program; apply it once, to that module.
 
     Args:
-        programs: by variant, as far as the plan has them. All store the parameters alike; moves and gradients differ.
-        shared: what it has in common with the styles of the other modules.
-        reads: by variant the parameters in this block, itself included, that are read together, with the names of their
-            modules relative to this one.
-        ready: called before the values of a parameter are sent to other ranks; raises where one of them failed.
+        programs: variant -> program, for the plan's variants. All store the parameters the same way; moves and gradients differ.
+        shared: the state shared with the other modules' styles.
+        reads: variant -> the parameters in this block, itself included, that are read together, with the names of their modules
+            relative to this one.
+        ready: called before a parameter's values are sent to other ranks; raises where one of them failed.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ModuleStyle(ParallelStyle):
 
     @property
     def program(self) -> ModuleProgram:
-        """The program that runs now."""
+        """The current program."""
         return self.programs[self.shared.regime.variant]
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class ModuleStyle(ParallelStyle):
                     self._neighbours(mesh, copies)
 
     def _neighbours(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh:
-        """So many ranks of the axis, this one among them: made once."""
+        """The group of this many ranks of the axis that includes this rank; made once."""
         regime = self.shared.regime
         groups = regime.cp_neighbours if mesh is regime.cp else regime.neighbours
         if ranks not in groups:
@@ -147,7 +147,7 @@ class ModuleStyle(ParallelStyle):
         if any(pr.enter or pr.slices or (pr.on_cp and pr.on_cp.enters) for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
-            # In front of hooks that the module had: they see what a reader sees.
+            # Before the module's earlier hooks: these see what a reader sees.
             leave = Leave(module, self.programs, self.shared, mesh)
             module.register_forward_hook(leave, with_kwargs=True, prepend=True)
         if not self.program.name and self.shared.regime.cp is not None:
@@ -156,7 +156,7 @@ class ModuleStyle(ParallelStyle):
             module.register_forward_pre_hook(self.shared.tokens.note, with_kwargs=True)
 
     def _hook_context(self, module: nn.Module) -> None:
-        """The hidden states that the model returns are whole, behind those of `_hook_around`: tp has the finer slices."""
+        """Make the hidden states that the model returns whole, after the hooks of `_hook_around`: tp has the finer slices."""
         regime = self.shared.regime
 
         def begin(module: nn.Module, args: Any) -> None:

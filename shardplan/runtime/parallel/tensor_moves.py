@@ -29,7 +29,7 @@ def _pad(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
     return result
 
 
-# Each takes (x, mesh, dim, size of the whole dim). What splits another dim than before is `exchange_dims`.
+# Each takes (x, mesh, dim, size of the whole dim). A change of the split dim is `exchange_dims`.
 OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int], Tensor]] = {
     "identity": lambda x, mesh, dim, size: x,
     "all_reduce": lambda x, mesh, dim, size: all_reduce(x, mesh),
@@ -42,10 +42,10 @@ OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int], Tensor]] = 
 
 
 def refuse_second_derivatives() -> None:
-    """Called in a backward. (torch's `once_differentiable` says nothing of why, and torch.compile does not trace it.)
+    """Called in a backward. (torch's `once_differentiable` does not say why, and torch.compile does not trace it.)
 
     Raises:
-        RuntimeError: it is itself recorded (`create_graph=True`).
+        RuntimeError: the backward itself is recorded (`create_graph=True`).
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("a planned model's gradients cannot be differentiated again (create_graph=True)")
@@ -90,19 +90,19 @@ def move(
     size: int | None = None,
     shares: tuple[Ranges, ...] | None = None,
 ) -> Tensor:
-    """Move a local tensor from one layout to another; its gradient comes back as `src` promises (core/layout.py).
+    """Move a local tensor from one layout to another; its gradient returns in the layout that `src` defines (core/layout.py).
 
     Args:
         x: this rank's local tensor.
         mesh: the one-dimensional tp mesh.
         src: the layout of `x`.
         dst: the layout of the result. V's dim may be negative; SEQ must have been replaced.
-        size: the length of the whole dim that a V is a chunk of. Needed only where the axis does not divide it.
-        shares: of a move from V(d) to V(e): what each rank has of the last dim, by rank, where it is no chunk of it (a share of each part
-            of packed features).
+        size: the length of the whole dim if a V is a chunk of it. Needed only where the axis does not divide it.
+        shares: for a move from V(d) to V(e): each rank's part of the last dim, if it is not a chunk (a share of each part of packed
+            features).
 
     Raises:
-        ValueError: a sequence that the axis does not divide, without `size`.
+        ValueError: the axis does not divide a sequence, and `size` is missing.
     """
     ops = move_ops(src, dst)
     assert ops is not None, f"no move {src} -> {dst}"
@@ -123,7 +123,7 @@ def move(
 def _cuts(
     x: Tensor, ranks: int, src: Layout, dst: Layout, size: int | None, shares: tuple[Ranges, ...] | None
 ) -> tuple[Cut, Cut]:
-    """What each rank has, and what it gets."""
+    """Each rank's part before, and after."""
     had, wanted, last = src.split_dim(x.ndim), dst.split_dim(x.ndim), x.ndim - 1
     if wanted != last and x.shape[wanted] % ranks:
         raise uneven(x.shape[wanted], wanted, ranks)
@@ -136,7 +136,7 @@ def _cuts(
 
 
 def summed(mesh: DeviceMesh, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """The sums over the ranks of partial sums, by one all-reduce (in `dtype`; None is their own)."""
+    """The sums of partial sums over the ranks, by one all-reduce (in `dtype`; None: their own)."""
     total = all_reduce(torch.cat([x.reshape(-1).to(dtype or x.dtype) for x in tensors]), mesh)
     parts = total.split([x.numel() for x in tensors])
     return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True)]
@@ -167,12 +167,12 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The tensor, unchanged; in backward its gradient is multiplied."""
+    """The unchanged tensor; in backward its gradient is multiplied."""
     return x if factor == 1.0 else _ScaleGradient.apply(x, factor)
 
 
 def sum_gradients(mesh: DeviceMesh, tensors: list[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """The tensors, unchanged; in backward their gradients, partial sums, are summed by one all-reduce.
+    """The unchanged tensors; in backward their gradients, partial sums, are summed by one all-reduce.
 
     Args:
         mesh: the one-dimensional tp mesh.

@@ -1,4 +1,4 @@
-"""Layers that one kernel may compute as a whole, which would skip the moves of the modules below them."""
+"""Layers that one kernel may compute as a whole, skipping the moves of the modules below them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def unfused(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Around a module's forward: it takes the path that it takes where it does not train. transformers' state space layers call
-    the kernel where `training` is true and nothing is cached (`mamba_inner_fn`, `mamba2_split_conv1d_scan_combined`); the
-    functions of the other path are differentiable too. The modules below keep their own `training`."""
+    """Wraps a module's forward: it takes the path of evaluation. transformers' state space layers call the kernel where
+    `training` is true and nothing is cached (`mamba_inner_fn`, `mamba2_split_conv1d_scan_combined`); the functions of the other
+    path are differentiable too. The modules below keep their own `training`."""
     training = module.training
     module.training = False
     try:

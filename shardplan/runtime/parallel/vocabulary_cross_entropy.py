@@ -1,4 +1,4 @@
-"""Cross-entropies of logits of which no more than a chunk is made at a time."""
+"""Cross-entropies that make at most one chunk of logits at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cross_entropy_of(
     z_loss: float,
     chunk: int | None,
 ) -> Tensor:
-    """As `vocabulary_loss.cross_entropy`, whose arguments these are."""
+    """`vocabulary_loss.cross_entropy`, with the same arguments."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f'reduction must be "none", "mean" or "sum", not {reduction!r}')
     if not 0 <= label_smoothing <= 1:

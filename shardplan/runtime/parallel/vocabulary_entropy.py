@@ -22,20 +22,20 @@ def entropy(
 ) -> Tensor:
     """The entropy of each token's distribution over the vocabulary, in nats, float32 (float64 for logits in float64).
 
-    Two all-reduces of one and two numbers per token. Memory beside the logits: two chunks in float32, forward and
+    Two all-reduces of one and two numbers per token. Memory besides the logits: two chunks in float32, in forward and
     backward, and in backward the logits' gradient, in their dtype. The logits themselves are kept for backward.
 
     Args:
-        logits, temperature, chunk_size, group, vocab_size: as in `log_probabilities`. A logit of -inf is a token that
-            cannot come; it adds nothing.
+        logits, temperature, chunk_size, group, vocab_size: as in `log_probabilities`. A logit of -inf is a token with
+            probability 0; it adds nothing.
         mask: [..., tokens]; where it is 0 or False the result is 0, without a gradient.
 
     Returns:
         [..., tokens], a plain tensor, equal on all ranks.
 
     Raises:
-        TypeError: a DTensor that is split otherwise.
-        ValueError: shapes or sizes that do not fit.
+        TypeError: a DTensor with another split.
+        ValueError: shapes or sizes do not fit.
     """
     temperature = read_temperature(temperature)
     chunk: int | None = read_chunk(chunk_size, logits.shape[-2] if logits.ndim > 1 else 1)

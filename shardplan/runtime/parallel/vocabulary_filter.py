@@ -1,4 +1,4 @@
-"""Which tokens count in a distribution that is cut off: the k largest logits, or those with most of the probability."""
+"""The tokens that count in a truncated distribution: the k largest logits, or those with most of the probability."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .vocabulary_top_k import largest
 def least_logits(
     x: Tensor, split: Split, top_k: int | None, top_p: float, temperature: float, chunk: int
 ) -> Tensor | None:
-    """The least logit of each token that counts, [..., tokens, 1]; None where all do. It has no gradient.
+    """The smallest logit of each token that counts, [..., tokens, 1]; None where all count. It has no gradient.
 
     Args:
-        x: [..., tokens, columns], this rank's.
+        x: this rank's columns, [..., tokens, columns].
         top_k, top_p: as in `log_probabilities`.
 
     Raises:
-        ValueError: top_k is no number from 1 to the size of the vocabulary, top_p none above 0 and up to 1.
+        ValueError: top_k is not a number from 1 to the size of the vocabulary; top_p is not above 0 and at most 1.
     """
     if top_k is not None and not 1 <= top_k <= split.size:
         raise ValueError(f"top_k must be from 1 to the {split.size} tokens of the vocabulary, or None, not {top_k}")
@@ -46,7 +46,7 @@ def _least_of_piece(x: Tensor, split: Split, top_k: int | None, top_p: float, te
     if top_k is not None:
         wide = wide.masked_fill(values < values[..., top_k - 1 : top_k], -torch.inf)
     probabilities = wide.softmax(-1)
-    above = probabilities.cumsum(-1) - probabilities  # of all that are larger
+    above = probabilities.cumsum(-1) - probabilities  # of all larger ones
     count = (above < top_p).sum(-1, keepdim=True).clamp_min(1)
     least = values.gather(-1, count - 1)
     if top_k is not None:
@@ -57,7 +57,7 @@ def _least_of_piece(x: Tensor, split: Split, top_k: int | None, top_p: float, te
 
 
 def _whole_rows(x: Tensor, vocabulary: int, group: Group) -> Tensor:
-    """From this rank's columns of all rows to all columns of its share of the rows (ceil-chunks)."""
+    """Exchange this rank's columns of all rows for all columns of its share of the rows (ceil-chunks)."""
     ranks = group.size()
     rows, columns = _chunks(x.shape[0], ranks), _chunks(vocabulary, ranks)
     own = rows[group.rank() if isinstance(group, torch.distributed.ProcessGroup) else group.get_local_rank()]

@@ -1,4 +1,4 @@
-"""Logits that may be split over the vocabulary: which columns this rank has."""
+"""Logits that may be split over the vocabulary: the columns of this rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a vocabulary is cut.
+    """How a vocabulary is split.
 
     Args:
-        size: of the whole vocabulary.
+        size: the size of the whole vocabulary.
         first: the token id of this rank's first column.
-        group: the ranks that it is split over, in ceil-chunks; None where every rank has it whole.
+        group: the ranks over which it is split, in ceil-chunks; None where every rank has it whole.
     """
 
     size: int
@@ -36,7 +36,7 @@ class Split:
         return x if self.group is None else all_reduce(x, self.group, op)
 
     def locate(self, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """(the column of each token id, 0 where it is another rank's; whether it is another rank's)."""
+        """(the column of each token id, 0 for another rank's id; whether it is another rank's)."""
         column = ids - self.first
         on_other_rank = (column < 0) | (column >= columns)
         return column.masked_fill(on_other_rank, 0), on_other_rank
@@ -64,12 +64,12 @@ def read_logits(logits: Tensor, group: Group | None = None, vocab_size: int | No
     Args:
         logits: [..., tokens, vocabulary], a DTensor Shard(-1) or Replicate or a plain tensor; with a group, a plain
             tensor of this rank's columns.
-        group: the process group, or the one-dimensional mesh, that the columns are split over in ceil-chunks.
+        group: the process group, or the one-dimensional mesh, over which the columns are split in ceil-chunks.
         vocab_size: the size of the whole vocabulary; needed with a group, else checked where it is given.
 
     Raises:
-        TypeError: a DTensor that is split otherwise, or one together with a group.
-        ValueError: sizes that do not fit, or that are missing.
+        TypeError: a DTensor with another split, or a DTensor together with a group.
+        ValueError: sizes do not fit, or are missing.
     """
     if logits.ndim < 2:
         raise ValueError(f"logits must be [..., tokens, vocabulary], not of shape {tuple(logits.shape)}")
@@ -90,7 +90,7 @@ def read_logits(logits: Tensor, group: Group | None = None, vocab_size: int | No
 
 
 def split_over(group: Group, vocab_size: int | None, columns: int) -> Split:
-    """How a vocabulary is split over a group, of which this rank has so many columns.
+    """The split of a vocabulary over a group, if this rank has this many columns.
 
     Raises:
         ValueError: as `read_logits`.
@@ -111,17 +111,17 @@ def split_over(group: Group, vocab_size: int | None, columns: int) -> Split:
 
 
 def read_temperature(temperature: float) -> float:
-    """Raises ValueError unless it is above 0."""
+    """Raise ValueError unless the temperature is above 0."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     return float(temperature)
 
 
 def read_chunk(chunk_size: int | None, tokens: int) -> int:
-    """Tokens per chunk; all of them for None.
+    """The tokens of a chunk; None: all of them.
 
     Raises:
-        ValueError: no positive number.
+        ValueError: it is not a positive number.
     """
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, not {chunk_size}")

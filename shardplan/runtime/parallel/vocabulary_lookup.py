@@ -1,4 +1,4 @@
-"""Look-up in a table of which every rank has some rows (Megatron-LM's vocabulary-parallel embedding)."""
+"""Look-up in a table whose rows are split over the ranks (Megatron-LM's vocabulary-parallel embedding)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .chunks import chunk_size
 
 
 class VocabularyLookup:
-    """Around an embedding's forward: ids of other ranks' rows give zero vectors, so the ranks' outputs sum to the
+    """Wraps an embedding's forward: ids of other ranks' rows give zero vectors, so the sum over the ranks is the
     looked-up vectors.
 
-    `padding_idx` is a row of the whole table; its gradient is cut here, since on local rows it would be another row.
+    `padding_idx` is a row of the whole table. Its gradient is cut here, since on local rows it would be another row.
     """
 
     def __init__(self, rows: int, mesh: DeviceMesh):

@@ -27,7 +27,7 @@ def vocabulary_parallel_nll(logits: DTensor, target: Tensor, ignore_index: int =
         [..., tokens], a plain tensor, equal on all ranks.
 
     Raises:
-        TypeError: the logits are no DTensor split over the vocabulary. `log_probabilities` accepts whole ones too.
+        TypeError: the logits are not a DTensor split over the vocabulary. `log_probabilities` also accepts whole logits.
     """
     if not is_split(logits):
         raise TypeError(
@@ -49,30 +49,30 @@ def cross_entropy(
     group: Group | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits that are split over the vocabulary, fused, or whole, with ids as targets; in float32
-    (float64 for logits in float64).
+    """`torch.nn.functional.cross_entropy` with ids as targets, for logits that are split over the vocabulary, fused, or whole; in
+    float32 (float64 for logits in float64).
 
-    Two all-reduces of one and a few numbers per token, in forward alone. Memory beside the logits: a chunk of them in float32,
-    and in backward their gradient; beside the hidden states of fused ones: chunks of logits, and the gradients of the hidden states
-    and of the head's weight, which is added up in float32.
+    Two all-reduces of one and a few numbers per token, only in forward. Memory besides the logits: a chunk of them in float32, and
+    in backward their gradient. Memory besides the hidden states of fused logits: chunks of logits, and the gradients of the hidden
+    states and of the head's weight, which is summed in float32.
 
     Args:
         logits: [..., tokens, vocabulary], as for `log_probabilities`.
         target: [..., tokens], ids of the whole vocabulary.
-        weight: [vocabulary], of each token of the vocabulary, as torch has it.
-        label_smoothing: of torch, from 0 to 1.
-        z_loss: what times the square of the logarithm of the sum of the exponentials is added to the loss of each token (PaLM, arXiv
-            2204.02311: 1e-4).
-        chunk_size: tokens of each sequence that are worked on at a time; None: so many that a chunk has 2**25 logits.
+        weight: [vocabulary], a weight for each token of the vocabulary, as in torch.
+        label_smoothing: as in torch, from 0 to 1.
+        z_loss: the factor of a term added to each token's loss, the square of the logarithm of the sum of the exponentials (PaLM,
+            arXiv 2204.02311: 1e-4).
+        chunk_size: tokens of each sequence that are processed at a time; None: a chunk has up to 2**25 logits.
         group, vocab_size: as for `log_probabilities`.
 
     Returns:
-        A plain tensor, equal on all ranks: [..., tokens] for "none", with 0 where the target is ignored; else a scalar, the sum, for
-        "mean" divided by the tokens that count, each times its weight. NaN for a target that is no token of the vocabulary.
+        A plain tensor, equal on all ranks: [..., tokens] for "none", with 0 where the target is ignored; else a scalar: the sum, for
+        "mean" divided by the weighted number of tokens that count. NaN for a target outside of the vocabulary.
 
     Raises:
-        TypeError: a DTensor that is split otherwise; probabilities as targets.
-        ValueError: shapes, sizes or numbers that do not fit.
+        TypeError: a DTensor with another split; probabilities as targets.
+        ValueError: shapes, sizes or numbers do not fit.
     """
     chunk = read_chunk(chunk_size, 1) if chunk_size is not None else None
     if isinstance(logits, FusedLogits):
@@ -101,15 +101,15 @@ def causal_lm_loss(
     Args:
         logits: [batch, sequence, vocabulary], a DTensor Shard(-1), fused, or whole.
         labels: [batch, sequence]; shifted here, unless `shift_labels` is given, [batch, sequence] too.
-        vocab_size: of the whole vocabulary; where it is given, plain logits must have so many columns (a DTensor knows).
-        num_items_in_batch: what to divide the sum by; None is the number of tokens that count, each times its weight.
+        vocab_size: the size of the whole vocabulary; if given, plain logits must have this many columns (a DTensor knows it).
+        num_items_in_batch: the divisor of the sum; None: the weighted number of tokens that count.
         weight, label_smoothing, z_loss, chunk_size: as for `cross_entropy`.
 
     Returns:
         The mean negative log-likelihood, a plain scalar.
 
     Raises:
-        ValueError: labels that are to be shifted inside of `context_parallel`; shapes or numbers that do not fit.
+        ValueError: labels to be shifted inside of `context_parallel`; shapes or numbers do not fit.
     """
     if shift_labels is None:
         if labels is None:
@@ -141,5 +141,5 @@ def loss_of_model(
     shift_labels: Tensor | None = None,
     **others: Any,
 ) -> Tensor:
-    """`causal_lm_loss` as the `loss_function` of a transformers model, which calls it with all further arguments of its forward."""
+    """`causal_lm_loss` as the `loss_function` of a transformers model, which passes all further arguments of its forward."""
     return causal_lm_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)

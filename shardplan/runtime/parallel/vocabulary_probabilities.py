@@ -1,8 +1,8 @@
 """Log-probabilities from logits that are split over the vocabulary.
 
-The logits are never gathered: two all-reduces, of one number per token (the maximum) and of one more than there are
-targets (the sum of exponentials, the targets' logits). Chunks of the sequence bound the memory in between; they do not
-communicate.
+The logits are never gathered. There are two all-reduces: of one number per token (the maximum), and of one more than
+the number of targets (the sum of exponentials, the targets' logits). Chunks of the sequence bound the temporary memory;
+they do not communicate.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .vocabulary_sums import Rows, sums_of
 
 OWN_TOKENS = ContextVar(
     "OWN_TOKENS", default=False
-)  # whether a rank of cp has the logits of its own tokens, inside of `context_parallel`
+)  # whether a rank of cp has only its own tokens' logits, inside of `context_parallel`
 
 
 def refuse_shift_of_chunk(instead: str) -> None:
-    """Raise ValueError inside of `context_parallel`: the last token of a chunk is judged by the first of the next one, which another
-    rank has."""
+    """Raise ValueError inside of `context_parallel`: the target of a chunk's last token is the first token of the next chunk, on
+    another rank."""
     if OWN_TOKENS.get():
         raise ValueError(
             "inside of context_parallel a rank has its own tokens, and shifting them would leave out the token at its end: pass "
@@ -49,34 +49,33 @@ def log_probabilities(
 ) -> Tensor:
     """The log-probability of each target token, in float32 (float64 for logits in float64).
 
-    Memory beside the logits: one chunk in float32, forward and backward, and in backward the logits' gradient, in their
-    dtype. The logits themselves are kept for backward; without gradients nothing is.
+    Memory besides the logits: one chunk in float32, in forward and backward, and in backward the logits' gradient, in
+    their dtype. The logits themselves are kept for backward; without gradients nothing is kept.
 
     Args:
-        logits: [..., tokens, vocabulary], on every rank whole (a plain tensor, or a DTensor Replicate), or a DTensor
-            Shard(-1) on a one-dimensional mesh, or this rank's columns with `group`, or fused ones.
+        logits: [..., tokens, vocabulary], whole on every rank (a plain tensor, or a DTensor Replicate), or a DTensor
+            Shard(-1) on a one-dimensional mesh, or this rank's columns with `group`, or fused logits.
         target: [..., tokens], ids of the whole vocabulary; or [..., tokens, n], several candidates for each token.
         temperature: the logits are divided by it.
         ignore_index: a target that gives 0, and no gradient.
-        mask: as the target or the input ids, or [..., tokens]; where it is 0 or False the result is 0, without a gradient.
-        shift: the target is the input ids: position i is judged by token i + 1, and the result has one token less. Not of a chunk of
-            a sequence (`context_parallel`): its `shift_labels` are targets that need no shift.
-        chunk_size: tokens that are worked on at a time; None is all.
-        top_k: of each token's distribution only the k largest logits count, and all that equal the k-th; the others are
-            -inf, so a target among them gets -inf, and they get no gradient. None is all.
-        top_p: of those, in falling order, as many count as have this much probability together, at least one, and all
-            that equal the last of them (nucleus sampling, arXiv 1904.09751); 1 is all. The rows are made whole for
-            it, each on one rank: an all-to-all of a chunk of logits.
-        group: where the logits are this rank's columns, the group or one-dimensional mesh that they are split over, in
-            ceil-chunks.
-        vocab_size: of the whole vocabulary; needed with `group`.
+        mask: shaped like the target or the input ids, or [..., tokens]; where it is 0 or False the result is 0, without a gradient.
+        shift: the target is the input ids: token i + 1 is the target of position i, and the result has one token less. Not for a
+            chunk of a sequence (`context_parallel`): its `shift_labels` are targets that need no shift.
+        chunk_size: tokens that are processed at a time; None: all.
+        top_k: of each token's distribution only the k largest logits count, and all that equal the k-th; the others are -inf, so a
+            target among them gets -inf, and they get no gradient. None: all count.
+        top_p: of those only the most probable ones count, up to this total probability: at least one, and all that equal the last of
+            them (nucleus sampling, arXiv 1904.09751); 1: all. Each row is made whole for it on one rank: an all-to-all of a chunk of
+            logits.
+        group: if the logits are this rank's columns, the group or one-dimensional mesh over which they are split, in ceil-chunks.
+        vocab_size: the size of the whole vocabulary; needed with `group`.
 
     Returns:
-        The target's shape, a plain tensor, equal on all ranks. NaN for a target that is no token of the vocabulary.
+        The target's shape, a plain tensor, equal on all ranks. NaN for a target outside of the vocabulary.
 
     Raises:
-        TypeError: a DTensor that is split otherwise; `top_k` or `top_p` of fused logits.
-        ValueError: shapes or sizes that do not fit; `shift` inside of `context_parallel`.
+        TypeError: a DTensor with another split; `top_k` or `top_p` with fused logits.
+        ValueError: shapes or sizes do not fit; `shift` inside of `context_parallel`.
     """
     if shift:
         refuse_shift_of_chunk("log_probabilities(logits, inputs['shift_labels'])")

@@ -1,9 +1,9 @@
-"""What losses need of each token's logits, which may be split over the vocabulary (Megatron-LM's vocabulary-parallel loss, arXiv
-1909.08053) and are made a chunk of tokens at a time: the logarithm of the sum of their exponentials, the log-probabilities of some ids, a
-weighted sum of all, the entropy.
+"""Sums that losses need of each token's logits: the logarithm of the sum of their exponentials, the log-probabilities of some ids, a
+weighted sum of all, the entropy. The logits may be split over the vocabulary (Megatron-LM's vocabulary-parallel loss, arXiv 1909.08053),
+and are made a chunk of tokens at a time.
 
-Two all-reduces of one and a few numbers per token, whatever the chunks are; backward communicates nothing. Nothing of the size of
-the logits is kept for it: it makes each chunk anew.
+Two all-reduces of one and a few numbers per token, whatever the chunks are; backward communicates nothing. It keeps nothing of the size
+of the logits: backward makes each chunk anew.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from shardplan.torchlib.private import private
 
 from .vocabulary_logits import Split
 
-ELEMENTS = 2**25  # of a chunk of logits: 128 MiB in float32
+ELEMENTS = 2**25  # elements of a chunk of logits: 128 MiB in float32
 
 
 def tokens_of_chunk(columns: int) -> int:
-    """Tokens that are worked on at a time where nobody says how many: their logits, of so many columns, are at most ELEMENTS."""
+    """The default number of tokens to process at a time: with this many columns their logits have at most ELEMENTS elements."""
     return max(1, ELEMENTS // max(columns, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What makes logits of hidden states.
+    """The map from hidden states to logits.
 
     Args:
-        weight: [columns, features], this rank's.
+        weight: this rank's, [columns, features].
         bias: [columns].
-        change: from [tokens, columns] and `operands`, what the model's code does to the logits, element by element; None: nothing.
-        operands: tensors that this reads.
+        change: the elementwise changes that the model's code makes to the logits, from [tokens, columns] and `operands`; None: none.
+        operands: tensors that `change` reads.
     """
 
     weight: Tensor
@@ -47,7 +47,7 @@ class Head:
     operands: tuple[Tensor, ...]
 
     def linear(self, hidden: Tensor) -> Tensor:
-        """[tokens, columns], as the head computes them."""
+        """The head's logits, [tokens, columns]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
 
@@ -58,14 +58,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Logits, or what they are made of.
+    """Logits, or the hidden states and head that give them.
 
     Args:
-        values: [..., tokens, columns], this rank's; with a head hidden states, [..., tokens, features].
-        columns: this rank's.
-        split: how the vocabulary is.
+        values: this rank's logits, [..., tokens, columns]; with a head, hidden states, [..., tokens, features].
+        columns: the number of this rank's columns.
+        split: how the vocabulary is split.
         temperature: the logits are divided by it.
-        least: [..., tokens, 1], the least logit that counts, before that; those below it are -inf. Without a head.
+        least: [..., tokens, 1], the smallest logit that counts, before that division; smaller ones become -inf. Only without a head.
     """
 
     values: Tensor
@@ -78,13 +78,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of each token, in float32 (float64 for logits in float64).
+    """Sums for each token, in float32 (float64 for logits in float64).
 
     Args:
         total: [..., tokens], the logarithm of the sum of the exponentials of all logits.
-        logs: [..., tokens, n], the log-probabilities of the ids; anything for an id that is no token of the vocabulary.
-        weighed: [..., tokens], the sum of all logits, each times its weight; zeros without weights.
-        entropy: [..., tokens], in nats, where it was asked for, else zeros.
+        logs: [..., tokens, n], the log-probabilities of the ids; undefined for an id outside of the vocabulary.
+        weighed: [..., tokens], the weighted sum of all logits; zeros without weights.
+        entropy: [..., tokens], in nats, if requested, else zeros.
     """
 
     total: Tensor
@@ -96,12 +96,12 @@ class Sums:
 def sums_of(
     rows: Rows, ids: Tensor, weights: Tensor | None = None, chunk: int | None = None, *, entropy: bool = False
 ) -> Sums:
-    """Differentiable in the values, and in the tensors of the head.
+    """Compute the sums. They are differentiable in the values and the head's tensors.
 
     Args:
         ids: [..., tokens, n], of the whole vocabulary.
-        weights: [vocabulary], or a scalar for all tokens of the vocabulary.
-        chunk: tokens of each sequence that are worked on at a time; None: as many as `tokens_of_chunk` says of all.
+        weights: [vocabulary], or one scalar for the whole vocabulary.
+        chunk: tokens of each sequence that are processed at a time; None: `tokens_of_chunk` for all sequences.
         entropy: whether it is needed; it takes a second chunk.
     """
     shape, sequences, head = ids.shape[:-1], max(math.prod(ids.shape[:-2]), 1), rows.head
@@ -109,7 +109,7 @@ def sums_of(
         weights = weights[rows.split.first : rows.split.first + rows.columns]
     values, flat = rows.values, ids
     tensors: tuple[Tensor | None, ...] = ()
-    if head is not None:  # its products are of matrices: all sequences are one
+    if head is not None:  # its products are of matrices: all sequences become one
         values, flat, tensors = values.flatten(0, -2), ids.flatten(0, -2), (head.weight, head.bias, *head.operands)
         chunk, sequences = chunk and chunk * sequences, 1
     how = _How(
@@ -124,7 +124,7 @@ def sums_of(
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What is no tensor: the change of the head, the temperature, tokens of a chunk, and whether the entropy is needed."""
+    """The options: the change of the head, the temperature, tokens of a chunk, and whether the entropy is needed."""
 
     change: Callable[[Tensor, Sequence[Tensor]], Tensor] | None
     temperature: float
@@ -140,7 +140,7 @@ class _How:
         return Head(weight, bias, self.change, tuple(x for x in operands if x is not None))
 
     def wide(self, logits: Tensor, fresh: bool, least: Tensor | None) -> tuple[Tensor, bool]:
-        """Logits as they count, in float32 at least, and whether they may be changed, as those that are given may be if they are fresh."""
+        """The final logits, in float32 at least, and whether they may be changed in place, as given ones if `fresh`."""
         wide = logits.to(_accumulating(logits.dtype))
         fresh = fresh or wide is not logits
         if self.temperature != 1.0:
@@ -158,7 +158,7 @@ class _How:
 
 
 class _Sums(torch.autograd.Function):
-    """Saves what the logits are made of, and a few numbers for each token."""
+    """Saves the inputs of the logits, and a few numbers for each token."""
 
     @staticmethod
     def forward(
@@ -199,14 +199,14 @@ class _Sums(torch.autograd.Function):
         return (found.of_values, None, None, None, None, *found.of_tensors())
 
 
-FIRST_TENSOR = 5  # of the head, among the arguments of `_Sums`
+FIRST_TENSOR = 5  # the head's first tensor among the arguments of `_Sums`
 
 
 def _own_sums(
     how: _How, values: Tensor, column: Tensor, weights: Tensor | None, least: Tensor | None, *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Of this rank's columns, and each token: the maximum, the sum of exponentials below it, the logits of the columns, the weighed sum, and
-    where the entropy is needed the sum of how far logits are below the maximum, each times its exponential."""
+    """For this rank's columns and each token: the maximum, the sum of exponentials relative to it, the logits of the columns, the weighted
+    sum, and for the entropy the sum of each logit's distance to the maximum times its exponential."""
     head = how.head(tensors)
     found = [
         _of_piece(*how.wide(x if head is None else head.logits(x), head is not None, part), at, weights, how.entropy)
@@ -247,7 +247,7 @@ def _gradients(
 def _of_logits(
     how: _How, weights: Tensor | None, known: Sequence[Tensor], least: Tensor | None, logits: Tensor, fresh: bool
 ) -> Tensor:
-    """The gradient of a chunk of logits, of which this may change fresh ones; in float32 at least."""
+    """The gradient of a chunk of logits, in float32 at least. It may change fresh logits in place."""
     column, maximum, log_total, entropies, of_total, of_logs, of_weighed, of_entropy = known
     wide, fresh = how.wide(logits, fresh, least)
     logs = (wide.sub_(maximum) if fresh else wide - maximum).sub_(log_total)
@@ -296,7 +296,7 @@ def _of_piece(x: Tensor, fresh: bool, column: Tensor, weights: Tensor | None, en
 
 
 class _Gradients:
-    """Those of the values and of the head's tensors, added up chunk by chunk, the latter in float32 at least."""
+    """The gradients of the values and of the head's tensors, summed over chunks; the head's in float32 at least."""
 
     def __init__(self, head: Head | None, values: Tensor | None, tensors: Sequence[bool]) -> None:
         self.head, self.of_values = head, None if values is None else torch.empty_like(values)
@@ -304,7 +304,7 @@ class _Gradients:
         self.sums: dict[int, Tensor] = {}
 
     def add(self, start: int, x: Tensor, gradient: Callable[[Tensor, bool], Tensor]) -> None:
-        """A chunk of the values from a token on, and from its logits, in float32 at least, their gradient."""
+        """Add a chunk of the values, from token `start`, and the gradient of its logits, in float32 at least."""
         head, of_x = self.head, None if self.of_values is None else self.of_values.narrow(-2, start, x.shape[-2])
         if head is None:
             if of_x is not None:

@@ -14,11 +14,11 @@ from .collectives import all_gather
 from .process_groups import Group
 from .vocabulary_logits import Split, read_logits
 
-_NONE = -1  # in the place of a token id, where a rank has fewer columns than are asked for
+_NONE = -1  # in place of a token id, where a rank has fewer columns than requested
 
 
 def _largest(x: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
-    """This rank's k largest, fewer columns filled up with -inf."""
+    """This rank's k largest; missing columns are filled with -inf."""
     own = min(k, x.shape[-1])
     values, ids = x.topk(own, -1) if own else (x, x.long())
     missing = (*x.shape[:-1], k - own)
@@ -35,7 +35,7 @@ def _merge(x: Tensor, k: int, first: int, group: Group) -> tuple[Tensor, Tensor]
     values, ids = _largest_per_rank(x, k, first)
     count = k * group.size()
     values, ids = all_gather(values, group, -1, count), all_gather(ids, group, -1, count)
-    # What fills up comes last, then a stable order: so a real logit of -inf goes before it.
+    # The fill comes last and the sort is stable: so a real logit of -inf comes before it.
     real_first = (ids == _NONE).to(torch.uint8).argsort(dim=-1, stable=True)
     values, ids = values.gather(-1, real_first), ids.gather(-1, real_first)
     values, order = values.sort(dim=-1, descending=True, stable=True)
@@ -51,7 +51,7 @@ _scatter_per_rank = private("run_per_rank")(_scatter)
 
 
 def largest(x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
-    """The k largest of this rank's columns and the other ranks', without a gradient."""
+    """The k largest logits over all ranks' columns, without a gradient."""
     return x.topk(k, -1) if split.group is None else _merge(x, k, split.first, split.group)
 
 
@@ -72,11 +72,11 @@ class _TopK(torch.autograd.Function):
 def top_k(
     logits: Tensor, k: int, *, group: Group | None = None, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each token, as `torch.topk(logits, k)` of the whole logits gives them.
+    """The k largest logits of each token, like `torch.topk(logits, k)` of the whole logits.
 
-    Every rank's own k are gathered, k values and k ids from each; that is the memory that is needed. The logits of one
-    token that are equal may come in another order than torch's, the same on all ranks. `log_probabilities(logits, ids)`
-    gives their log-probabilities.
+    Every rank's own k largest are gathered, with their ids; that is the memory that it needs. Equal logits of one token
+    may come in another order than torch's, the same on all ranks. `log_probabilities(logits, ids)` gives their
+    log-probabilities.
 
     Args:
         logits, group, vocab_size: as in `log_probabilities`.
@@ -85,8 +85,8 @@ def top_k(
         (values, token ids), [..., tokens, k], largest first; plain tensors, equal on all ranks. Values have a gradient.
 
     Raises:
-        TypeError: a DTensor that is split otherwise.
-        ValueError: k is no number from 1 to the size of the vocabulary; sizes that do not fit.
+        TypeError: a DTensor with another split.
+        ValueError: k is not a number from 1 to the size of the vocabulary; sizes do not fit.
     """
     x, split = read_logits(logits, group, vocab_size)
     if not 1 <= k <= split.size:

@@ -1,4 +1,4 @@
-"""Partial sums that wait for another one, to be reduced by one collective: a plan's `sum_outputs`."""
+"""Partial sums that wait to be reduced with another one by one collective: a plan's `sum_outputs`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _current_graph_task_id = private("current_graph_task_id")
 
 
 class Waiting:
-    """The partial sums that wait for one module's, in one call of the block around them.
+    """The partial sums that wait for one module's sum, in one call of the block around them.
 
-    A partial sum outside a call of the block (its module is called alone) does not wait: it is
-    reduced by itself.
+    A partial sum outside of a call of the block (its module is called directly) does not wait: it is reduced alone.
 
     Args:
-        modules: whose they are, the last being the one at which all are reduced. The names are for messages alone: compiled
-            layers share what does not depend on a name.
+        modules: the modules of the sums; at the last one all are reduced. The names are only for messages: compiled layers
+            share what does not depend on a name.
         rule: the plan's rule, for messages.
     """
 
@@ -32,20 +31,20 @@ class Waiting:
         self.rule = rule
         self.sums: list[Tensor] = []
         self.running = False
-        self.with_grad = False  # the block's call records gradients
+        self.with_grad = False  # whether the block's call records gradients
 
     def puts_off(self) -> bool:
-        """Whether a partial sum that would wait now is not to be reduced at its own module: in the block's call, and where a
-        checkpoint inside the block runs a part of it again in backward."""
+        """Whether a partial sum is not reduced at its own module now: in the block's call, and where a checkpoint inside the
+        block runs part of it again in backward."""
         return self.running or _current_graph_task_id() != -1
 
     def put(self, x: Tensor, dst: Layout, mesh: DeviceMesh) -> Tensor:
-        """Keep a partial sum; returns zeros of the shape that the reduced one would have.
+        """Keep a partial sum; returns zeros in the shape of the reduced one.
 
         Raises:
             RuntimeError: its gradient would be lost.
         """
-        if self.running:  # else it is run again for what its forward keeps, and the sum was made before
+        if self.running:  # else a checkpoint runs it again, and the sum was made before
             self._check_gradients()
             self.sums.append(x)
         shape = list(x.shape)
@@ -54,7 +53,7 @@ class Waiting:
         return x.new_zeros(shape)
 
     def take(self, x: Tensor) -> Tensor:
-        """A partial sum with those that wait for it added.
+        """Add the waiting sums to a partial sum.
 
         Raises:
             RuntimeError: the gradient of one would be lost; or a checkpoint inside the block runs this part of it again.
@@ -76,7 +75,7 @@ class Waiting:
         self.running, self.with_grad = True, torch.is_grad_enabled()
 
     def check_empty(self) -> None:
-        """Raises RuntimeError if a partial sum is left over."""
+        """Raise RuntimeError if a partial sum is left over."""
         if self.sums:
             raise RuntimeError(
                 f"{self.modules[-1]} did not run after {self._others}, but their partial sums are reduced with its own: "
@@ -109,11 +108,11 @@ class Waiting:
 
 
 class Collects:
-    """Around the forward of a block: nothing waits once it is over, whichever way it ends. Activation checkpointing ends its
-    second run where the last tensor is there that backward needs.
+    """Wraps the forward of a block: no sum waits after it, whichever way it ends. Activation checkpointing ends its second
+    run once it has the last tensor that backward needs.
 
     Args:
-        waiting: what may wait in it, with sequence parallelism or without.
+        waiting: the sums that may wait in it, with sequence parallelism and without.
     """
 
     def __init__(self, waiting: Sequence[Waiting]):

@@ -1,9 +1,9 @@
-"""Parameters without dimensions beside FSDP2, which splits dim 0 of every parameter and refuses those that have none.
+"""Parameters without dimensions under FSDP2, which splits dim 0 of every parameter and refuses scalars.
 
-They are stored whole on all ranks, as DTensors on the mesh that FSDP2's own parameters are on, so that optimizers, norms and
-checkpoints see one kind of parameter. In the forwards that read them they are what FSDP2's gathered parameters are: plain
-tensors, or DTensors on the tp mesh. In backward their gradients are averaged over the data-parallel ranks, those of a module
-by one all-reduce for each axis, in float32 at least.
+They are stored whole on all ranks, as DTensors on the mesh of FSDP2's own parameters, so that optimizers, norms and
+checkpoints see one kind of parameter. In the forwards that read them they are like FSDP2's gathered parameters: plain
+tensors, or DTensors on the tp mesh. In backward their gradients are averaged over the data-parallel ranks, by one all-reduce
+for each module and axis, in float32 at least.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Place = tuple[nn.Module, str]  # a module and the name of a parameter in it
 
 @dataclass(frozen=True)
 class Meshes:
-    """Where scalars are.
+    """The meshes of scalars.
 
     Args:
         stored: the data-parallel axes and tp.
         axes: each data-parallel axis, of one dimension.
-        tp: None where the model is not split over it.
-        dtype: what they are computed with; None is their own.
+        tp: None where it does not split the model.
+        dtype: the dtype that they are computed in; None: their own.
     """
 
     stored: DeviceMesh
@@ -48,12 +48,12 @@ class Meshes:
 
 
 def meshes_of(mesh: DeviceMesh, tp: DeviceMesh | None, dtype: torch.dtype | None) -> Meshes:
-    """Where scalars are beside what FSDP2 shards.
+    """The meshes of scalars in a model that FSDP2 shards.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
-        tp: None where parameters are no DTensors on it.
-        dtype: what FSDP2 casts the parameters to that it gathers.
+        tp: None where parameters are not DTensors on it.
+        dtype: the dtype to which FSDP2 casts the parameters that it gathers.
     """
     names = mesh.mesh_dim_names or ()
     axes = (mesh,) if mesh.ndim == 1 else tuple(mesh[name] for name in names)
@@ -96,10 +96,10 @@ def _inner(parameter: DTensor, meshes: Meshes) -> Tensor:
 
 
 class ReadsScalars:
-    """Around a forward: the scalars in its module are as its code reads them. They are put back on exceptions too.
+    """Wraps a forward: the scalars of its module are as its code reads them. They are put back after exceptions too.
 
     Args:
-        places: of the scalars in the module.
+        places: the places of the scalars in the module.
     """
 
     def __init__(self, places: Sequence[Place], meshes: Meshes):
@@ -107,7 +107,7 @@ class ReadsScalars:
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stored = [(slots_of(owner), name, slots_of(owner)[name]) for owner, name in self.places]
-        stored = [place for place in stored if self._is_stored(place[2])]  # else a module around has read it
+        stored = [place for place in stored if self._is_stored(place[2])]  # else an enclosing module has read it
         try:
             for (slots, name, _), value in zip(stored, self._read([p for *_, p in stored]), strict=True):
                 slots[name] = value
@@ -128,15 +128,15 @@ class ReadsScalars:
 def store_scalars(
     model: nn.Module, readers: Callable[[str], Iterable[str]], meshes: Meshes, ignored: Container[str]
 ) -> bool:
-    """Put the scalars of a model on the mesh, and around the forwards that read them what makes them readable. Tied ones
-    stay one Parameter, and frozen ones frozen.
+    """Put the scalars of a model on the mesh, and wrap the forwards that read them. Tied scalars stay one Parameter, and
+    frozen ones stay frozen.
 
     Args:
-        readers: from a parameter's module to itself and the modules around it in whose forwards it is read.
+        readers: a parameter's module -> itself and the modules around it whose forwards read it.
         ignored: names of parameters that are left as they are.
 
     Returns:
-        Whether there are any.
+        Whether there are any scalars.
     """
     new: dict[int, nn.Parameter] = {}
     places: dict[str, list[Place]] = {}

@@ -1,4 +1,4 @@
-"""At which modules of a planned model values are whole on every tp rank, and their gradients complete."""
+"""The modules of a planned model where values are whole on every tp rank, and their gradients complete."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardplan.core.tree import ancestors, parent
 def whole_values(
     names: Iterable[str], variants: Mapping[str, Mapping[str, ModuleProgram]], home: str, plain: str
 ) -> frozenset[str]:
-    """Those of these modules that take and return whole values while the model runs as `home`: code that reads or changes them there does
-    what it does to the unsharded model. A module beside one that takes or returns a rank's share is none of them, as the program does not
-    say what passes it.
+    """The modules among `names` that take and return whole values while the model runs as `home`: code that reads or changes their values
+    acts as on the unsharded model. Excluded are siblings of a module that takes or returns a rank's share, because the program does not
+    say which values they get.
 
     Args:
         variants: `Program.by_name`.
         home: the variant that the plan was applied with.
-        plain: the one without sequence parallelism.
+        plain: the variant without sequence parallelism.
     """
     if plain not in variants:
         return frozenset()
@@ -35,7 +35,7 @@ def whole_values(
 
 
 def unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
-    """Why a module cannot take and return whole values in the variant without sequence parallelism; empty where it can."""
+    """Why a module cannot take and return whole values without sequence parallelism; empty where it can."""
     for above in ancestors(name):
         if (one := plain.get(above)) is not None and (one.enter or one.slices or one.experts):
             return (
@@ -62,7 +62,7 @@ def _takes_whole(own: ModuleProgram) -> bool:
 
 
 def _between_blocks(name: str, plain: Mapping[str, ModuleProgram]) -> Iterator[ModuleProgram]:
-    """The module and those in it whose values are whole."""
+    """The module and the modules in it whose values are whole."""
     for other, one in plain.items():
         if other != name and not other.startswith(f"{name}."):
             continue
