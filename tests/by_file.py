@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 STARTS = re.compile(
     r"^from (tests\.)?(processes|scripts|pipeline_runs|training_runs) import|get_context\(|processes=True", re.MULTILINE
 )
-COMMANDS = ("test_adversaries", "test_demo", "test_mutants")  # which start them by a command
+COMMANDS = ("test_adversaries", "test_demo", "test_mutants", "test_processes_faults")  # which start them by a command
 
 
 class ByFile(LoadScopeScheduling):

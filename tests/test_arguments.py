@@ -94,7 +94,7 @@ GIVEN = {
     "seq_len": 16,
     "global_batch": 2,
 }
-PASSED_ON = {"context_parallel"}  # to the model's forward
+PASSED_ON = {"context_parallel", "watch_ranks"}  # to the model's forward, to init_process_group
 
 
 def open_functions() -> Iterator[Callable[..., object]]:

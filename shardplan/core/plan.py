@@ -125,6 +125,7 @@ class Rule:
         having: only for modules below which a module or parameter of this name is, or that have a number of it; None: for all.
         when: a condition over the configuration: without it, the rule is none. A bool: whether it holds.
         stated: the names of the options that the document states.
+        under: the rule that this one is laid over, and keeps options of.
     """
 
     pattern: str
@@ -148,6 +149,11 @@ class Rule:
     having: str | None = None
     when: str | bool = True
     stated: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    under: Rule | None = field(default=None, compare=False, repr=False)
+
+    def stating(self, option: str) -> Rule:
+        """The rule with the line of an option: this one, or the rule under it."""
+        return self if self.under is None or option in self.stated else self.under
 
     @property
     def options(self) -> dict[str, Any]:

@@ -25,3 +25,8 @@ def with_kept(rule: Rule, other: Rule) -> Rule:
     if style.packed_option:
         kept["packed"] = other.packed
     return replace(rule, **{name: value for name, value in kept.items() if name not in rule.stated})
+
+
+def laid_over(rule: Rule, under: Rule) -> Rule:
+    """A rule of an overlay with what it keeps of the rule under it."""
+    return replace(with_kept(rule, under), under=under)

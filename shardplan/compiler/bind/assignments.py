@@ -13,7 +13,7 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.language.globs import parse_glob
 from shardplan.language.plan_texts import value_text
 from shardplan.styles import NONE, STYLES
-from shardplan.styles.kept_options import with_kept
+from shardplan.styles.kept_options import laid_over
 
 from .conditions import applies
 from .dead import dead
@@ -59,7 +59,7 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
     winning: dict[str, Assignment] = {}
     under: dict[str, Assignment] = {}  # what a section overrides
     section: Section = "tensor_parallel"
-    laid = cache(with_kept)  # one rule for each pair: findings tell them apart by it
+    laid = cache(laid_over)  # one rule for each pair: findings tell them apart by it
     for layer in stack:
         if layer.section != section:
             section, under = layer.section, dict(winning)

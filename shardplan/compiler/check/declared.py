@@ -40,11 +40,11 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
         for expression in rule.divides:
             value: int | str | None = count_of(expression, resolved.tree.numbers)
             if isinstance(value, str):
-                yield DIVIDES, value, rule, assignment.name
+                yield DIVIDES, value, rule.stating("divides"), assignment.name
         for path in rule.divided:
             value = attribute(resolved, assignment, path)
             if isinstance(value, str):
-                yield DIVIDE, value, rule, assignment.name
+                yield DIVIDE, value, rule.stating("shares"), assignment.name
         if style.features.tail is not None and not isinstance(resolved.tree.numbers.get(style.features.tail), int):
             yield NUMBER, f"the configuration has no number {style.features.tail}", rule, assignment.name
 
@@ -75,7 +75,7 @@ def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
                 code=code,
                 severity=Severity.ERROR,
                 message=f"{requirement.what} is {requirement.count}, which tp={tp} does not divide",
-                primary=Label(requirement.rule.location, f"declares `{field}`"),
+                primary=Label(requirement.rule.stating(field).location, f"declares `{field}`"),
                 help=sizes(facts.allowed),
                 modules=requirement.modules,
             )

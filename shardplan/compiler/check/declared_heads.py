@@ -42,12 +42,12 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     for stored in facts.splits:
         for reason in _of_heads(facts, stored):
-            yield from ((HEADS, reason, stored.rule, name) for name in stored.assigned)
+            yield from ((HEADS, reason, stored.rule.stating("heads"), name) for name in stored.assigned)
     for assignment in facts.resolved.assignments.values():
         for reason in _of_shares(facts, assignment):
-            yield HEADS, reason, assignment.rule, assignment.name
+            yield HEADS, reason, assignment.rule.stating("shares"), assignment.name
         for reason in _of_settings(facts, assignment):
-            yield SETTING, reason, assignment.rule, assignment.name
+            yield SETTING, reason, assignment.rule.stating("shares"), assignment.name
 
 
 def _of_heads(facts: Facts, stored: StoredParameter) -> Iterator[str]:

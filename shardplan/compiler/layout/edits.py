@@ -19,7 +19,7 @@ def edits_of(plan: ResolvedPlan, repair: Repair | None) -> tuple[Edit, ...]:
     """
     made: list[Edit] = []
     while repair is not None:
-        edit = _edit(plan, repair)
+        edit = _edit(plan, repair.placed)
         if edit is None:
             return ()
         made.append(edit)
@@ -66,7 +66,8 @@ def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] |
 
 def _reached(plan: ResolvedPlan, rule: Rule) -> Iterator[tuple[str, set[str]]]:
     """Each alternative of a pattern, and the names it matches that the rule applies to."""
-    own = [name for name, a in plan.assignments.items() if a.rule.location == rule.location]
+    acting = ((name, one) for name, a in plan.assignments.items() for one in (a.rule, a.rule.under) if one is not None)
+    own = [name for name, one in acting if one.location == rule.location]
     for text in parse_glob(rule.pattern).texts:
         one = parse_glob(text)
         yield text, {name for name in own if one.matches(plan.tree.address(name))}

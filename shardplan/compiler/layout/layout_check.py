@@ -363,7 +363,8 @@ def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assi
     if repair is not None and repair.old is not None:
         blamed = plan.assignments[next(name for name in repair.names if name in plan.assignments)]
         if blamed.rule.location != OURS:
-            return blamed
+            placed = repair.placed
+            return replace(blamed, rule=placed.old) if placed is not repair and placed.old is not None else blamed
     names = [*_with_parameters(plan, repair.names if repair else ()), finding.subject]
     for operand in sorted(finding.operands, key=lambda o: o.layout[0] not in "VP"):
         names += [operand.parameter or "", *_with_parameters(plan, operand.origins)]

@@ -10,10 +10,10 @@ from operator import itemgetter
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.layout import P
-from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section, stated_options
+from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section, section_at, stated_options
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.styles import STYLES, Style
-from shardplan.styles.kept_options import with_kept
+from shardplan.styles.kept_options import KEPT, with_kept
 from shardplan.styles.style_record import REMOVAL, TrialKind
 
 from .finding import Finding
@@ -62,8 +62,21 @@ class Repair:
     @property
     def help(self) -> str:
         """The instruction; and its cost, where it gives up a split."""
-        both = self._instruction if self.also is None else f"{self._instruction}, and {self.also._instruction}"
+        own = self.placed._instruction
+        both = own if self.also is None else f"{own}, and {self.also._instruction}"
         return f"{both}{self.given_up}"
+
+    @property
+    def placed(self) -> Repair:
+        """The change at the rule that states its options: an overlay's rule keeps them of the rule under it."""
+        old, new = self.old, self.new
+        if old is None or new is None or old.under is None or new.style != old.style:
+            return self
+        changed = {name: value for name, value in new.options.items() if value != old.options[name]}
+        if not changed or not changed.keys() <= {*KEPT} - old.stated:
+            return self
+        section = section_at(old.under.location.path) or self.section
+        return replace(self, old=old.under, new=replace(old.under, location=OURS, **changed), section=section)
 
     @property
     def given_up(self) -> str:
