@@ -1,4 +1,4 @@
-"""Pipeline stages that run: a model is cut, each part is sharded as any model is, and torch.distributed.pipelining runs them."""
+"""Running pipeline stages: a model is cut, each part is sharded like any model, and torch.distributed.pipelining runs them."""
 
 from .pipeline_options import PipelineOptions
 from .pipelined_model import Pipeline

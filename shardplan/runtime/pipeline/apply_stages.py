@@ -31,15 +31,15 @@ def apply_stages(
     compare: bool,
     **options: Any,
 ) -> Pipeline:
-    """Cut a model, and run the phases for each stage of this rank. The model has nothing left in it afterwards.
+    """Cut a model, and run the phases for each stage of this rank. Afterwards the model is empty.
 
     Args:
         compare: compare the inputs of pp and tp ranks, and the weights of replicas.
         options: of `apply_program`.
 
     Raises:
-        ValueError: the model has a backward hook itself; as `cut_model`.
-        as `apply_program`; then the model and all parts are unusable.
+        ValueError: the model itself has a backward hook; or as in `cut_model`. as in `apply_program`; then the model
+            and all parts are unusable.
     """
     refuse_backward_hooks(model)
     stage_mesh = layout.mesh.within_stage
@@ -52,11 +52,11 @@ def apply_stages(
         mark_unusable(model, "the cut into stages", CUT)
         empty(model, [module for absent in whole.absent.values() for module in absent.modules.values()])
     if program.experts:
-        # Makes process groups, whose names torch counts: on all ranks, also where a rank's stages have no experts.
+        # Makes process groups, whose names torch counts: call it on all ranks, even if a rank's stages have no experts.
         stage_mesh.ep  # noqa: B018
     parts: dict[int, nn.Module] = {}
     for index, (part, stage) in zip(layout.own, made, strict=True):
-        # Inside of all that later phases put around the model's forward.
+        # Inside of all wrappers that later phases put around the model's forward.
         set_stage_forward(part, stage, call, without_cache=_has_cache(unwrapped(part)))
         own = program_of_stage(program, layout.cut, index)
         parts[index] = apply_program(

@@ -1,4 +1,4 @@
-"""A model as the caller has it -> the stages of this rank, each a module of its own."""
+"""From the caller's model to the stages of this rank, each a module of its own."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CUT = "it was cut into pipeline stages: use the Pipeline that apply_plan returne
 
 
 def cut_model(model: nn.Module, cut: PipelineCut, stages: Iterable[int]) -> list[tuple[nn.Module, Stage]]:
-    """Copies of a model without its tensors, each made one stage of the cut. Parameters are not copied: a stage has the
-    parameters that the model has. Buffers outside of what belongs to one stage are copied, as every stage has them.
+    """Make copies of a model, each one stage of the cut. Parameters are not copied: a stage shares the model's. Buffers
+    that belong to no single stage are copied, as every stage has them.
 
     Args:
-        model: as the caller has it; it is not changed.
-        stages: those of this rank.
+        model: the caller's model; it is not changed.
+        stages: the stages of this rank.
 
     Raises:
-        ValueError: a function that was put on the model holds something of it that a copy does not have.
+        ValueError: a function that was put on the model refers to a part of it that a copy does not have.
     """
     return [_one(model, cut, stage) for stage in stages]
 
@@ -44,7 +44,7 @@ def _one(model: nn.Module, cut: PipelineCut, stage: int) -> tuple[nn.Module, Sta
 
 
 def _put_there(model: nn.Module) -> dict[int, Any]:
-    """What somebody put on the modules to be called, by id: what it collects is to be where its owner looks."""
+    """The hooks and forwards that somebody put on the modules, by id. They are not copied, so their owner finds what they collect."""
     names = [name for name in HOOKS if "forward" in name or "backward" in name]
     found = [hook for module in model.modules() for name in names for hook in vars(module)[name].values()]
     found += [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
@@ -53,11 +53,11 @@ def _put_there(model: nn.Module) -> dict[int, Any]:
 
 @dataclass(frozen=True)
 class Absent:
-    """What other stages have.
+    """The parts of other stages.
 
     Args:
-        modules: by name, as they were, without memory; none where they had some.
-        tied: name there -> the name of this stage's copy of that parameter. Those before this stage's alone.
+        modules: name -> module without memory; empty if the modules had memory.
+        tied: name in an earlier stage -> the name of this stage's copy of that parameter.
     """
 
     modules: Mapping[str, nn.Module]
@@ -65,7 +65,7 @@ class Absent:
 
 
 def absent_of(model: nn.Module, cut: PipelineCut, stage: int) -> Absent:
-    """What a stage does not have of a model, if that is on the meta device."""
+    """The parts of a model that a stage does not have, as far as they are on the meta device."""
     inner = unwrapped(model)
     modules = dict(inner.named_modules())
     found = {name: modules[name] for name in cut.absent_from(stage) if name in modules}
@@ -89,8 +89,8 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def empty(model: nn.Module, kept: Iterable[nn.Module]) -> None:
-    """Take everything out of a model, so that what no stage of this rank has is freed, and no function that holds one of its modules
-    computes with it.
+    """Remove everything from a model, so that parts of no stage of this rank are freed, and no function that refers to one of its
+    modules computes with it.
 
     Args:
         kept: modules that stay as they are.

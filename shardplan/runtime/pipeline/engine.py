@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining runs the schedule."""
+"""Runs the schedule with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step_loss import loss_dtype
 
 
 class _Stage(PipelineStage):
-    """A stage of which the first micro-batch may have run. Schedules run the forwards of a stage in their order."""
+    """A stage whose first micro-batch may already have run. Schedules run the forwards of a stage in order."""
 
     ahead: Ahead | None = None
 
@@ -31,12 +31,12 @@ class _Stage(PipelineStage):
 
 
 class Engine:
-    """A schedule for steps with certain shapes of hand-overs.
+    """A schedule for steps with given shapes of hand-overs.
 
     Args:
-        parts: stage -> what is called, for the stages of this rank.
-        stages: their number.
-        handing: what each stage but the last sends.
+        parts: stage -> its callable, for the stages of this rank.
+        stages: the number of all stages.
+        handing: what each stage except the last sends.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Engine:
         )
 
     def run(self, inputs: Inputs, ahead: Mapping[int, Ahead]) -> list[Tensor]:
-        """Forward and backward of all micro-batches. Returns the losses where the last stage is.
+        """Forward and backward of all micro-batches. Returns the losses on the ranks of the last stage.
 
         Args:
-            ahead: stage -> what the first micro-batch gave, where it has run.
+            ahead: stage -> the forward of the first micro-batch, if it has run.
         """
         for stage, one in self.made.items():
             one.ahead = ahead.get(stage)
         losses: list[Tensor] = []
-        # torch asks for a target of each micro-batch wherever the last stage is.
+        # torch needs a target of each micro-batch on the ranks of the last stage.
         target = torch.zeros(self.micro_batches) if self.has_last else None
         own: dict[str, Any] = {"target": target, "losses": losses} if self.has_last else {}
         self.schedule.step(**inputs.tensors, **own, return_outputs=False)

@@ -1,4 +1,4 @@
-"""Evaluation: the forwards of a batch through all stages, whatever the schedule."""
+"""Evaluation: the forwards of a batch through all stages, without the schedule."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def forward_only(
     group: ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
-    """Run a stage of this rank after the other, each on all micro-batches. Returns the losses where the last stage is.
+    """Run this rank's stages one after the other, each on all micro-batches. Returns the losses on the ranks of the last stage.
 
     Args:
         parts: the stages of this rank, by number.
         owners: stage -> its rank on the pp axis.
-        ahead: stage -> what the first micro-batch gave, where it has run.
+        ahead: stage -> the forward of the first micro-batch, if it has run.
     """
     batches = inputs.split(micro_batches)
     waiting: list[dist.Work] = []
     losses: list[Tensor] = []
-    kept: list[Tensor] = []  # until it is sent
+    kept: list[Tensor] = []  # until they are sent
     for stage, part in parts.items():
         for i, batch in enumerate(batches):
             received: Sent = ()

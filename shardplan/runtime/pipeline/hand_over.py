@@ -1,8 +1,8 @@
-"""The shapes of what stages hand on. They follow from the shapes of a step's arguments, which all ranks have.
+"""The shapes of the tensors that stages send. They follow from the shapes of a step's arguments, which all ranks know.
 
-In a step with new shapes the first micro-batch runs ahead of the schedule, through a stage after the other, and all ranks learn what is
-sent. The schedule takes what it gave: no forward runs that the unsharded model would not run, so nothing counts it. Where two
-measured steps differ in the sequence length alone, those of any other length follow.
+In a step with new shapes the first micro-batch runs ahead of the schedule, through one stage after the other, and all ranks learn what
+is sent. The schedule reuses its results: no forward runs that the unsharded model would not run, so no counter is off. If two
+measured steps differ only in the sequence length, the shapes for any other length follow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Handed:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
 
-Handing = tuple[tuple[Handed, ...], ...]  # of each stage but the last
+Handing = tuple[tuple[Handed, ...], ...]  # of each stage except the last
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Ahead:
     """The forward of a stage on a micro-batch, ahead of the schedule.
 
     Args:
-        received: what it got, leaves of its graph.
-        sent: what it gave.
+        received: its inputs, leaves of its graph.
+        sent: its outputs.
     """
 
     received: Sent
     sent: Any
 
     def taken(self, received: Sequence[Tensor]) -> Any:
-        """What was sent, in the place of a forward on the same numbers. The gradients of what was received go to `received`."""
+        """Return what was sent, in place of another forward on the same numbers. The gradients of its inputs go to `received`."""
         for one, other in zip(self.received, received, strict=True):
             if one.requires_grad:
                 one.register_post_accumulate_grad_hook(partial(_pass_on, other))
@@ -72,13 +72,13 @@ def _pass_on(other: Tensor, one: Tensor) -> None:
 
 @dataclass
 class HandOvers:
-    """What is known of the shapes.
+    """The known shapes.
 
     Args:
-        stages: their number.
+        stages: the number of all stages.
         owners: stage -> its rank on the pp axis.
         parts: stage -> the module, for the stages of this rank.
-        group: of the pp axis.
+        group: the pp axis.
         device: where a stage computes.
     """
 
@@ -90,8 +90,8 @@ class HandOvers:
     known: dict[Mode, dict[Shapes, Handing]] = field(default_factory=dict)
 
     def of(self, inputs: Inputs, micro_batches: int, mode: Mode) -> tuple[Handing, dict[int, Ahead]]:
-        """What the stages send in a step with these arguments, and the forwards of the first micro-batch that have run: none where
-        the shapes are known. A collective over pp where they are new."""
+        """The tensors that the stages send in a step with these arguments; and the forwards of the first micro-batch that have
+        run, empty if the shapes are known. A collective over pp if they are new."""
         key, known = inputs.shapes, self.known.setdefault(mode, {})
         ahead: dict[int, Ahead] = {}
         if key not in known:
@@ -144,7 +144,7 @@ def sending(x: Tensor, group: ProcessGroup, peer: int) -> dist.Work:
 
 
 def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Handing | None:
-    """From a known step and another, both of which differ from this one in the length alone."""
+    """Predict from a known step and another; both differ from this one only in the length."""
     length, first = _length(key, one)
     if length is None:
         return None
@@ -160,7 +160,7 @@ def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Han
 
 
 def _length(key: Shapes, other: Shapes) -> tuple[int | None, int]:
-    """The lengths of two steps whose arguments differ in one number alone, wherever it stands; (None, 0) for others."""
+    """The lengths of two steps whose arguments differ only in one number, anywhere; (None, 0) for others."""
     if len(key) != len(other):
         return None, 0
     pairs: set[tuple[int, int]] = set()
@@ -176,7 +176,7 @@ def _length(key: Shapes, other: Shapes) -> tuple[int | None, int]:
 
 
 def _between(a: Handed, b: Handed, first: int, second: int, length: int) -> Handed | None:
-    """What is sent at a length, on the line through two measured ones."""
+    """The tensor that is sent at a length, interpolated linearly from two measured ones."""
     if (a.dtype, a.requires_grad, len(a.shape)) != (b.dtype, b.requires_grad, len(b.shape)):
         return None
     shape = [

@@ -1,4 +1,4 @@
-"""How many stages there are, what each has, and on which rank it is."""
+"""How many stages there are, the blocks of each, and its rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lay_out(
 
     Raises:
         ValueError: the schedule wants another number of stages or of micro-batches; there are fewer blocks than stages;
-            `sizes` are those of another number of stages.
+            `sizes` has another number of stages.
     """
     assert mesh.pp is not None  # `read_pipeline` refused it
     sizes = stage_sizes(resolved, schedule, mesh.pp.size(), stages_per_rank, micro_batches)
@@ -40,13 +40,13 @@ def lay_out(
 def stage_sizes(
     resolved: ResolvedPlan, schedule: Schedule, pp: int, stages_per_rank: int | None, micro_batches: int | None
 ) -> tuple[int, ...]:
-    """How many blocks each stage has: as the section's `sizes` say, or as many for each as far as it divides.
+    """The number of blocks of each stage: the section's `sizes`, else as even as possible.
 
     Args:
-        micro_batches: None: twice as many as stages, which every schedule can run.
+        micro_batches: None: twice the number of stages, which every schedule can run.
 
     Raises:
-        ValueError: as `lay_out`.
+        ValueError: as in `lay_out`.
     """
     section = resolved.pipeline_parallel
     sizes = section.sizes if section is not None else None
@@ -70,7 +70,7 @@ def stage_sizes(
 
 
 def layout_on(mesh: PlanMesh, cut: PipelineCut, schedule: Schedule) -> Layout:
-    """Which rank of a mesh with an axis pp has which stage."""
+    """The rank of each stage, on a mesh with a pp axis."""
     assert mesh.pp is not None
     owners = {stage: stage % mesh.pp.size() for stage in range(cut.stages)}
     rank = mesh.pp.get_local_rank()

@@ -1,4 +1,4 @@
-"""The stages of a rank as one module, for what reads names and tensors of a model."""
+"""The stages of a rank as one module, for code that reads names and tensors of a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_p
 
 
 def merged(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module with all that the parts have, under their names. What one part alone has is that part's own module; what
-    several have is held by a plain module with their children, parameters and buffers, and the first one's hooks on the state
-    dict."""
+    """A module with everything that the parts have, under their names. A module of one part alone stays that part's own. A
+    module of several parts becomes a plain module with their children, parameters and buffers, and the first part's hooks on
+    the state dict."""
     found = _merged(parts)
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""The arguments of a step, as the micro-batches get them."""
+"""The arguments of a step, divided for the micro-batches."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ REFUSED = {
 }
 
 
-# Bounds of packed sequences, as transformers declares them.
+# The bounds of packed sequences, by the names that transformers declares.
 PACKED = frozenset(FlashAttentionKwargs.__annotations__)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step is called with.
+    """The arguments of a step.
 
     Args:
-        tensors: by argument name, the first dim of each the batch.
+        tensors: by argument name; the first dim of each is the batch.
         constants: the other arguments, the same for each micro-batch.
-        rows: of the batch.
+        rows: the rows of the batch.
     """
 
     tensors: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Inputs:
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """What the shapes of hand-overs follow from."""
+        """The shapes from which those of hand-overs follow."""
         return tuple((name, tuple(x.shape), x.dtype) for name, value in self.tensors.items() for x in _tensors(value))
 
     def split(self, micro_batches: int) -> list[dict[str, Any]]:
@@ -64,13 +64,13 @@ class Inputs:
 
 
 def flags_of(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The numbers and words among values, which mean the same on all ranks."""
+    """The numbers and strings among values, which mean the same on all ranks."""
     return tuple((name, value) for name, value in values.items() if isinstance(value, bool | int | float | str))
 
 
 def _bounds(x: Tensor, others: Iterable[Tensor], rows: int) -> str:
-    """Whether numbers are the bounds of packed sequences, ascending from 0: of each "row", which has them all, or of the "batch" (all
-    tokens, or those that a mask leaves); "" for others.
+    """Whether numbers are the bounds of packed sequences, ascending from 0: "row" if they are the bounds in every row, "batch" if in
+    the whole batch (all tokens, or those of a mask), else "".
 
     Args:
         others: the tensors of the batch.
@@ -91,7 +91,7 @@ def _rows(place: slice, x: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value: one, or a dict of masks, or a list."""
+    """The tensors in a value: a tensor, a dict of masks, or a list."""
     return [x for x in _tree_leaves(value) if isinstance(x, Tensor)]
 
 
@@ -106,11 +106,11 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
     """Sort the arguments of a step.
 
-    A tensor whose first dim is 1 is the same for all rows. One micro-batch gets all tensors as they are.
+    A tensor whose first dim is 1 is the same for all rows. A single micro-batch gets all tensors unchanged.
 
     Raises:
-        ValueError: no tensors; a batch that the micro-batches do not divide; a tensor with another first dim, or whose first dim is
-            not the batch, as its values show; arguments that have no meaning for a stage.
+        ValueError: no tensors; the micro-batches do not divide the batch; a tensor has another first dim, or its values show that
+            its first dim is not the batch; an argument has no meaning for a stage.
     """
     for name, why in REFUSED.items():
         value = arguments.get(name)

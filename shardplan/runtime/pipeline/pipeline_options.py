@@ -1,4 +1,4 @@
-"""What only a pipeline needs of the call that makes it."""
+"""The options of `apply_plan` that only a pipeline needs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PipelineOptions:
 
     Args:
         schedule: gpipe, 1f1b or interleaved, or the name of torch's class.
-        micro_batches: how many parts the batch of a step has, on each data-parallel rank.
-        stages_per_rank: of a schedule that works with several numbers; None: as the `sizes` of the plan's section
-            `pipeline_parallel` say, else the schedule's least.
+        micro_batches: the number of parts of a step's batch, on each data-parallel rank.
+        stages_per_rank: for a schedule that works with several numbers; None: from the `sizes` of the plan's section
+            `pipeline_parallel`, else the schedule's smallest number.
         loss_fn: (logits, labels) of a micro-batch -> the sum over its tokens, a scalar. None: the model computes its loss.
 
     Raises:
-        TypeError: the schedule is no name, micro_batches no whole number.
-        ValueError: no such schedule; no micro-batch, or more than any step has.
+        TypeError: the schedule is not a name, or micro_batches not a whole number.
+        ValueError: no such schedule; micro_batches below 1, or more than any step has.
     """
 
     schedule: str = "1f1b"
@@ -48,11 +48,11 @@ class PipelineOptions:
 
 
 def read_pipeline(options: PipelineOptions | None, mesh: PlanMesh) -> PipelineOptions | None:
-    """How stages run on a mesh; None where it has none.
+    """How stages run on a mesh; None where the mesh has no stages.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: options for a mesh without stages; stages on a mesh with context parallelism, or with pp alone.
+        TypeError: the options have another type.
+        ValueError: options for a mesh without stages; stages on a mesh with context parallelism, or with pp as its only axis.
     """
     if options is not None and not isinstance(options, PipelineOptions):
         raise TypeError(

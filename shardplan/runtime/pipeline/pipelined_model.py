@@ -36,10 +36,10 @@ from .tied_copies import compare_copies, copies_of
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the stages are.
+    """The places of the stages.
 
     Args:
-        mesh: of all ranks, with an axis pp.
+        mesh: all ranks, with a pp axis.
         owners: stage -> its rank on that axis.
         own: the stages of this rank, in order.
     """
@@ -53,11 +53,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Whole:
-    """What is known of the whole model.
+    """The known facts about the whole model.
 
     Args:
         state: its parameters and persistent buffers by name, without memory.
-        absent: what each stage of this rank does not have of it.
+        absent: stage of this rank -> the parts that it does not have.
     """
 
     state: Mapping[str, Tensor]
@@ -65,12 +65,12 @@ class Whole:
 
 
 class Pipeline(Parted):
-    """A model that `apply_plan` cut into stages. It holds those of this rank, and runs all of them in `step`.
+    """A model that `apply_plan` cut into stages. It holds this rank's stages; `step` runs all stages.
 
     Attributes:
         parts: the stages of this rank, in the order in which a batch runs through them. Each is a model with the names of the
-            whole one, without what other stages have.
-        counts_labels: whether the `tokens` that step is given are those of its labels, as it counts them itself.
+            whole model, without the parts of other stages.
+        counts_labels: whether the `tokens` of a step are the number of its labels, as it would count them.
     """
 
     counts_labels = False
@@ -106,7 +106,7 @@ class Pipeline(Parted):
         self._hand_overs = HandOvers(layout.cut.stages, layout.owners, self._called, self.group, self.device)
         self._engine: tuple[Any, Engine] | None = None
         self._more_to_come = False
-        self._failed = ""  # why it is not to be used any more
+        self._failed = ""  # why it must not be used any more
         self._failures, self._trained = StepFailures(), self._trainable()
         inner = {stage: unwrapped(self.module_of(part)) for stage, part in self._called.items()}
         stages = {
@@ -156,7 +156,7 @@ class Pipeline(Parted):
         return self.module_of(self.parts[0])
 
     def own_state(self, part: nn.Module, state: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """What a part has of a whole state dict; a tied parameter under any of its names."""
+        """A part's tensors in a whole state dict; a tied parameter may have any of its names there."""
         if state is None:
             return None
         other = {name: tie for tie in self.ties for name in tie}
@@ -167,7 +167,7 @@ class Pipeline(Parted):
                 found[name] = state[given]
         return found
 
-    # As of a model
+    # The interface of a model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages, under their names in the whole model."""
@@ -200,26 +200,26 @@ class Pipeline(Parted):
     def step(
         self, *, accumulate: bool = False, tokens: Tensor | int | None = None, calls: int = 1, **inputs: Any
     ) -> Tensor:
-        """Forward and backward of a batch through all stages. To be called on all ranks, with the same arguments on the ranks of
-        pp and tp, and a batch of its own on each data-parallel rank.
+        """Forward and backward of a batch through all stages. Call it on all ranks, with the same arguments on the ranks of pp
+        and tp, and different batches on each data-parallel rank.
 
         Args:
-            inputs: of the model's forward, by name: input_ids, attention_mask, labels, ... The first dim of each tensor is
-                the batch, which `micro_batches` divides; or 1.
-            accumulate: more calls follow before the optimizer steps. The last call is one without it; it adds the gradients
-                of tied parameters.
-            tokens: what the sum over tokens is divided by, over all data-parallel ranks and all calls of the optimizer step.
-                None: the labels of this call that are not -100, without the first of each row for a loss of next tokens.
-            calls: how many calls make the optimizer step. What a model adds to its loss besides the sum over tokens is
-                averaged over them.
+            inputs: arguments of the model's forward, by name: input_ids, attention_mask, labels, ... The first dim of each tensor
+                is the batch, which `micro_batches` divides; or 1.
+            accumulate: more calls follow before the optimizer steps. The last call is one without it; it adds the gradients of tied
+                parameters.
+            tokens: the divisor of the sum over tokens, over all data-parallel ranks and all calls of the optimizer step.
+                None: the labels of this call that are not -100; for a loss of next tokens, without the first label of each row.
+            calls: the number of calls of the optimizer step. What a model adds to its loss besides the sum over tokens is averaged
+                over them.
 
         Returns:
-            The loss, a scalar in float32 on all ranks: of all tokens of this call on all data-parallel ranks, divided by
-            `tokens`. Under `torch.no_grad()` nothing but the loss is computed.
+            The loss, a float32 scalar on all ranks: of all tokens of this call on all data-parallel ranks, divided by
+            `tokens`. Under `torch.no_grad()` only the loss is computed.
 
         Raises:
-            ValueError: gradients of an earlier step are there; `requires_grad` of a parameter changed; a hook on a tied parameter; no labels; a batch that the micro-batches do not divide; caches
-                or hidden states are asked for; with several calls, no `tokens`.
+            ValueError: gradients of an earlier step are left; `requires_grad` of a parameter changed; a hook on a tied parameter; no labels; the micro-batches do not divide the batch; caches or
+                hidden states are requested; several calls without `tokens`.
             RuntimeError: a stage failed, here or on another rank.
         """
         if self._failed:
@@ -262,7 +262,7 @@ class Pipeline(Parted):
 
     @property
     def doubled(self) -> tuple[nn.Parameter, ...]:  # type: ignore[override]  # FSDP2 exchanges parameters
-        """The copies of tied parameters of which an earlier stage has one."""
+        """The copies of tied parameters that an earlier stage has too."""
         return tuple(one for copies in self.copies for one in copies.later)
 
     def check_finished(self) -> None:
@@ -273,7 +273,7 @@ class Pipeline(Parted):
             )
 
     def _mode(self, given: Inputs) -> Mode:
-        """What hand-overs depend on besides the shapes of the arguments: equal on all ranks."""
+        """The state that hand-overs depend on besides the shapes of the arguments: equal on all ranks."""
         shared, device = self.record.parts[0].shared, self.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         variant = shared.regime.variant if shared is not None else ""
@@ -305,7 +305,7 @@ class Pipeline(Parted):
                 f"{changed[0]} {now} ({len(changed)} in all): which gradients stages send follows from what was trained when the "
                 "model was cut. Set requires_grad before apply_plan"
             )
-            self._failures.tell(error)  # ranks with other stages do not know
+            self._failures.tell(error)  # ranks with other stages do not know it
             raise error
         if hooked := next(filter(None, (copies.hooked for copies in self.copies)), None):
             error = ValueError(
@@ -327,7 +327,7 @@ class Pipeline(Parted):
         """Whether the first label of a row does not count, as in a loss of next tokens.
 
         Raises:
-            ValueError: the model's loss is another.
+            ValueError: the model has another loss.
         """
         if self.loss_function is None and not self._shifted:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Plans that pipeline stages cannot run: refused before the model is touched. What the plan leaves open is set as stages need it."""
+"""Plans that pipeline stages cannot run: refused before the model is touched. Options that the plan leaves open get the value for stages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from shardplan.compiler.lower.program import Program
 from shardplan.core.sections import DataParallel
 from shardplan.styles.backends import BACKENDS
 
-ARGUMENTS = "<arguments>"  # the file of what a call's arguments say
+ARGUMENTS = "<arguments>"  # the "file" of a call's arguments
 
 
 def for_stages(program: Program, *, wrapped: bool) -> Program:
-    """The program, with gathered parameters kept between micro-batches where the plan leaves it open.
+    """The program; it keeps gathered parameters between micro-batches, unless the plan says otherwise.
 
     Args:
         wrapped: whether the mesh has ranks that the data-parallel backend works over.
 
     Raises:
-        ValueError: the plan has no section `pipeline_parallel`, or a backend that stages do not work with.
+        ValueError: the plan has no section `pipeline_parallel`, or a backend that does not support stages.
     """
     resolved = program.resolved
     if resolved.pipeline_parallel is None or not resolved.pp_blocks:
@@ -39,7 +39,7 @@ def for_stages(program: Program, *, wrapped: bool) -> Program:
 
 
 def _chosen(section: DataParallel) -> bool:
-    """Whether somebody chose when FSDP2 reshards: with an argument, or by another value than plans for any mesh have."""
+    """Whether somebody chose when FSDP2 reshards: with an argument, or by a value other than the one in plans for any mesh."""
     place = section.given.get("reshard_after_forward")
     default = DataParallel().reshard_after_forward
     return place is not None and (place.file == ARGUMENTS or section.reshard_after_forward != default)

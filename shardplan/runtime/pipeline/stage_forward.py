@@ -1,4 +1,4 @@
-"""The forward of a part: what it received, through the model's own forward, to what it sends or to the loss."""
+"""The forward of a part: from its inputs, through the model's own forward, to its outputs or the loss."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .step_loss import StepLoss, loss_dtype
 
 @dataclass
 class Call:
-    """What all stages of this rank read while a step runs.
+    """State that all stages of this rank read while a step runs.
 
     Attributes:
         constants: arguments that are the same for each micro-batch.
         loss: how the last stage computes the loss.
-        stages: those of this rank.
+        stages: the stages of this rank.
     """
 
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class Call:
 
 
 class StageForward:
-    """Stands in the place of a part's forward: positional arguments are what the stage before sent.
+    """Replaces a part's forward: positional arguments are the outputs of the stage before.
 
     Args:
         own: the call of the model, with its hooks.
-        without_cache: whether it has an argument `use_cache`.
+        without_cache: whether the model has an argument `use_cache`.
     """
 
     def __init__(self, stage: Stage, own: Callable[..., Any], call: Call, *, without_cache: bool):
@@ -49,15 +49,15 @@ class StageForward:
         taken = _Taken.apply(*received) if received else ()
         if not self.stage.is_last:
             if self.call.loss.function is not None:
-                given.pop("labels", None)  # the function's: no stage's model gets them
+                given.pop("labels", None)  # for the function: no stage's model gets them
             return tuple(_sent(x) for x in self.stage.run(taken, self.own, **given))
         loss = self.call.loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
         return loss.to(loss_dtype(x.dtype for x in taken))
 
 
 class _Taken(torch.autograd.Function):
-    """The same values; their gradients are sent, and so must be contiguous, and zeros where nothing read a value (torch 2.11
-    raises there; later releases send zeros)."""
+    """The same values. Their gradients are sent, so they must be contiguous, and zeros for unread values (torch 2.11 raises
+    there; later releases send zeros)."""
 
     @staticmethod
     def forward(ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
@@ -71,16 +71,16 @@ class _Taken(torch.autograd.Function):
 
 
 def _sent(x: Tensor) -> Tensor:
-    """What can be sent; torch detaches it in place, which a view forbids."""
+    """A tensor that can be sent: torch detaches it in place, which a view forbids."""
     return x.clone(memory_format=torch.contiguous_format) if x._is_view() or not x.is_contiguous() else x
 
 
 class _Called:
-    """The call of a model: its own hooks around its forward, as torch runs them. A stage before the last ends in the forward, so that
-    the hooks after it run in the last alone.
+    """The call of a model: its own hooks around its forward, as torch runs them. A stage before the last one stops within the
+    forward, so the hooks after it run only in the last stage.
 
     Args:
-        part: the model; its forward hooks are taken off.
+        part: the model; its forward hooks are removed.
     """
 
     def __init__(self, part: nn.Module):
@@ -110,7 +110,7 @@ class _Called:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raise ValueError where a model itself has backward hooks: no stage has its inputs and its outputs."""
+    """Raise ValueError where the model itself has backward hooks: no stage has both its inputs and its outputs."""
     if model._backward_hooks or model._backward_pre_hooks:
         raise ValueError(
             f"{type(model).__name__} has a backward hook, and no pipeline stage has both its inputs and its outputs: put the hook "
@@ -119,7 +119,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def set_stage_forward(part: nn.Module, stage: Stage, call: Call, *, without_cache: bool) -> None:
-    """Put a `StageForward` in the place of the part's forward, around its forward hooks."""
+    """Replace the part's forward by a `StageForward`, around its forward hooks."""
     part.__dict__["forward"] = StageForward(stage, _Called(part), call, without_cache=without_cache)
     if hasattr(part, "generate"):
         part.__dict__["generate"] = _refuse_generate

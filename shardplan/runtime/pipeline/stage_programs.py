@@ -1,4 +1,4 @@
-"""The program of one stage: that of the whole model, restricted to what the stage has."""
+"""The program of one stage: the whole model's program, restricted to the stage's modules and parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardplan.core.tree import full_name
 
 
 def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
-    """The program of a stage. Modules that run in every stage are in all of them."""
+    """The program of a stage. Modules that run in every stage are in all programs."""
     absent = cut.absent_from(stage)
     roots = frozenset(absent)
 
@@ -23,7 +23,7 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
         return tuple(name for name in names if has(name))
 
     def restricted(module: ModuleProgram) -> ModuleProgram:
-        """Without parameters of other stages: code around the blocks runs in each, and reads them as zeros there."""
+        """Drop parameters of other stages: code around the blocks runs in each stage, and reads them as zeros there."""
         own = tuple(p for p in module.parameters if has(full_name(module.name, p.name)))
         read = tuple((at, p) for at, p in module.also_reads if has(full_name(full_name(module.name, at), p.name)))
         return replace(module, parameters=own, also_reads=read)
@@ -46,7 +46,7 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
 
 
 def _linked(modules: dict[str, ModuleProgram]) -> dict[str, ModuleProgram]:
-    """Without the scope of an embedding whose partial sum ends in another stage."""
+    """Drop the scope of an embedding whose partial sum ends in another stage."""
     if any(module.link == "block_input" for module in modules.values()):
         return modules
     return {name: replace(module, link=None) if module.link == "scope" else module for name, module in modules.items()}

@@ -1,4 +1,4 @@
-"""The ranks that apply a plan to their stages: those of one stage communicate, and all learn where one fails."""
+"""The ranks that apply a plan to their stages: the ranks of one stage communicate; all ranks learn of a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardplan.runtime.apply.failed_steps import OtherRankFailed, Ranks
 
 
 class StageRanks(Ranks):
-    """Within a step the ranks of a stage compare among themselves, as other stages have other parameters; at its end all do.
+    """Within a step only the ranks of a stage compare, as other stages have other parameters; at its end all ranks compare.
 
     Args:
         stage: the mesh of the ranks that have the same stages as this one.

@@ -1,4 +1,4 @@
-"""The tensors of a model whose stages are on several ranks, each under one name."""
+"""The tensors of a model whose stages are on several ranks; each has one name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StageTensor:
     """A tensor of the whole model.
 
     Args:
-        names: in the whole model, several where it is tied.
-        stage: the first that has it.
+        names: in the whole model; several for a tied tensor.
+        stage: the first stage that has it.
         shape, dtype: of the whole tensor.
-        tensor: this rank's, where this rank has that stage.
+        tensor: this rank's, if this rank has that stage.
     """
 
     names: tuple[str, ...]
@@ -38,8 +38,8 @@ def stage_tensors(
     """The tensors of all stages, in the order of stages. A collective over pp.
 
     Args:
-        own: stage -> (names, tensor) of what it has, for the stages of this rank.
-        ties: names of one parameter.
+        own: stage -> (names, tensor) of its tensors, for the stages of this rank.
+        ties: groups of names of one parameter.
     """
     described: list[Described] = [
         (stage, names, tuple(tensor.shape), tensor.dtype) for stage, found in own.items() for names, tensor in found
@@ -58,7 +58,7 @@ def stage_tensors(
 
 
 def send_whole(pipeline: Pipeline, one: StageTensor, make: Callable[[], Tensor], *, everywhere: bool) -> Tensor | None:
-    """A whole tensor, on the mesh's first rank or on all ranks. To be called on all ranks.
+    """Send a whole tensor to the mesh's first rank or to all ranks. Call it on all ranks.
 
     Args:
         make: gathers it, on the ranks of its stage.
@@ -90,6 +90,6 @@ def _first_column(pipeline: Pipeline) -> bool:
 
 
 def in_whole_order(names: Sequence[str], found: Sequence[StageTensor]) -> Iterator[StageTensor]:
-    """Tensors in the order of a whole model's names, then those that are not among them."""
+    """Tensors in the order of a whole model's names; tensors without such a name come last."""
     place = {name: i for i, name in enumerate(names)}
     yield from sorted(found, key=lambda one: place.get(one.names[0], len(place)))

@@ -1,8 +1,8 @@
 """The loss of a pipeline step: a sum over tokens, divided by the tokens of the global batch.
 
-Each micro-batch gives its share of one number: with S the sum over its tokens, T the tokens of the whole batch on all
-data-parallel ranks and n of these ranks, S n / T, since data parallelism averages over the ranks. What a model adds to that
-by itself (a router's loss) is no sum over tokens; it is averaged over micro-batches.
+Each micro-batch gives its share of one number: S n / T, with S the sum over its tokens, T the tokens of the whole batch on
+all n data-parallel ranks; the factor n is there because data parallelism averages over the ranks. A model's own additions
+(a router's loss) are no sums over tokens; they are averaged over micro-batches.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StepLoss:
 
     Args:
         tokens: of the global batch, a number or a scalar tensor.
-        micro_batches: of all calls that make the step.
+        micro_batches: of all calls of the optimizer step.
         replicas: the number of data-parallel ranks.
         function: (logits, labels) -> the sum over the tokens of a micro-batch; None: the model computes its own loss.
-        counts_labels: whether `tokens` are those of `tokens_of`.
+        counts_labels: whether `tokens` were counted by `tokens_of`.
     """
 
     def __init__(
@@ -78,29 +78,29 @@ class StepLoss:
 
     @property
     def items(self) -> Tensor | float:
-        """What the model's own loss function divides its sum by: the tokens of a micro-batch, on average."""
+        """The divisor for the model's own loss function: the tokens of a micro-batch, on average."""
         return self.tokens / (self.micro_batches * self.replicas)
 
 
 def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, shifted: bool) -> None:
-    """Make a transformers model divide its sum over tokens by what the step says: `divided_by_step`."""
+    """Make a transformers model divide its sum over tokens by the step's number: `divided_by_step`."""
     model.loss_function = divided_by_step(model.loss_function, current, shifted=shifted)  # type: ignore[assignment,arg-type]  # torch's types
 
 
 def divided_by_step(
     own: Callable[..., Tensor], current: Callable[[], StepLoss | None], *, shifted: bool
 ) -> Callable[..., Tensor]:
-    """A transformers model's loss function, which divides its sum over tokens by what the step says.
+    """A transformers model's loss function that divides its sum over tokens by the step's number.
 
-    A function that is not transformers' own is called again, once, with other numbers: whether it divides by them, and whether
-    it counts the tokens that the step does. One that ignores them is weighed, where it is the mean over these tokens.
+    A function other than transformers' own is called once more, with other numbers, to see whether it divides by them, and
+    whether it counts the same tokens as the step. If it ignores them, and is the mean over these tokens, it is weighted.
 
     Args:
-        current: the loss of the step that runs.
+        current: the loss of the current step.
         shifted: as for `tokens_of`.
     """
     known = own in (ForCausalLMLoss, loss_of_model)
-    mean = False  # it ignores the number
+    mean = False  # whether it ignores the number
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal known, mean
@@ -115,7 +115,7 @@ def divided_by_step(
             raise RuntimeError(NOT_DIVIDED)
         count = int(tokens_of(labels, shifted=shifted))
         loss = own(*args, **{**kwargs, NUMBER: items})
-        if not count and not torch.isfinite(loss):  # the mean of no tokens
+        if not count and not torch.isfinite(loss):  # the mean over no tokens
             return (kwargs["logits"] if "logits" in kwargs else args[0]).sum() * 0
         if count and not known and (one := loss.item()):
 
@@ -140,7 +140,7 @@ def divided_by_step(
 
 
 def _check_mean(run: Callable[..., float], loss: Tensor, labels: Tensor, *, shifted: bool) -> None:
-    """Raise RuntimeError where a loss is not the mean over the tokens that a step counts: of two halves, weighed by theirs.
+    """Raise RuntimeError unless a loss is the mean over the tokens that a step counts. Compares it with the weighted mean of its two halves.
 
     Args:
         run: (labels) -> the loss.
@@ -154,9 +154,8 @@ def _check_mean(run: Callable[..., float], loss: Tensor, labels: Tensor, *, shif
 
 
 def _check_count(own: float, steps: float) -> None:
-    """Args:
-    own: the tokens of a micro-batch, as a loss function counts them.
-    steps: as the step does.
+    """Args: own: the tokens of a micro-batch, as the loss function counts them. steps: the same tokens, as the step
+    counts them.
     """
     if abs(own - steps) > 0.5:
         raise RuntimeError(
@@ -166,8 +165,8 @@ def _check_count(own: float, steps: float) -> None:
 
 
 def loss_dtype(received: Iterable[torch.dtype]) -> torch.dtype:
-    """What the last stage returns its loss in, given the dtypes of what it received: float32, as a step does, but float64 in a model
-    of that."""
+    """The dtype of the last stage's loss, from the dtypes of its inputs: float32, the dtype of a step's loss, but float64 in a
+    float64 model."""
     return torch.float64 if torch.float64 in received else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Parameters that stand in several stages: a copy in each, and their gradients are added."""
+"""Parameters that several stages share: each stage has a copy, and the copies' gradients are added."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ class Copies:
 
     @property
     def own(self) -> dict[int, nn.Parameter]:
-        """Stage -> the parameter, for the stages of this rank. FSDP2 and materialising put others in its place."""
+        """Stage -> the parameter, for the stages of this rank. FSDP2 and materialising replace the objects."""
         return {stage: part.get_parameter(self.names[stage]) for stage, part in self.parts.items()}
 
     @property
     def later(self) -> tuple[nn.Parameter, ...]:
-        """Those of this rank whose values an earlier stage has too."""
+        """This rank's copies whose values an earlier stage has too."""
         first = next(iter(self.names))
         own = self.own
         return tuple(one for stage, one in own.items() if stage != first and one is not own.get(first))
 
     @property
     def hooked(self) -> str | None:
-        """The name of one of this rank's with a hook on its gradient, which is a part of the whole."""
+        """The name of a copy on this rank with a hook on its gradient, which is only a part of the whole gradient."""
         return next((self.names[stage] for stage, parameter in self.own.items() if has_hooks(parameter)), None)
 
     def share(self) -> None:
-        """Make the copies of this rank one parameter. Not for FSDP2, which manages each model's parameters by itself."""
+        """Make the copies of this rank one parameter. Not for FSDP2, which manages each model's parameters separately."""
         first, *others = self.own.items()
         for stage, _ in others:
             owner, leaf = self.names[stage].rpartition(".")[::2]
             self.parts[stage].get_submodule(owner)._parameters[leaf] = first[1]
 
     def add_gradients(self, group: ProcessGroup, rank: int) -> None:
-        """Make the gradient of each copy the sum over all of them, in the order of stages, so that all have the same numbers.
+        """Set the gradient of each copy to the sum over all copies, in the order of stages, so that all are equal.
 
         Args:
-            group: of the pp axis.
-            rank: of this process on it.
+            group: the pp axis.
+            rank: this process's rank on it.
         """
         own = self.own
         if not own or not any(parameter.requires_grad for parameter in own.values()):
@@ -94,7 +94,7 @@ def _any(values: Mapping[int, Tensor]) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient, contiguous; zeros where there is none."""
+    """This rank's part of a gradient, contiguous; zeros where there is no gradient."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return to_local_if_dtensor(parameter.grad).contiguous()
@@ -109,8 +109,8 @@ def copies_of(
     """The tied parameters of a cut.
 
     Args:
-        stage_of: name -> its stage, of each name in `ties`.
-        parts: stage -> the model that the names are of, for the stages of this rank.
+        stage_of: name -> its stage, for each name in `ties`.
+        parts: stage -> the model with these names, for the stages of this rank.
     """
     found = []
     for tie in ties:
@@ -127,7 +127,7 @@ def compare_copies(every: Sequence[Copies], group: ProcessGroup, device: torch.d
     """Compare the copies of tied parameters over the stages that have them. A collective over pp.
 
     Raises:
-        RuntimeError: they differ, which every rank raises.
+        RuntimeError: they differ; every rank raises it.
     """
     if not every:
         return

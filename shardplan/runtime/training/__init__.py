@@ -1,4 +1,4 @@
-"""What a training loop needs besides the model; the losses are usable without a plan."""
+"""Parts of a training loop besides the model; the losses are usable without a plan."""
 
 from shardplan.runtime.parallel.fused_logits import fused_logits
 from shardplan.runtime.parallel.vocabulary_entropy import entropy

@@ -30,26 +30,26 @@ def context_parallel(
     num_items_in_batch: Tensor | float | None = None,
     **inputs: Any,
 ) -> Iterator[dict[str, Any]]:
-    """The inputs of the model, for a batch that all ranks of the cp axis have whole. Run forward and backward inside the context.
+    """The model's inputs, from a batch that all ranks of the cp axis have whole. Run forward and backward inside the context.
 
         with context_parallel(model, input_ids=ids, labels=ids) as inputs:
             loss = model(**inputs).loss
             loss.backward()
 
-    The mean of the losses over the cp axis is the loss of the whole batch, as the mean of the gradients, which FSDP2 takes, is its gradient.
-    Where the plan's section `context_parallel` leaves each rank its own tokens, a rank has their logits, and `cp` times its share of the mean
-    loss: labels are shifted before they are cut, so that the last token of a rank predicts the first of the next one, and counted in all
-    of the batch. Where it makes the sequence whole behind the blocks, and without a cp axis, everything is passed on as it is.
+    The mean of the losses over the cp axis is the loss of the whole batch; the mean of the gradients, which FSDP2 takes, is its gradient. If
+    the plan's section `context_parallel` leaves each rank its own tokens, a rank has their logits, and `cp` times its share of the mean loss.
+    Labels are shifted before they are cut, so that the last token of a rank predicts the first of the next rank, and counted over the whole
+    batch. If the section makes the sequence whole after the blocks, or without a cp axis, all inputs are passed on unchanged.
 
     Args:
         model: what `apply_plan` returned.
         labels: [batch, sequence].
-        num_items_in_batch: what to divide the sum over the tokens by; None is the number of labels that count.
-        inputs: all other arguments of the model, whole: ids, positions and masks are never cut by the caller.
+        num_items_in_batch: the divisor of the sum over the tokens; None: the number of labels that count.
+        inputs: all other arguments of the model, whole: the caller never cuts ids, positions or masks.
 
     Raises:
-        ValueError: with labels that are cut: a sequence that cp does not divide; a model whose `loss_function` was replaced by one that is no mean
-            over next tokens.
+        ValueError: if labels are cut: cp does not divide the sequence; or the model's `loss_function` was replaced by one that is not a mean over
+            next tokens.
     """
     record = applied(model)
     cp = record.mesh.cp
@@ -81,7 +81,7 @@ def _refuse_loss(record: Applied, device: torch.device) -> None:
 
 
 def _apart(function: Callable[..., Tensor], device: torch.device) -> str | None:
-    """Why a loss function that replaces the model's own is no mean over next tokens: found by calling it on a few numbers."""
+    """Why a replaced loss function is not a mean over next tokens: found by calling it on a few numbers; None if it is one."""
     labels = torch.tensor([[1, 2, 3, 4, 0, IGNORE_INDEX, IGNORE_INDEX, 1]], device=device)
     logits = torch.arange(8.0 * 5, device=device).sin().view(1, 8, 5)
     try:
@@ -90,7 +90,7 @@ def _apart(function: Callable[..., Tensor], device: torch.device) -> str | None:
             own = own_labels_of(labels, 2, rank)
             parts.append(function(own_logits, own.pop("labels"), 5, **own))
         error = relative_error(torch.stack(parts).mean(), function(logits, labels, 5))
-    except Exception as raised:  # whatever the user's code raises
+    except Exception as raised:  # user code may raise anything
         return f"the model's loss_function was replaced, and cannot be called with a rank's labels ({reason(raised)})"
     if error <= TOLERANCE[torch.float32]:
         return None

@@ -34,10 +34,10 @@ class _Counts:
     """The tokens of each expert of a module since the last update.
 
     Args:
-        module: the name of the experts.
-        bias: of their router, [E].
-        record: of the plan; None where none was applied.
-        found: [E], by whether each rank of tp, and each of cp, counts tokens of its own.
+        module: the name of the module of experts.
+        bias: their router's, [E].
+        record: the plan's record; None where no plan was applied.
+        found: (whether each tp rank counts different tokens, the same for cp) -> counts, [E].
     """
 
     module: str
@@ -47,7 +47,7 @@ class _Counts:
 
     @torch.compiler.disable(reason="what runs is counted, not what is compiled")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a call of the experts. One in backward is a checkpoint's, of the same tokens."""
+        """Count before a call of the experts. A call in backward is a checkpoint's, with the same tokens, and not counted."""
         if not (module.training and torch.is_grad_enabled()) or _current_graph_task_id() != -1:
             return
         with torch.no_grad():
@@ -58,7 +58,7 @@ class _Counts:
             self.found[split] = self.found[split] + own if split in self.found else own
 
     def _split(self) -> tuple[bool, bool]:
-        """Whether each rank of tp, and each of cp, has other tokens, in the variant that runs."""
+        """Whether each tp rank, and each cp rank, has other tokens in the current variant."""
         if self.record is None or self.record.shared is None:
             return False, False
         resolved = self.record.program.resolved
@@ -73,19 +73,19 @@ class _Counts:
 
 
 def count_expert_tokens(model: nn.Module | Parted, bias: str = BIAS) -> None:
-    """Begin to count the tokens of each expert, for `update_expert_bias`: in forward, of modules in training mode, where gradients
+    """Begin to count the tokens of each expert, for `update_expert_bias`: in forwards of modules in training mode, while gradients
     are recorded. Call it once, after `apply_plan`, on all ranks. Further calls change nothing.
 
-    Modules of experts are found by their structure: their own parameters are stacks [E, ...], some with three dims or more, and
-    beside them or in the module around them there is a floating buffer of that name with E elements.
+    Modules of experts are found by their structure: their own parameters are stacks [E, ...], some with three dims or more; and
+    they or the module around them have a floating-point buffer with the bias's name and E elements.
 
     Args:
-        model: what `apply_plan` returned, or a model without a plan, whose tokens are those of this process.
+        model: what `apply_plan` returned, or a model without a plan; its tokens are then this process's.
         bias: the last part of the buffer's name.
 
     Raises:
-        ValueError: no module of experts has such a buffer, or one has several; the buffer is in half precision, in which small
-            steps are lost.
+        ValueError: no module of experts has such a buffer, or one has several; the buffer is in half precision, which loses
+            small steps.
     """
     pairs = [pair for part in parts_of(model) for pair in _pairs(part, bias)]
     if not _on_any_rank(model, bool(pairs)):
@@ -112,7 +112,7 @@ def count_expert_tokens(model: nn.Module | Parted, bias: str = BIAS) -> None:
 
 
 def _on_any_rank(model: nn.Module | Parted, found: bool) -> bool:
-    """Whether something was found in any part of the model, of which other ranks have some."""
+    """Whether some rank found something in its parts of the model."""
     if not isinstance(model, Parted):
         return found
     everywhere = [found] * model.group.size()
@@ -128,7 +128,7 @@ def _pairs(part: nn.Module, bias: str) -> Iterator[tuple[Applied | None, str, nn
 
 
 def _names(model: nn.Module) -> tuple[Applied | None, dict[str, nn.Module]]:
-    """The plan's record, and the modules by the plan's names: those of the model inside of wrappers."""
+    """The plan's record, and the modules by the plan's names, those of the model inside of wrappers."""
     if not was_touched(model):
         return None, dict(model.named_modules())
     record = applied(model)
@@ -137,7 +137,7 @@ def _names(model: nn.Module) -> tuple[Applied | None, dict[str, nn.Module]]:
 
 
 def _biases(names: dict[str, nn.Module], name: str, module: nn.Module, bias: str) -> Iterator[Tensor]:
-    """The biases of a module's router; none of a module without experts."""
+    """The biases of a module's router; none for a module without experts."""
     shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
     counts = {shape[0] for shape in shapes if shape}
     if not name or len(counts) != 1 or not all(shapes) or max(map(len, shapes)) < 3:
@@ -151,27 +151,27 @@ def _biases(names: dict[str, nn.Module], name: str, module: nn.Module, bias: str
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
-    """Balance the experts, after the optimizer's step: the bias of an expert with fewer tokens than the mean of its router grows
-    by the rate, that of one with more shrinks by it. Then count anew.
+    """Balance the experts, after the optimizer's step: the bias of an expert with fewer tokens than its router's mean grows by
+    the rate; with more tokens, it shrinks by the rate. Then the counts restart.
 
         shardplan.count_expert_tokens(model)  # once
         ...
         optimizer.step()
         shardplan.update_expert_bias(model, 1e-3)
 
-    Tokens are those of all micro-batches since the last update, on all ranks that have other tokens; each counts once for each of
-    its experts, and not again where activation checkpointing runs its experts again. It is a collective of all ranks of the mesh:
-    one all-reduce for each axis. The biases are equal on all ranks, and those of the unsharded model.
+    Tokens are those of all micro-batches since the last update, on all ranks with different tokens. Each counts once for each of
+    its experts, and not again if activation checkpointing reruns the experts. The call is a collective of all ranks of the mesh,
+    with one all-reduce for each axis. The biases are equal on all ranks, and equal to the unsharded model's.
 
     Auxiliary-loss-free load balancing (arXiv 2408.15664), as DeepSeek-V3 was trained.
 
     Args:
         model: as in `count_expert_tokens`.
-        rate: what is added or subtracted, above 0: 1e-3 in the paper.
+        rate: the number that is added or subtracted, above 0: 1e-3 in the paper.
 
     Raises:
-        ValueError: the rate is not a number above 0; tokens are not counted; no token was counted since the last update, on all
-            ranks together.
+        ValueError: the rate is not a number above 0; tokens are not being counted; no rank counted a token since the last
+            update.
     """
     if not (isinstance(rate, int | float) and not isinstance(rate, bool) and math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate must be a number above 0, not {rate!r}")
@@ -180,7 +180,7 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
     modules = (module for part in parts_of(model) for module in part.modules())
     routers: list[_Counts] = [module.__dict__[_KEY] for module in modules if _KEY in module.__dict__]
     if not routers:
-        return  # these stages have no experts, and neither have those of the ranks that they reduce with
+        return  # these stages have no experts, nor have those of the ranks that they reduce with
     totals = _on_all_ranks(routers)
     nothing = [router.module for router, total in zip(routers, totals, strict=True) if not total.any()]
     if nothing:
@@ -189,7 +189,7 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
             "gradients are recorded (a reentrant checkpoint does not)"
         )
     for router, total in zip(routers, totals, strict=True):
-        # In integers: a count that is the mean is no rounding away from it.
+        # In integers: a count equal to the mean must not differ from it by rounding.
         router.bias.add_((total.sum() - total * total.numel()).sign().to(router.bias.dtype), alpha=rate)
         router.found.clear()
 

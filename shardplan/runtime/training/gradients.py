@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, whatever mix of meshes and placements they are on, and clipping by it."""
+"""The norm of a model's gradients on any mix of meshes and placements, and clipping by it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _foreach_mul_ = private("foreach_mul_")
 
 Parameters = nn.Module | Parted | Tensor | Iterable[Tensor]
 _Ranks = tuple[str, tuple[int, ...]]  # an axis: the type of its devices, and its ranks
-EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils does
+EPSILON = 1e-6  # added to the norm in the divisor, as in torch.nn.utils
 
 
 @dataclass
 class _Gradient:
-    """A gradient as this rank has it.
+    """This rank's part of a gradient.
 
     Args:
         mesh: None for a plain tensor, which every rank has whole.
-        sums: the axes of the mesh on which it is a partial sum.
-        first: whether this rank is the one, of those with the same elements, that counts them.
+        sums: the axes of the mesh over which it is a partial sum.
+        first: whether this rank counts its elements, among the ranks that have the same ones.
     """
 
     local: Tensor
@@ -43,9 +43,9 @@ class _Gradient:
 
 
 class _Axes:
-    """The axes that the ranks of some meshes are to be added up over. Two axes with the same ranks are one.
+    """The axes over which the ranks of some meshes are summed. Two axes with the same ranks are one.
 
-    They are read off all parameters, not off the gradients that happen to be there, so that all ranks agree.
+    They are computed from all parameters, not only those with gradients, so that all ranks agree.
     """
 
     def __init__(self, meshes: Iterable[DeviceMesh]):
@@ -109,7 +109,7 @@ def _read(gradient: Tensor) -> _Gradient:
 
 
 def _finish_sums(gradients: list[_Gradient], axes: _Axes) -> None:
-    """Reduce what is a partial sum, in float32 and in one buffer for each axis."""
+    """Reduce partial sums, in float32 and in one buffer for each axis."""
     for key, group in axes.groups.items():
         waiting = [g for g in gradients if axes.is_sum(g, key)]
         if not waiting:
@@ -123,8 +123,8 @@ def _finish_sums(gradients: list[_Gradient], axes: _Axes) -> None:
 
 @dataclass(frozen=True)
 class _Norm:
-    """How numbers become one norm: as sums of powers, or as the largest number; the smallest one is the largest of the
-    negatives. All in float64, so that powers neither overflow nor vanish."""
+    """How numbers become one norm: by sums of powers, or by the maximum; the minimum is the maximum of the negatives.
+    All in float64, so that powers neither overflow nor vanish."""
 
     order: float
 
@@ -137,7 +137,7 @@ class _Norm:
         return dist.ReduceOp.SUM if self.power else dist.ReduceOp.MAX
 
     def of(self, tensors: list[Tensor], device: str | torch.device) -> Tensor:
-        """[2]: the sum or the largest number, and whether there is a NaN (a maximum over ranks may lose it)."""
+        """[2]: the sum or the maximum, and whether there is a NaN (a maximum over ranks may lose it)."""
         norms = [norm.to(device, torch.float64) for norm in self._each(tensors)]
         value = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
         if self.power:
@@ -155,7 +155,7 @@ class _Norm:
             yield from _foreach_norm(group, self.order, dtype=exact)
 
     def add(self, parts: Tensor) -> Tensor:
-        """[n, 2] to [2]."""
+        """Combine [n, 2] into [2]."""
         return parts.sum(0) if self.power else parts.amax(0)
 
     def root(self, total: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class _Norm:
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of one device and dtype, as foreach functions like them."""
+    """Lists of one device and dtype, as foreach functions need them."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -173,7 +173,7 @@ def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _counted(parameters: Parameters) -> list[Tensor]:
-    """Those that the norm is of: a tied parameter of several pipeline stages counts in the first."""
+    """The parameters that count in the norm: a tied parameter of several pipeline stages counts in the first one."""
     found = _parameters(parameters, "get_grad_norm")
     if not isinstance(parameters, Parted):
         return found
@@ -189,26 +189,26 @@ def _device(parameters: Parameters) -> torch.device:
 def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """The norm of all gradients together, as if they were one vector of the unsharded model.
 
-    Every element counts once: shards are added up over their mesh axes, what several ranks have alike is counted on one
-    of them, partial sums are reduced first, a tied parameter is one. Plain tensors are taken as whole on every rank.
-    Meshes may differ from parameter to parameter. It is a collective of all ranks of these meshes: one all-reduce of a
-    few numbers for each axis, and one of the partial sums, in float32, where there are any.
+    Every element counts once: shards are summed over their mesh axes, elements that several ranks have are counted on
+    one of them, partial sums are reduced first, a tied parameter counts once. Plain tensors are taken as whole on every
+    rank. Parameters may be on different meshes. It is a collective of all ranks of these meshes: one all-reduce of a
+    few numbers for each axis, and one of the partial sums, in float32, if there are any.
 
     Args:
-        parameters: a model, a Pipeline, a parameter, or several. Those without a gradient add nothing, but define the axes:
-            pass the same on all ranks.
+        parameters: a model, a Pipeline, a parameter, or several. Parameters without a gradient add nothing, but define the
+            axes: pass the same on all ranks.
         norm_type: above 0, `inf` or `-inf` (the smallest element).
         error_if_nonfinite: raise if the norm is NaN or infinite; on all ranks.
 
     Returns:
-        A plain scalar on the device of the first gradient, equal on all ranks: in float32, or in float64 if there are
-        gradients in float64; 0 without gradients.
+        A plain scalar on the device of the first gradient, equal on all ranks: in float32, or in float64 if any
+        gradient is in float64; 0 without gradients.
 
     Raises:
         TypeError: no parameters.
         ValueError: another `norm_type`; a parameter on a mesh that this rank is not part of; parameters of pipeline stages
             without their Pipeline, or between the calls of its step.
-        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is given.
     """
     norm = _Norm(float(norm_type))
     if not (norm.order > 0 or norm.order == -math.inf):
@@ -248,22 +248,22 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
 
 @torch.no_grad()
 def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm: Tensor | float) -> None:
-    """Scale the gradients in place by max_norm / (total_norm + 1e-6), where that is below 1. No communication.
+    """Scale the gradients in place by max_norm / (total_norm + 1e-6), if that is below 1. No communication.
 
-    If the total norm is NaN or infinite the gradients are left as they are, with a warning: scaling would turn all of
-    them into zeros and NaN. Skip the step then.
+    If the total norm is NaN or infinite the gradients stay unchanged, with a warning: scaling would turn all of them
+    into zeros and NaN. Skip the step then.
 
     Args:
         parameters: as in `get_grad_norm`.
-        max_norm: of all gradients together, at least 0.
-        total_norm: what `get_grad_norm` returned. It is read, so the device is waited for.
+        max_norm: for all gradients together, at least 0.
+        total_norm: what `get_grad_norm` returned. It is read, so the process waits for the device.
 
     Raises:
         ValueError: `max_norm` is negative or NaN.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, not {max_norm}")
-    if isinstance(total_norm, DTensor):  # as torch.nn.utils gives it
+    if isinstance(total_norm, DTensor):  # as torch.nn.utils returns it
         total_norm = full_tensor(total_norm)
     norm = float(total_norm)
     if not math.isfinite(norm):
@@ -287,7 +287,7 @@ def clip_grad_norm_(
     """`torch.nn.utils.clip_grad_norm_` for every mix of placements: `get_grad_norm`, then `clip_grad_by_total_norm_`.
 
     Returns:
-        The total norm before clipping, as `get_grad_norm` gives it.
+        The total norm before clipping, as from `get_grad_norm`.
     """
     found = parameters if isinstance(parameters, Parted) else _parameters(parameters, "clip_grad_norm_")
     total = get_grad_norm(found, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)

@@ -16,18 +16,18 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
     """Gather the parameters of all FSDP2 units inside a model once, for any number of forwards, and shard them again at
     the end.
 
-    Without it each forward gathers each unit again. It costs the memory of the whole model, in the dtype that FSDP2
-    computes in (of this rank's tensor-parallel part, where there is one). What was unsharded before stays so, and the
-    units keep their `reshard_after_forward` for afterwards; whether the model trains or evaluates is left to the caller.
-    An exception in the body, or in a forward, is passed on after all that. It is meant for inference: an optimizer step
-    in the body is not seen by the gathered parameters.
+    Without it each forward gathers each unit again. It costs the memory of the whole model (of this rank's
+    tensor-parallel part, if there is one), in the dtype that FSDP2 computes in. Units that were unsharded before stay
+    so, and the units keep their `reshard_after_forward` for afterwards; training or evaluation mode is left to the
+    caller. An exception in the body, or in a forward, is raised after all that. It is meant for inference: the gathered
+    parameters do not see an optimizer step in the body.
 
     Args:
         model: with FSDP2 inside; all its ranks enter together.
 
     Raises:
-        TypeError: no module.
-        ValueError: no FSDP2 unit in it.
+        TypeError: it is not a module.
+        ValueError: it has no FSDP2 unit.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch Module, not {type(model).__name__}")
@@ -35,7 +35,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
     if not units:
         raise ValueError("the model has no FSDP2 unit to unshard (fully_shard was not called on it)")
     try:
-        with torch.inference_mode(False), torch.no_grad():  # what is gathered here is used by training afterwards
+        with torch.inference_mode(False), torch.no_grad():  # training uses what is gathered here afterwards
             for unit in units:
                 unit.gather()
         yield model

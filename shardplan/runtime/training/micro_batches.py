@@ -28,11 +28,11 @@ Labels: TypeAlias = str | Callable[[Any], Tensor | int]
 
 
 class _Current:
-    """The step whose micro-batches run, and the loss function of the model that is divided by its count.
+    """The step whose micro-batches run, and the model's loss function divided by its count.
 
     Attributes:
         own: the model's loss function.
-        divided: what stands in its place during the step.
+        divided: replaces it during the step.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -52,34 +52,33 @@ def micro_batches(
     loss: Loss = "model",
     defer: bool = True,
 ) -> Iterator[tuple[_T, float]]:
-    """The micro-batches of one optimizer step, each with the factor for its loss. To be called on all ranks, with equally many
-    micro-batches on each.
+    """The micro-batches of one optimizer step, each with the factor for its loss. Call it on all ranks, with the same number
+    of micro-batches on each.
 
         for batch, scale in micro_batches(model, batches):
             (model(**batch).loss * scale).backward()
 
-    The gradients are those of the mean over all tokens of the step: of every micro-batch, on every data-parallel rank, however they are
-    distributed over them. They are reduced over data-parallel ranks once, at the last micro-batch; sums over tp belong to each backward
-    and are not put off. The sum of the scaled losses, averaged over the data-parallel ranks, is the loss of the step. One all-reduce
-    for each data-parallel axis counts the tokens, and the process waits for it. However the loop ends, the model is as before
-    afterwards. A step without any label has the loss 0.
+    The gradients are those of the mean over all tokens of the step: of every micro-batch, on every data-parallel rank, however the
+    tokens are distributed. They are reduced over data-parallel ranks once, at the last micro-batch; sums over tp happen in each
+    backward. The sum of the scaled losses, averaged over the data-parallel ranks, is the loss of the step. One all-reduce for each
+    data-parallel axis counts the tokens, and the process waits for it. However the loop ends, the model is unchanged afterwards. A step
+    without any label has the loss 0.
 
     Args:
-        model: what `apply_plan` returned. In front of a Pipeline the body is `pipeline.step(**batch)`: the batch has the arguments
-            `accumulate`, `tokens` and `calls` too.
+        model: what `apply_plan` returned. With a Pipeline the body is `pipeline.step(**batch)`: the batch then also has the arguments
+            `accumulate`, `tokens` and `calls`.
         batches: those of one step on this rank.
-        labels: what counts in a batch: a name in it, or a function of it that returns labels, of which -100 does not count, a tensor of
-            bool, or the count itself. With the model's own loss of next tokens the first label of each row does not count either, but for
-            the function of a Pipeline.
-        loss: "model": the one that a transformers model computes with its `loss_function`, which then divides its sum by the
-            count of the step (`num_items_in_batch`); what the model adds to it (a router's loss) is averaged over micro-batches. A loss of
-            your own: "sum" over what counts in a micro-batch, or "mean" over it.
-        defer: False reduces the gradients of each micro-batch, which FSDP2 then keeps sharded.
+        labels: what counts in a batch: a name in it; or a function of it that returns labels (-100 does not count), a tensor of bool, or
+            the count itself. With the model's own loss of next tokens, the first label of each row does not count either, except with a
+            Pipeline and a function.
+        loss: "model": the one that a transformers model computes with its `loss_function`, which then divides its sum by the count of the
+            step (`num_items_in_batch`); additions of the model (a router's loss) are averaged over micro-batches. For a loss of your own:
+            "sum" or "mean" over what counts in a micro-batch.
+        defer: False reduces the gradients of each micro-batch, so FSDP2 keeps them sharded.
 
     Raises:
-        ValueError: no plan was applied to the model; ranks with unequal numbers of micro-batches; "model" for a model whose loss is not
-            one of next tokens; "mean", and nothing counts in a micro-batch, or ranks of cp have their own tokens; a batch
-            without labels.
+        ValueError: no plan was applied to the model; ranks have unequal numbers of micro-batches; "model" for a model whose loss is not
+            one of next tokens; "mean" if nothing counts in a micro-batch, or ranks of cp have their own tokens; a batch without labels.
         TypeError: `labels` is a name and a batch is no mapping; labels that are neither integers nor bool.
         RuntimeError: with "model", its `loss_function` did not run for a micro-batch.
     """
@@ -115,7 +114,7 @@ def _of_model(
             f"nothing counts in {empty} of the step's micro-batches, over which there is no mean: compute the sum, and pass loss='sum'"
         )
     ranks = record.mesh.data_parallel_ranks
-    if _has_all_tokens(record):  # its ranks have one loss, that of the whole batch
+    if _has_all_tokens(record):  # its ranks have one loss, the whole batch's
         ranks //= record.mesh.sizes.cp
     step = StepLoss(tokens, len(batches), ranks, None, counts_labels=labels == "labels")
     with _dividing(inner, step) if loss == "model" else nullcontext():
@@ -132,7 +131,7 @@ def _of_model(
 
 
 def _has_all_tokens(record: Applied) -> bool:
-    """Whether the ranks of cp compute the loss of the whole batch."""
+    """Whether each rank of cp computes the loss of the whole batch."""
     resolved = record.program.resolved
     return resolved.context_parallel and not returns_tokens(resolved.on_cp)
 
@@ -176,7 +175,7 @@ def _count(batch: Any, labels: Labels, *, shifted: bool) -> Tensor | int:
 
 
 def _counts(batches: Sequence[Any], labels: Labels, mesh: PlanMesh, *, shifted: bool) -> tuple[list[int], int, int]:
-    """What counts in each micro-batch of this rank, in all of all data-parallel ranks, at least 1, and in how many of these nothing does."""
+    """The count in each micro-batch of this rank; the count on all data-parallel ranks, at least 1; and how many micro-batches have none."""
     own = [int(_count(batch, labels, shifted=shifted)) for batch in batches]
     numbers = torch.tensor(
         [sum(own), sum(not count for count in own), len(own), len(own) ** 2], device=mesh.mesh.device_type
@@ -196,7 +195,7 @@ def _counts(batches: Sequence[Any], labels: Labels, mesh: PlanMesh, *, shifted: 
 
 @contextmanager
 def _dividing(model: nn.Module, step: StepLoss) -> Iterator[None]:
-    """Let a model's loss function divide by what the step counted."""
+    """Make a model's loss function divide by the step's count."""
     assert isinstance(model, PreTrainedModel)  # its loss is one of next tokens
     current = _CURRENT.get(model)
     if current is None or current.own is not model.loss_function:

@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# What is filled in behind the end, by the name of the model's argument; `input_ids` gets the padding token, `position_ids`
-# count on, so that they do not look like the start of another packed sequence.
+# The fill value by the name of the model's argument; `input_ids` gets the padding token, `position_ids` count on, so that
+# they do not look like the start of another packed sequence.
 FILL = {"labels": -100, "attention_mask": 0, "token_type_ids": 0, "inputs_embeds": 0, "mm_token_type_ids": 0}
 
 
 def pad_to_multiple(
     batch: Mapping[str, Any], multiple: int, *, pad_token_id: int, fill: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Pad the sequences of a batch at their end to a length that `multiple` divides: labels are -100 there and the mask is
-    0, so that the loss, a mean over labels, stays what it was.
+    """Pad the sequences of a batch at their end to a length that `multiple` divides. Labels are -100 there and the mask is
+    0, so the loss, a mean over labels, does not change.
 
     Args:
         batch: keyword arguments of the model: input_ids, labels, attention_mask, position_ids, token_type_ids [batch,
             sequence], inputs_embeds [batch, sequence, hidden]; other values stay as they are. A batch without an
-            attention_mask gets none: causal attention does not look behind the end.
+            attention_mask gets none: causal attention does not look ahead.
         multiple: must divide the length: the size of the tp axis.
         pad_token_id: fills input_ids.
-        fill: argument -> value, for further arguments of [batch, sequence, ...], or instead of the usual ones.
+        fill: argument -> value, for further arguments of [batch, sequence, ...], or instead of the default values.
 
     Returns:
-        A new batch; the tensors that need no padding are the same.
+        A new batch; tensors that need no padding are the same objects.
 
     Raises:
-        ValueError: sequences of several lengths; no argument that is known; a multiple below 1.
+        ValueError: sequences of several lengths; no known argument; a multiple below 1.
     """
     if multiple < 1:
         raise ValueError(f"multiple is {multiple}, and must be at least 1")

@@ -1,4 +1,4 @@
-"""Which rank ended, and in which step: the last line of every other rank."""
+"""Which rank ended, and in which step: the last line of every other rank says it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-BEAT = 0.5  # seconds from one sign of a rank to its next
-SILENT = 5.0  # seconds without a sign after which a rank has ended, once another has an error
+BEAT = 0.5  # seconds between two signs of a rank
+SILENT = 5.0  # once another rank has an error, seconds without a sign after which a rank counts as ended
 _SIGN, _END, _ORDER = "sign/", "end", "order"
 _HERE, _LEFT, _FAILED = "here", "left", "failed"
 
 
 @dataclass(frozen=True)
 class _Sign:
-    """What a rank last said of itself."""
+    """The last sign of a rank."""
 
     count: int = 0
     state: str = _HERE
@@ -46,9 +46,9 @@ class RankWatch:
     def __init__(self, store: Any, rank: int, ranks: int, patience: float, hosted: bool):
         self.rank, self._ranks, self._patience, self._hosted = rank, ranks, patience, hosted
         self._sign, self._lock = _Sign(), threading.Lock()
-        self._quiet, self._over = threading.Event(), threading.Event()  # no more signs; nothing to guard any more
+        self._quiet, self._over = threading.Event(), threading.Event()  # no more signs; nothing left to guard
         self._line, self._answered = "", time.monotonic()  # why this rank ends; when the store last answered
-        self._own = store.clone()  # a connection of its own: the store's is taken while the group waits for something
+        self._own = store.clone()  # its own connection: the store's is busy while the group waits
         self._own.set_timeout(timedelta(seconds=patience))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._watch, self._guard)]
         for thread in self._threads:
@@ -56,7 +56,7 @@ class RankWatch:
         self._say()
 
     def steps(self, steps: Iterable[T]) -> Iterator[T]:
-        """The same steps, one after the other. The last line of a rank names the one that was begun last."""
+        """Yield the steps unchanged. The last line of a rank names the step that began last."""
         for step in steps:
             with self._lock:
                 self._sign = replace(self._sign, step=str(step))
@@ -69,7 +69,7 @@ class RankWatch:
             self._own.set(f"{_SIGN}{self.rank}", self._sign.packed())
 
     def _signs(self, ranks: Iterable[int]) -> dict[int, _Sign]:
-        """What those of these ranks that have begun said last."""
+        """The last sign of each of these ranks that has begun."""
         begun = [rank for rank in ranks if self._own.check([f"{_SIGN}{rank}"])]
         values = self._own.multi_get([f"{_SIGN}{rank}" for rank in begun]) if begun else []
         self._answered = time.monotonic()
@@ -79,7 +79,7 @@ class RankWatch:
         """Wait until every rank has begun.
 
         Raises:
-            RuntimeError: some have not, and are named.
+            RuntimeError: some have not; the message names them.
         """
         missing = set(range(self._ranks))
         while missing := missing - set(self._signs(missing)):
@@ -89,7 +89,7 @@ class RankWatch:
             time.sleep(BEAT / 5)
 
     def _watch(self) -> None:
-        """Give a sign every half a second, and look whether another rank has ended."""
+        """Give a sign every half a second, and check whether another rank has ended."""
         neighbour = (self.rank + 1) % self._ranks
         seen, since = -1, time.monotonic()
         while not self._line and not self._quiet.wait(BEAT):
@@ -108,18 +108,18 @@ class RankWatch:
             self._line = end
 
     def _guard(self) -> None:
-        """End the process where another rank has ended and this one does not notice. The store of a rank that is stopped does not
-        answer, and does not fail."""
+        """End the process if another rank has ended and this one does not notice. The store of a stopped rank neither answers nor
+        fails."""
         while not self._over.wait(BEAT):
             silent = time.monotonic() > self._answered + self._patience
-            # Its own error, which says where it was, comes first.
+            # Its own error, which says where it occurred, comes first.
             if silent or (self._line and not self._over.wait(2 * SILENT)):
                 line = self._line or self._lost()
                 print(f"rank {self.rank}, {_place(self._sign)}, ends here: {line}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _decided(self, line: str) -> str:
-        """What all ranks say: the line of the one that was first."""
+        """The line that all ranks print: the first one."""
         return self._own.compare_set(_END, "", line).decode()
 
     def _lost(self) -> str:
@@ -127,12 +127,12 @@ class RankWatch:
         return f"{who}, which has the store of all ranks, ended or does not answer"
 
     def failed(self, error: BaseException) -> str:
-        """Tell the others, and find which rank was the cause. A rank that gives no sign any more is; else the first that failed."""
+        """Tell the others, and find the rank that was the cause: one that gives no sign any more, else the first that failed."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         try:
             self._say(state=_FAILED, order=self._own.add(_ORDER, 1), text=text)
             others = [rank for rank in range(self._ranks) if rank != self.rank]
-            time.sleep(BEAT / 5)  # what a rank said before it ended arrives
+            time.sleep(BEAT / 5)  # until the last words of other ranks have arrived
             before, until = self._signs(others), time.monotonic() + SILENT
             while not self._own.check([_END]):
                 now = self._signs(others)
@@ -153,7 +153,7 @@ class RankWatch:
             return self._lost()
 
     def close(self, state: str) -> None:
-        """No signs after this. The rank that has the store is the last to go."""
+        """Give no signs after this. The rank with the store ends last."""
         self._quiet.set()
         self._threads[0].join()
         with suppress(RuntimeError):
@@ -173,24 +173,24 @@ class RankWatch:
 def watch_ranks(
     backend: str | None = None, *, patience: float = 60.0, start: float = 300.0, **options: Any
 ) -> Iterator[RankWatch]:
-    """Begin the default process group, as `torch.distributed.init_process_group()` does under torchrun, and end it. Inside of this
-    context, where a rank is killed, stopped, lost or raises, the last line of every other rank names it and the step that it was in.
+    """Begin the default process group, like `torch.distributed.init_process_group()` under torchrun, and end it. In this context, if a
+    rank is killed, stopped, lost or raises, the last line of every other rank names it and the step that it was in.
 
-    Ranks give each other a sign through the group's store, twice a second. A rank with an error waits for a few seconds until it knows
-    whether another was the cause, and adds that as a note to its error. A rank that waits for one that has ended, and gets no error, ends
-    with exit code 1.
+    Ranks give each other a sign through the group's store, twice a second. A rank with an error waits for a few seconds to learn whether
+    another was the cause, and adds that as a note to its error. A rank that waits for an ended one, and gets no error, ends with exit
+    code 1.
 
     Args:
         backend: as for `init_process_group`.
-        patience: seconds without a sign of a rank until all others end. A rank that is stopped for less goes on.
+        patience: seconds without a sign of a rank until all others end. A rank that is stopped for a shorter time goes on.
         start: seconds within which all ranks must begin.
-        **options: of `init_process_group`, such as `timeout` and `device_id`.
+        **options: for `init_process_group`, such as `timeout` and `device_id`.
 
     Yields:
-        The watch: `for step in watch.steps(range(1, 101))` tells which step a rank is in.
+        The watch: `for step in watch.steps(range(1, 101))` records which step a rank is in.
 
     Raises:
-        RuntimeError: some ranks have not begun in time; they are named. Or there is a process group.
+        RuntimeError: some ranks have not begun in time (the message names them), or there is already a process group.
         KeyError: a variable that torchrun sets is missing (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
     """
     if dist.is_initialized():
