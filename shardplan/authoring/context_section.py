@@ -150,7 +150,7 @@ def _is_end(event: Event) -> bool:
 
 
 def _with_style(rules: Mapping[str, Rule], style: str, names: Container[str] | None = None) -> dict[str, Rule]:
-    """The rules with another style for those that gather and scatter; of some modules, or of all."""
+    """The rules with another style for those that gather and scatter: for some modules, or for all."""
     chosen = {n for n, rule in rules.items() if rule.style == MIX and (names is None or n in names)}
     return {n: replace(rule, style=style) if n in chosen else rule for n, rule in rules.items()}
 
@@ -201,7 +201,7 @@ def _over_cp(rule: Rule, style: str) -> Rule:
 
 
 def _written(layouts: ModelLayouts, rules: Mapping[str, Rule]) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """The rules as a plan has them: of an entrance by its name, of others by the pattern of their names."""
+    """The rules as a plan has them: an entrance's by its name, others by the pattern of their names."""
     tree = layouts.tree
     elsewhere = {tree.pattern(name) for name in tree.modules if name not in rules}
     for name, rule in rules.items():

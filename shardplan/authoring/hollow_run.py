@@ -22,7 +22,7 @@ def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) 
     which read nothing but these and values that have all tokens. It is tried on one rank, which has all tokens.
 
     Args:
-        programs: of the rules for cp.
+        programs: the modules' programs for the cp rules.
     """
     model, run = copied(bench.model), _Run()
     for name, program in programs.items():

@@ -1,4 +1,4 @@
-"""Whether the results of a model are those of the tokens that its head reads."""
+"""Whether a model's results are those of the tokens that its head reads."""
 
 from __future__ import annotations
 

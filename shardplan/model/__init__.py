@@ -1,4 +1,4 @@
-"""From what the user named to a meta-device model and its ModuleTree.
+"""The model that the user named, on the meta device, and its ModuleTree.
 
 Importing this package imports neither torch nor transformers; using the names below does.
 """

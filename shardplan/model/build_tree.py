@@ -1,4 +1,4 @@
-"""From an nn.Module to its ModuleTree."""
+"""Building the ModuleTree of an nn.Module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From whatever names a model, in Python or on the command line, to a found model."""
+"""Finding a model by whatever names it, in Python or on the command line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _found(model: Any, settings: Mapping[str, Any], trust_remote_code: bool) -> 
 
 
 def _found_module(model: nn.Module) -> FoundModel:
-    """A FoundModel that builds copies of a module; where peft wraps the module, of the model inside."""
+    """A FoundModel that builds copies of a module, or of the model inside where peft wraps it."""
     model = unwrapped(model)
     config = getattr(model, "config", None)
     return FoundModel(

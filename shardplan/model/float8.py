@@ -22,7 +22,7 @@ def has_weight_casts(module: nn.Module) -> bool:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class; that of an ordinary linear layer for one that computes in float8."""
+    """A module's class; for one that computes in float8, the class of the ordinary linear layer."""
     return nn.Linear if is_float8(module) else type(module)
 
 

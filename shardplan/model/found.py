@@ -1,4 +1,4 @@
-"""From what the user named to a model on the meta device."""
+"""Finding the model that the user named, on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The labels of a rank's own tokens, of a sequence that is split over cp."""
+"""The labels of a rank's own tokens where the sequence is split over cp."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_labels_of(labels: Tensor, ranks: int, rank: int, num_items: Tensor | flo
     """The inputs of a next-token loss over a rank's tokens: labels that were shifted before they were cut, and a share of the count.
 
     Args:
-        labels: [batch, sequence], of a length that `ranks` divides.
+        labels: [batch, sequence]; `ranks` divides the length.
         num_items: what to divide the sum over the tokens by; None is the number of labels that count.
     """
     shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]

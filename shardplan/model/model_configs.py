@@ -1,4 +1,4 @@
-"""From a configuration file or a model type to a transformers configuration object."""
+"""Making a transformers configuration object from a configuration file or a model type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a MODEL word means. Torch-free."""
+"""The meaning of a MODEL word. Torch-free."""
 
 from __future__ import annotations
 

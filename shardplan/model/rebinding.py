@@ -155,7 +155,7 @@ def refuse_held(attribute: str, value: Any, names: Mapping[int, str]) -> None:
     """Raise HeldParameter where an attribute of a module has parameters in lists, tuples, sets or dicts.
 
     Args:
-        names: of the model's parameters, by their ids.
+        names: the names of the model's parameters, by their ids.
     """
     if attribute in STATE or not isinstance(value, (list, tuple, set, frozenset, dict)):
         return

@@ -104,7 +104,7 @@ def _nested(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _settable(config: PreTrainedConfig) -> Iterator[str]:
-    """Names of scalars: those that the class declares, those of the instance, and the other spellings of both."""
+    """Names of scalars: the class's declared ones, the instance's, and the other spellings of both."""
     declared = {field.name for field in fields(config)} | set(vars(config))
     names = {name for name in declared if not name.startswith("_")}
     aliases = {alias for alias, stored in config.attribute_map.items() if stored in names}

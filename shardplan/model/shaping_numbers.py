@@ -21,7 +21,7 @@ def shapes_with(model: nn.Module, number: str) -> Shapes | None:
 
     Args:
         model: one of transformers, small.
-        number: of the part of the configuration that describes the text model.
+        number: a number in the part of the configuration that describes the text model.
     """
     if not isinstance(model, PreTrainedModel):
         return None

@@ -51,7 +51,7 @@ class _StageDone(BaseException):
 
 @dataclass
 class _Flow:
-    """What flows through a stage while it runs."""
+    """The values that flow through a stage while it runs."""
 
     received: Sequence[Tensor] = ()
     carried: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Stage:
         Args:
             received: the tensors from the previous stage; empty for the first stage.
             forward: the model, or its own forward where `model.forward` was replaced.
-            inputs: of the model's forward, the same for every stage.
+            inputs: the arguments of the model's forward, the same for every stage.
 
         Returns:
             The tensors for the next stage; for the last stage, the result of the forward.
@@ -176,7 +176,7 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
     Args:
         model: on any device; it is changed. An absent parameter that a module outside of the blocks owns becomes None, and is read as
             zeros where it is the first stage's.
-        cut: of this model.
+        cut: this model's cut.
         index: which stage, from 0.
     """
     flow = _Flow()

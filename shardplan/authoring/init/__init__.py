@@ -1,1 +1,1 @@
-"""From a model to a plan."""
+"""Making a plan for a model."""

@@ -21,7 +21,7 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
     its numbers says or, where none does, the places of an argument or buffer.
 
     Args:
-        flow: of the reduced model.
+        flow: the reduced model's.
         draft: the numbers that its rule divides come first.
         module: its name.
         tree: the model's own.
@@ -65,7 +65,7 @@ def _with_heads(
 
 
 def _words(heads: int, reduced: ModuleTree, tree: ModuleTree) -> str | None:
-    """A number of the configuration that says how many heads there are; of a model without configuration, how many."""
+    """A number of the configuration that says how many heads there are; for a model without configuration, how many."""
     if not tree.numbers:
         return str(heads)
     names = (name for name in (*KNOWN, *reduced.numbers) if name in reduced.numbers and name in tree.numbers)

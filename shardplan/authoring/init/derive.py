@@ -119,7 +119,7 @@ def derive(
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What was found with one way to name the layers; the fields of `Derived`."""
+    """The findings with one way to name the layers, as the fields of `Derived`."""
 
     draft: Draft
     whole: tuple[Whole, ...]
@@ -136,7 +136,7 @@ def _with_kinds(
     *,
     sequence_parallel: bool,
 ) -> tuple[Board, Searched]:
-    """What is found with kinds of layers told apart, where that makes one plan; else without.
+    """The findings with kinds of layers told apart, where that makes one plan; else without.
 
     Args:
         reduced: the tree of the reduced model.
@@ -189,7 +189,7 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
 
 
 def _whole(group: Group, why: Forbidden) -> Whole:
-    """What a group of one kind of layers leaves whole; its patterns as a plan has them."""
+    """The parts that a group of one kind of layers leaves whole, with patterns as a plan has them."""
     matrices = dict.fromkeys(map(plain, (*group.columns, *group.rows)))
     return Whole(tuple(matrices), why)
 
@@ -231,7 +231,7 @@ def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:
 
 
 def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
-    """With the embedding of the tokens and the output head split too, as far as that is right."""
+    """The draft with the token embedding and the output head split too, as far as that is right."""
     rows = board.tree.numbers.get("vocab_size") or _largest_table(board)
     embeddings, heads = [], []
     for product in dict.fromkeys(flow.products.values()):
@@ -276,7 +276,7 @@ def tied_to(board: Board, head: str) -> tuple[str, ...]:
 
 
 def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
-    """With one block input around the readers of each value that several move on their own."""
+    """The draft with one block input around the readers of each value that several move on their own."""
     report = board.report(draft)
     if report is None:  # no rule, so that there is no plan to look at
         return draft

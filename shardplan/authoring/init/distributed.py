@@ -43,7 +43,7 @@ def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
 
 
 def _together(each: Sequence[Sequence[Mapping[str, Rules]]]) -> Iterator[dict[str, Rules]]:
-    """The first sections of each kind of experts together, then the second, and so on; of a kind that has no more, its last."""
+    """The first sections of each kind of experts together, then the second, and so on; a kind that has no more gives its last."""
     for number in range(max(map(len, each))):
         chosen = [candidates[min(number, len(candidates) - 1)] for candidates in each]
         yield {section: {p: o for one in chosen for p, o in one[section].items()} for section in chosen[0]}

@@ -53,11 +53,11 @@ class Draft:
     distributed: Mapping[str, Rules] = field(default_factory=dict)
 
     def with_rules(self, rules: Rules) -> Draft:
-        """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
+        """The draft with more rules under `tensor_parallel`; options of existing rules are joined."""
         return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
 
     def addressed(self, tree: ModuleTree) -> Draft:
-        """With the patterns that a plan file has for the model of a tree."""
+        """The draft with the patterns that a plan file has for the model of a tree."""
 
         def named(rules: Rules) -> Rules:
             return {tree.address(pattern): options for pattern, options in rules.items()}
@@ -126,7 +126,7 @@ def alternative(pattern: str) -> str:
 
 
 def further(pattern: str, number: int) -> str:
-    """A key for one of several rules that replace that of a pattern for some of its modules: a plan has them as a list."""
+    """A key for one of several rules that replace a pattern's rule for some of its modules: a plan has them as a list."""
     return f"{pattern}{FURTHER}{number}"
 
 
@@ -251,7 +251,7 @@ class Board:
         return more if report is not None and report.ok else None
 
     def _changed(self, draft: Draft, repair: Repair, overlay: bool) -> Draft:
-        """With a change, each pattern by itself; one that is for the overlay's sake is made there."""
+        """The draft with a change, made for each pattern by itself; a change for the overlay's sake is made there."""
         section = "sequence_parallel" if overlay else repair.section
         rules = dict(getattr(draft, section) or {})
         literal = repair.pattern in repair.names

@@ -29,10 +29,10 @@ def cut(flow: Flow, made: Product) -> tuple[int, ...]:
 
 
 def _cut(flow: Flow, start: int, features: Tensor, width: int) -> tuple[int, ...]:
-    """As `cut`, of a value.
+    """As `cut`, for a value.
 
     Args:
-        features: of each number of the value.
+        features: the feature of each number of the value.
         width: how many it has.
     """
     wholes = {start: features}

@@ -21,7 +21,7 @@ class Product:
     """A multiplication by a matrix, or a look-up, of the model.
 
     Args:
-        name: of the module that does nothing else (nn.Linear), or of the parameter where code multiplies by it.
+        name: the module's that does nothing else (nn.Linear), or the parameter's where code multiplies by it.
         module: the module whose code does it.
         inputs: the values that it reads, without its own parameters.
         outputs: its results.

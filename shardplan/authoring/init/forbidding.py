@@ -17,7 +17,7 @@ COMBINED = frozenset(("add", "sub", "mul", "div", "where", "masked_fill", "baddb
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """What forbids a split.
+    """The reason that forbids a split.
 
     Args:
         reason: in words, with the line.

@@ -31,9 +31,9 @@ def cache_folder() -> Path:
 
 
 def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool, expert_parallel: bool) -> str | None:
-    """What decides which plan is derived: the code of the model's classes, its modules, parameters and configuration, what the
-    plan is for, and the versions. None where some of the code is in no file, or the configuration is not data: such a plan
-    is not kept.
+    """All that decides which plan is derived: the code of the model's classes, its modules, parameters and
+    configuration, the plan's purpose, and the versions. None where some of the code is in no file, or the configuration
+    is not data: such a plan is not kept.
 
     Args:
         tp, sequence_parallel, expert_parallel: as for `new_plan`.

@@ -89,7 +89,7 @@ def together(draft: Draft, tree: ModuleTree) -> Draft | None:
     """The draft with one rule for all kinds of layers where they have the same, else with `having`; None where no name tells them apart.
 
     Args:
-        tree: of the reduced model, as `kinded` returns it.
+        tree: the reduced model's, as `kinded` returns it.
     """
     if not isinstance(tree, KindedTree):
         return draft
@@ -145,7 +145,7 @@ def _shares(options: Options) -> Sequence[Any]:
 
 
 def _alone(tree: KindedTree, parts: Mapping[str, str], kind: str, key: str) -> str | None:
-    """A name below the parts of a kind that those of the others do not have; None also where the rule is not for the part itself."""
+    """A name that exists below the parts of this kind alone; None also where the rule is not for the part itself."""
     if plain(tree.kinds[parts[kind]]) != key:
         return None
     others = {name for other, part in parts.items() if other != kind for name in _below(tree, tree.modules[part])}

@@ -41,7 +41,7 @@ class Sized:
     Args:
         part: as it was seen.
         heads: how many heads it has; None where none were seen.
-        size: the features of one head; of a part without heads all of them.
+        size: the features of one head; for a part without heads, all of them.
     """
 
     part: Part
@@ -66,9 +66,9 @@ class Lengths:
     """Finds expressions.
 
     Args:
-        reduced_tree, tree: of the reduced model, and the model's own.
+        reduced_tree, tree: the reduced model's, and the model's own.
         owners: modules whose code uses the numbers, as each of the two has them.
-        shapes: of the parameters of the reduced model with a number of its configuration changed; None where that is not known.
+        shapes: the parameter shapes of the reduced model with a number of its configuration changed; None where they are not known.
     """
 
     def __init__(

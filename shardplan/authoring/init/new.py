@@ -70,7 +70,7 @@ def new_plan(
         sequence_parallel: with an overlay.
         expert_parallel: with a section that distributes the experts.
         context_parallel: with rules for the axis cp; it needs the overlay.
-        name: of the plan; without it the model's type.
+        name: the plan's name; without it the model's type.
         progress: called with what is being done.
 
     Raises:
@@ -116,7 +116,7 @@ def rules_over_cp(found: FoundModel, plan: PlanFile) -> Rules:
 def written(
     found: FoundModel, derived: Derived, name: str | None = None, more: Mapping[str, Rules] = MappingProxyType({})
 ) -> NewPlan:
-    """What was found as a plan file.
+    """The derived plan as a plan file.
 
     Args:
         more: sections besides, with the names that plans have.
@@ -149,7 +149,7 @@ def written(
 
 
 def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
-    """What stays whole on every rank, and what every rank computes in full, as findings."""
+    """Findings for the parts that stay whole on every rank, and for those that every rank computes in full."""
     whole = (_kept(found, one, WHOLE, "stay whole on every rank") for one in derived.whole)
     gathered = (_kept(found, one, GATHERED, "are split, but what is between them is not") for one in derived.gathered)
     return (*whole, *gathered)
@@ -160,7 +160,7 @@ def refused_overlays(model: str, findings: Mapping[Overlays, Sequence[Diagnostic
 
     Args:
         model: its name.
-        findings: of each variant of the plan.
+        findings: the findings for each variant of the plan.
     """
     wrong = {on: next((d.message for d in found if d.is_error), None) for on, found in findings.items()}
     refused = [on for on, message in wrong.items() if message is not None]
@@ -207,7 +207,7 @@ def _description(derived: Derived) -> str:
 
 
 def _part(pattern: str) -> str:
-    """The part of a block that a pattern, seen from the block, is about; of a list of parts its element (T5's `layer.*.SelfAttention`)."""
+    """The part of a block that a pattern, relative to the block, is about; in a list of parts, the element (T5's `layer.*.SelfAttention`)."""
     first, *others = pattern.split(".")
     if first.isdigit() and others:
         return others[0]

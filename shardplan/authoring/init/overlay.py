@@ -146,7 +146,7 @@ class Overlay:
     Args:
         board: where it is tried.
         flow: the unsharded run.
-        draft: the tensor-parallel rules, and those of the sequence-parallel section for other lists.
+        draft: the tensor-parallel rules, and the sequence-parallel rules for other lists.
         listing: the list of the blocks.
         by_token: parts of several modules that stay whole compute with a slice of the sequence (small matrices between streams), not
             with all of it.
@@ -157,7 +157,7 @@ class Overlay:
         self.ends = Ends(flow, draft, listing)
 
     def candidates(self) -> Iterator[Draft]:
-        """With sections that may be right, the one that communicates least first."""
+        """Drafts with sections that may be right, the one that communicates least first."""
         seen: list[Rules] = []
         others = self.draft.sequence_parallel or {}
         for (enter, leave), together in product(self.ends.pairs, (self.together, {})):

@@ -40,12 +40,12 @@ def output_features(tree: ModuleTree, pattern: str) -> int | None:
 def packed(
     lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int | None
 ) -> int | list[str] | None:
-    """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
-    for the reduced model and for the model itself.
+    """The parts as a rule has them: a number of equal parts, or an expression for each; None where none holds for both
+    the reduced model and the model itself.
 
     Args:
         lengths: in the reduced model.
-        reduced_tree: of the reduced model.
+        reduced_tree: the reduced model's.
         tree: the model's.
         size: the length of the whole in the model; None where it is not known, and only equal parts are.
     """

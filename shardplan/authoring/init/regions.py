@@ -17,7 +17,7 @@ class Region:
     Args:
         columns: patterns of the first, in the order of the run.
         row: the pattern of the second.
-        latent: those of `columns` that others of them read too (the compressed keys and values of latent attention).
+        latent: those of `columns` whose results others of `columns` read too (the compressed keys and values of latent attention).
     """
 
     columns: tuple[str, ...]
@@ -76,7 +76,7 @@ def _container(flow: Flow, region: Region) -> str | None:
 
 
 def regions(flow: Flow) -> Sequence[Region]:
-    """The regions of a model, in the order of the run, those of equal blocks once.
+    """The regions of a model, in the order of the run, once for equal blocks.
 
     Within a block, a product whose operands all come from other products of the block ends a region. The region begins
     with these. A value that comes from another block is the residual stream's. A model without lists of blocks is one.

@@ -46,7 +46,7 @@ NOWHERE = Score(False, (0, False), 0)
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What was found for a group.
+    """The solution for a group.
 
     Args:
         draft: its rules; None where there are none.
@@ -89,7 +89,7 @@ class Solver:
         return solved if solved.draft is not None else Solved(None, against)
 
     def _with_state(self, group: Group) -> Solved:
-        """With the states of a state space or linear attention layer split, where the group is of one."""
+        """Split the states of a state space or linear attention layer, where the group belongs to one."""
         states = States(self.board, self.flow, self.tree, group) if group.container is None else None
         if states is None or not states.has_state:
             return Solved(None)
@@ -97,7 +97,7 @@ class Solver:
         return Solved(draft, forbidden(self.board, best) if draft is None and best is not None else None)
 
     def _split_through(self, group: Group) -> Solved:
-        """With nothing gathered between the first matrices and the last."""
+        """Split with nothing gathered between the first matrices and the last."""
         solved = self._best_of(group, self.ways.drafts(group))
         if solved.draft is None and (narrow := list(self.ways.narrow(group))):
             other = self._best_of(group, narrow)
@@ -198,7 +198,7 @@ class Solver:
                     yield self._holding(draft, owner).with_rules({pattern: options})
 
     def _pairs(self, group: Group, draft: Draft, *, of_config: bool = False) -> Iterator[Draft]:
-        """With two attributes divided of the module that raises, or two numbers of its configuration that its code reads."""
+        """The drafts that divide two attributes of the module that raises, or two numbers of its configuration that its code reads."""
         wrong = self._wrong(group, draft, "crash")
         reads = {name for one in wrong for name in forward_reads(type(self.board.benches[0].model.get_submodule(one)))}
         own = [

@@ -213,8 +213,8 @@ class States:
 
     @property
     def _channels(self) -> str:
-        """The full name of the weight of the first convolution; empty without one. Its shape depends on the number of groups, as that of
-        a norm does not."""
+        """The full name of the weight of the first convolution; empty without one. Its shape depends on the number of
+        groups; a norm's does not."""
         return full_name(self.convolutions[0].name, "weight") if self.convolutions else ""
 
     def _vectors(self, sized: Sequence[Sized]) -> Rules:

@@ -155,7 +155,7 @@ class Ways:
         return (pattern,)
 
     def _named(self, pattern: str) -> tuple[str, ...]:
-        """In a container rules name parameters: it moves the values for all."""
+        """In a container rules name parameters: the container moves the values for all."""
         modules = [
             module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
         ]

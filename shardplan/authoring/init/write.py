@@ -24,7 +24,7 @@ class Heading:
     """The head of a plan file, above its rules.
 
     Args:
-        name: of the plan.
+        name: the plan's name.
         description: in one line.
         models: model types or class names that it is for.
         notes: lines above the rules.
@@ -111,7 +111,7 @@ def plan_document(
 
 
 def in_order(rules: Rules, tree: ModuleTree) -> Rules:
-    """In the tree's order; what contains others before them."""
+    """In the tree's order; a module before those inside it."""
     places: dict[str, int] = {}
     for number, name in enumerate((*tree.modules, *tree.parameters)):
         places.setdefault(tree.address(name), number)

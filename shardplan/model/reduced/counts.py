@@ -57,7 +57,7 @@ def small_counts(
     Args:
         values: the counts.
         tp: the number of ranks.
-        at_least: of a count that tp does not divide.
+        at_least: the least of a count that tp does not divide.
         times: how many times as many as usual of a count that tp divides.
         cp: the number of ranks that the heads of a tp rank are shared out to; it divides counts with several heads on one rank.
         shared: counts of heads that several cp ranks compute with -> how many a tp rank has.

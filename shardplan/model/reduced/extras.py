@@ -82,7 +82,7 @@ def _beside(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int)
 
 
 def _regions(ids: Tensor, seed: int, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """What another model saw in four regions of a picture, and where: [BATCH, 4, features] and [BATCH, 4, 4]."""
+    """Another model's features of four regions of a picture, and the regions' boxes: [BATCH, 4, features] and [BATCH, 4, 4]."""
     generator = torch.Generator().manual_seed(seed)
     width, place = (config_value(config, name) or 4 for name in ("visual_feat_dim", "visual_pos_dim"))
     return {

@@ -33,7 +33,7 @@ class Feeding:
     """The inputs of a reduced model.
 
     Args:
-        kinds: of inputs.
+        kinds: the kinds of inputs.
         feed: (kind, seed, padding) -> keyword arguments of `forward`.
         unseen: why images that the model accepts are missing.
     """
@@ -49,7 +49,7 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
     Args:
         model: the reduced model; it is called to find which images it accepts.
         config: its configuration.
-        seq_len: of text.
+        seq_len: the length of text.
         inputs: the user's function, called with a seed and, where it accepts two arguments, the reduced configuration.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,4 +1,4 @@
-"""What the fields of model configurations mean, by their names.
+"""The meaning of the fields of model configurations, by their names.
 
 One table for all architectures: role -> the names that fields with that role have. `role` reads it; shrink.py
 reduces each role.

@@ -29,7 +29,7 @@ class Recipe:
     """Arrays of one form.
 
     Args:
-        kind: of the inputs.
+        kind: the kind of the inputs.
         names: the arguments of forward, and of what gives features, that it fills.
         make: their values, in the order of the names.
         placed: whether its features take the places of tokens, rather than being read by attention to them.

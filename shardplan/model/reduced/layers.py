@@ -95,8 +95,8 @@ def layer_lists(tree: ModuleTree, count: int) -> tuple[str, ...]:
 
 
 def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> list[Any]:
-    """What a reduced layer must have in common with its original: the classes of its modules, and their
-    parameters' names and dimensions. Numbered parts (experts) count as one.
+    """The facts that a reduced layer must share with its original: the classes of its modules, and their parameters'
+    names and dimensions. Numbered parts (experts) count as one.
 
     Args:
         tree: the original's or the reduced model's.

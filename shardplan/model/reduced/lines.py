@@ -31,7 +31,7 @@ def model_line() -> SourceLine | None:
 
 
 def raising_line(error: Exception) -> SourceLine | None:
-    """The innermost line of the model's code that an exception came through; of the running call, if it is raised now."""
+    """The innermost line of the model's code that an exception came through, or of the running call if it is raised now."""
     return _line(reversed(list(traceback.walk_tb(error.__traceback__)))) or model_line()
 
 

@@ -54,7 +54,7 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
 
 
 def _facts(tree: ModuleTree) -> Facts:
-    """What every module and parameter of one pattern is, over all layers: (pattern, what) -> values."""
+    """The facts about every module and parameter of one pattern, over all layers: (pattern, what) -> values."""
     facts: defaultdict[tuple[str, str], set[Hashable]] = defaultdict(set)
     for name, module in tree.modules.items():
         pattern = NUMBER.sub(".*", name)

@@ -1,4 +1,4 @@
-"""What a model's forward returned, as named tensors."""
+"""The results of a model's forward, as named tensors."""
 
 from __future__ import annotations
 

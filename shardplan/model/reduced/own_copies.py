@@ -30,7 +30,7 @@ MOST_BYTES = 2 * 2**30  # of the weights of a module that is copied whole; the r
 
 
 def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
-    """What builds copies of a module on the CPU, all with the same random weights, in training mode without
+    """A function that builds copies of a module on the CPU, all with the same random weights, in training mode without
     dropout. Their functions are bound to the copy.
 
     Raises:

@@ -18,21 +18,21 @@ QUESTION = 6  # tokens that a query model reads with a picture
 
 @dataclass(frozen=True)
 class Pictures:
-    """What a configuration says of images, in pixels.
+    """A configuration's facts about images, in pixels.
 
     Args:
-        channels: of a picture.
-        height, width: of a picture that the vision part accepts.
+        channels: the channels of a picture.
+        height, width: the size of a picture that the vision part accepts.
         fine: the side of the pictures of a second vision part with a higher resolution.
         patch: the side of a patch.
         patch_width: the numbers of a flat patch.
         frames: pictures that one patch reaches over.
-        merge: the side, in patches, of what becomes one token.
+        merge: the side, in patches, of the area that becomes one token.
         tiles: rows and columns of tiles of a large picture, where such are cut.
         most_tiles: how many tiles there is room for, where that is fixed.
-        sound: of a spectrogram: its bins, its frames, and how many of these become one token.
+        sound: a spectrogram's bins, its frames, and how many of these become one token.
         words: the vocabulary of a model that asks a picture.
-        generator: of the pixels.
+        generator: makes the pixels.
     """
 
     channels: int
@@ -69,7 +69,7 @@ class Pictures:
 
     @property
     def merges(self) -> Tensor:
-        """The side of what becomes one token, of each picture: [BATCH]."""
+        """For each picture, the side of the area that becomes one token: [BATCH]."""
         return torch.tensor([self.merge] * BATCH)
 
     def squares(self, *shape: int) -> Tensor:
@@ -110,7 +110,7 @@ class Pictures:
         return self.pixels(int(self.grid.prod(1).sum()), self.channels, self.patch, self.patch)
 
     def merged_patches(self) -> Tensor:
-        """What becomes one token of all pictures: [tokens, merge x patch, merge x patch, channels]."""
+        """The areas of all pictures that become one token each: [tokens, merge x patch, merge x patch, channels]."""
         side = self.merge * self.patch
         return self.pixels(int(self.grid.prod(1).sum()) // self.merge**2, side, side, self.channels)
 
@@ -179,7 +179,7 @@ class Pictures:
 
 
 def pictures_of(config: PreTrainedConfig, seed: int) -> Pictures:
-    """What a configuration, the reduced model's, says of images."""
+    """The reduced configuration's facts about images."""
     vision = _vision(config)
 
     def number(*names: str, default: int) -> int:
@@ -227,7 +227,7 @@ def squares(config: PreTrainedConfig, seed: int) -> Tensor:
 
 
 def flat_patches(config: PreTrainedConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """What a vision tower with grids takes: flat patches of all pictures, and their rows and columns."""
+    """The inputs of a vision tower with grids: flat patches of all pictures, and their rows and columns."""
     pictures = pictures_of(config, seed)
     return pictures.patches(), pictures.grid
 

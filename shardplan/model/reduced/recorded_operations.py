@@ -93,7 +93,7 @@ class OperationRecorder(TorchFunctionMode):
         """Change, in place, results that an operation chose by floating-point values (indices, a mask), or cannot know alone."""
 
     def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
-        """What runs in place of an operation, under its name."""
+        """The function that runs in place of an operation, under its name."""
         return func
 
     # Values.

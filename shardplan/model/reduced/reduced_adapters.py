@@ -1,4 +1,4 @@
-"""The adapters of a reduced model: on the layers whose originals have them, of a small rank."""
+"""The adapters of a reduced model: of a small rank, on the layers whose originals have them."""
 
 from __future__ import annotations
 

@@ -130,14 +130,14 @@ def make_reduced_model(
             configuration).
         tp: the number of ranks that it will be split over.
         ep: the number of ranks that its experts will be distributed over.
-        seed: of the weights. The same seed gives the same weights in every dtype, up to rounding.
-        dtype: of the parameters.
+        seed: the seed of the weights. The same seed gives the same weights in every dtype, up to rounding.
+        dtype: the parameters' dtype.
         tied: whether embedding and head are one Parameter; None: as in the original.
         attn_implementation: "sdpa" or "eager"; None: the class's default.
         experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the
             default.
-        heads_times: how many times as many heads as usual: of models whose plan splits groups of heads.
-        inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
+        heads_times: how many times as many heads as usual, for models whose plan splits groups of heads.
+        inputs: seed -> keyword arguments of its `forward`; for a transformers model also (seed, reduced configuration) ->.
         layers: at least so many, as far as the original has them.
         cp: the number of ranks that a sequence (besides tp) and the heads of a tp rank will be split over.
         shared: numbers of key-value heads that several cp ranks compute with -> how many a tp rank has.

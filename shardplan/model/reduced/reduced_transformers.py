@@ -1,4 +1,4 @@
-"""From a transformers model to the reduced model of the same class: its configuration, its layers, its weights."""
+"""Making the reduced model of a transformers model, of the same class: its configuration, its layers, its weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into
 def maker(
     cls: type[PreTrainedModel], config: PreTrainedConfig, adapted: Adapting, seed: int, options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """What builds models that all have the same random weights: copies of one, which cost a third of another."""
+    """A function that builds models with the same random weights: copies of one model, which cost a third of a new one."""
 
     @cache
     def first() -> nn.Module:

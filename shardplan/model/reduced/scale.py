@@ -171,7 +171,7 @@ def _small_tokens(config: PreTrainedConfig, rows: int) -> dict[int, int]:
 
 
 def _numbers(config: PreTrainedConfig, *, nested: bool = False) -> Iterator[tuple[str, int]]:
-    """Integers of a configuration and in its lists; of nested ones those that describe no model of their
+    """Integers of a configuration and in its lists, and those of nested configurations that describe no model of their
     own."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig) and (nested or hidden_size(value) is None):

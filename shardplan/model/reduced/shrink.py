@@ -1,4 +1,4 @@
-"""From a configuration to a reduced one of the same architecture."""
+"""Making a reduced configuration of the same architecture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = 8
 EXPERTS = 4
 CHANNELS = 32  # of convolutions; norms have as many groups
 CODES = 64
-QUERIES = 8  # of a model that asks a picture, and that its answers take the places of
+QUERIES = 8  # of a model that asks a picture; its answers take their places
 STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
 # Widths of another model that are the text model's.
 OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
@@ -194,7 +194,7 @@ def _is_plain(values: Any) -> bool:
 
 
 def _mapped(table: str) -> Callable[[Any, Scale, str], Any]:
-    """A shrinker that looks values up; a list with one per layer keeps those of the kept layers."""
+    """A shrinker that looks values up; a list with one value per layer keeps those of the kept layers."""
 
     def shrink(value: Any, scale: Scale, name: str) -> Any:
         if isinstance(value, (list, tuple)):
@@ -273,7 +273,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "sparse_layers": _sparse_layers,
     "heads": _mapped("heads"),
     "head_dim": _mapped("head_dims"),
-    "scalar": _mapped("head_dims"),  # of the scores: mostly a head dim, and no dim of its own where it is none
+    "scalar": _mapped("head_dims"),  # of the scores: mostly a head dim; else it stands for no dim
     "hidden": _mapped("widths"),
     "width": _mapped("widths"),
     "share": _share,

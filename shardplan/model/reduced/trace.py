@@ -43,13 +43,13 @@ class Event:
         kind: "op" (a torch call, or a whole look-up or matrix multiplication), "read" (a tensor seen for the first time
             or changed in place since it was last seen), "enter" and "leave" (a module's arguments and results),
             "crash" (an exception).
-        name: of the torch function, or the class of the module.
+        name: the torch function's name, or the module's class.
         place: where; unique in a run.
         inputs, outputs: values, by number. At "enter" and "leave" the outputs are what the inputs became at the module's
             boundary, the same numbers where nothing happened.
-        names: of the inputs at "enter" (arguments) and "leave" (`loss`, `0`).
+        names: the names of the inputs at "enter" (arguments) and "leave" (`loss`, `0`).
         source: the line of the model's code.
-        message: of the exception.
+        message: the exception's message.
         writes: it changed an operand in place; the rest of that operand may not be filled yet.
     """
 
@@ -75,12 +75,12 @@ class Trace:
     Args:
         events: in order.
         values: the values, by number; copies, as later in-place operations must not change them.
-        requires_grad: of each value. In the body of an autograd.Function, which runs without gradients: whether one of the
-            operands has one.
-        rounding: of each value, the rounding of the operations that it comes from where these are in half precision (2^-8
-            in bfloat16), relative to the value; else 0.
+        requires_grad: for each value. In the body of an autograd.Function, which runs without gradients: whether one of
+            the operands has one.
+        rounding: for each value, the rounding of the half-precision operations that it comes from, relative to the
+            value (2^-8 in bfloat16); else 0.
         parts: operation -> operand -> whether the operand contributes to the result, for those that were requested.
-        parameters: value -> full name, of those that are parameters; `later`: of what they are once the forward has changed them.
+        parameters: value -> full name, for values that are parameters; `later`: for the values that they have once the forward has changed them.
         at: place -> event.
         kept: values that code read as numbers, or kept after the run (in an attribute), besides its results.
         written: the parameters that the run changed, by full name.

@@ -128,6 +128,6 @@ def _convolved(data: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _side(value: Any) -> int | None:
-    """In pixels; of a list, the first."""
+    """The size in pixels; the first of a list."""
     value = value[0] if isinstance(value, (list, tuple)) and value else value
     return value if is_size(value) else None
