@@ -54,7 +54,7 @@ backward. Medians of {repeats}.
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one step: times in milliseconds, memory in MiB."""
+    """The figures of one step: times in milliseconds, memory in MiB."""
 
     step: float
     kernels: float

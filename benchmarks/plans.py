@@ -69,7 +69,7 @@ UNKNOWN = "the sizes of what its states are packed in are not told by any parame
 
 
 class NotLinear(Exception):
-    """What a step sends is no number for each token and one for each step."""
+    """A step's sends are not a number for each token plus one for each step."""
 
 
 def cut(found: FoundModel, layers: Sequence[int]) -> FoundModel:
@@ -153,7 +153,7 @@ def is_least(sizes: Mapping[str, Any]) -> bool:
 
 
 def shown(sizes: Mapping[str, Any]) -> str:
-    """Of the size of tp with the most."""
+    """The ratio at the size of tp with the most."""
     (token, step), (fewest, behind) = max(
         ((o["sent"], o["least"]) for o in sizes.values()), key=lambda o: o[0][0] / o[1][0]
     )

@@ -93,7 +93,7 @@ def measured_peak(case: Case) -> int:
 
 
 def estimated_peaks(case: Case) -> tuple[int, ...]:
-    """Of each pp rank."""
+    """The peak of each pp rank."""
     estimate = shardplan.estimate(
         shardplan.Model("llama", settings=SETTINGS),
         "auto",
@@ -125,7 +125,7 @@ def rank(index: int, ranks: int, names: list[str], folder: str) -> None:
 
 
 def measured(names: list[str]) -> dict[str, list[int]]:
-    """Of cases for one number of ranks, the peak of each pp rank, in processes of their own."""
+    """The peak of each pp rank, for cases of one number of ranks, in processes of their own."""
     (ranks,) = {CASES[name].ranks for name in names}
     with tempfile.TemporaryDirectory() as folder:
         on_processes(rank, (ranks, names, folder), ranks)

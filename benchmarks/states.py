@@ -27,7 +27,7 @@ fake. Median of {repeats} pairs, and the middle half of them.
 
 
 def mamba2(layers: int, ranks: int = 1) -> PretrainedConfig:
-    """`ranks`: of so many, the dimensions that one has."""
+    """The dimensions that one of `ranks` ranks has."""
     return AutoConfig.for_model(
         "mamba2",
         num_hidden_layers=layers,

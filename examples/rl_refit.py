@@ -36,7 +36,7 @@ class Engine:
 
     @torch.no_grad()
     def log_probabilities(self, ids: torch.Tensor) -> torch.Tensor:
-        """[batch, tokens - 1]: of each token after the first."""
+        """[batch, tokens - 1]: for each token after the first."""
         logs = self.model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
         return logs.gather(-1, ids[:, 1:, None]).squeeze(-1)
 

@@ -35,7 +35,7 @@ RIGHT_AND_REFUSED = {
 
 
 class Mark(NamedTuple):
-    """`@pytest.mark.proves("tp sp fsdp2")` or `refuses`, of one test."""
+    """A test's `@pytest.mark.proves("tp sp fsdp2")` or `refuses`."""
 
     kind: str
     words: frozenset[str]

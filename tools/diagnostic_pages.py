@@ -1,4 +1,4 @@
-"""What is made of the pages of the diagnostic codes: their table, and below each the run of a command that gives the code."""
+"""The files made from the pages of the diagnostic codes: their table, and below each page the run of a command that gives the code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the site adds to docs/: a page for each file of the project that a page links to outside of docs/ (a plan, an example, a
-schema), so that the site is whole without the repository."""
+"""The site's additions to docs/: a page for each file of the project that a page links to outside of docs/ (a plan, an
+example, a schema), so that the site is whole without the repository."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def compile_plan(
         model, plan: as for `validate`.
         mesh: a DeviceMesh with axis names, or the sizes alone, `{"tp": 8}`.
         sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
-        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits, or with none ("fused"): the
-            loss makes them a chunk of tokens at a time, on one tp rank too; "as_stored": split where the plan splits the head over the
-            vocabulary, else whole.
+        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits, or without
+            logits ("fused"): the loss makes them a chunk of tokens at a time, on one tp rank too; "as_stored": split
+            where the plan splits the head over the vocabulary, else whole.
         data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, or is the section of a plan
             that has none (without `modules`, on the plan's data-parallel units, wrapped or not); False leaves it out, None is
             as the plan says.

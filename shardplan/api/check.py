@@ -126,7 +126,7 @@ def verify(
         sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
         processes: real gloo processes, one for each rank of the mesh, instead of simulating, in this process, smaller meshes that
             represent it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
-        schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
+        schedule, micro_batches: that pipeline's; None: 1f1b, and twice as many micro-batches as stages.
         step: a Python file with a training step of your own, `make(model) -> state` and `step(model, batches, state) -> loss`, and for a
             pipeline's own loss `loss_fn(logits, labels)` (`docs/proving-a-step.md`). Where the plan is right, its code is run on gloo processes of the mesh, and on one.
         progress: called with what is being done.
@@ -182,7 +182,7 @@ class _Run:
     """How `verify` proves.
 
     Args:
-        schedule, micro_batches: of a pipeline, where real processes run one; the number of micro-batches None: twice as many as stages.
+        schedule, micro_batches: a pipeline's, where real processes run one; micro_batches None: twice as many as stages.
     """
 
     processes: bool
@@ -211,7 +211,7 @@ class _Run:
         return wanted[:1] if self.processes else ()  # nothing but stages: processes run them as they run a whole model
 
     def question(self, asked: Question, sizes: MeshSizes, cut: StagedPlan | None) -> Question:
-        """What is proven of a plan, which is cut into stages or not."""
+        """The question to prove for a plan, which is cut into stages or not."""
         asked = replace(asked, mesh=sizes, processes=self.processes)
         if self.schedule is None or cut is None:
             return asked
@@ -230,7 +230,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Check:
-    """What `validate` and `verify` were asked.
+    """The question to `validate` or `verify`.
 
     Args:
         last: the last stage.
@@ -365,7 +365,7 @@ def coverage(
     *,
     derive: bool = True,
 ) -> Coverage:
-    """What a plan splits of a model, what stays whole on every rank, and the tp sizes that both allow; nothing is proven.
+    """The parts of a model that a plan splits, the parts that stay whole on every rank, and the tp sizes that both allow; nothing is proven.
 
     Args:
         model, plan, derive: as for `validate`.

@@ -37,8 +37,8 @@ def diff_plans(
     progress: Callable[[str], None] = lambda text: None,
     derive: bool = True,
 ) -> PlanDiff:
-    """What two plans do differently: for a model the rules that differ once they are bound, the modules that are stored or run
-    differently, the bytes on a rank, the collectives of a step; without a model their rules and sections as text.
+    """The differences of two plans. With a model: the rules that differ once they are bound, the modules that are stored or
+    run differently, the bytes on a rank, the collectives of a step. Without a model: their rules and sections as text.
 
     Both plans are checked as by `compile_plan`, and not proven.
 
@@ -176,7 +176,7 @@ def _compared(old: dict[Overlays, Program], new: dict[Overlays, Program]) -> Pla
 
 
 class _Costs:
-    """What each variant of a plan costs."""
+    """The costs of each variant of a plan."""
 
     def __init__(
         self,

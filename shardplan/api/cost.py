@@ -1,4 +1,4 @@
-"""What a training step of a planned model costs."""
+"""The cost of a training step of a planned model."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def estimate(
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Estimate:
-    """What a training step of a planned model costs each rank, without memory and without a device: bytes, floating point
-    operations, communication and, for a device, the least time. A few layers are traced and the rest extrapolated.
+    """The cost of a training step of a planned model on each rank, told without memory and without a device: bytes, floating
+    point operations, communication and, for a device, the least time. A few layers are traced and the rest extrapolated.
 
     Args:
         model, plan: as for `validate`. A module with inputs of its own is called with these, whatever the step's `seq_len` and

@@ -1,4 +1,4 @@
-"""What `apply_plan` decides before it touches a model, the same on all ranks."""
+"""The decisions of `apply_plan` before it touches a model, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WHOLE = "data parallel only: nothing is split"  # how a program without tp and e
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is compiled: arguments of `compile_plan`."""
+    """The arguments of `compile_plan`."""
 
     model: Model
     plan: AnyPlan
@@ -67,11 +67,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Decided:
-    """What all ranks are about to do.
+    """The decision that all ranks act on.
 
     Args:
         program: as it is applied; `compiled` has it as the plan says it.
-        layout: of the stages, on a mesh with several pp ranks.
+        layout: the stages' layout, on a mesh with several pp ranks.
     """
 
     compiled: Compiled

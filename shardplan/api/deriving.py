@@ -23,7 +23,7 @@ SMALLEST = 2  # the size for which a plan is derived where none was asked for
 
 
 class Wanted(TypedDict):
-    """What a plan is derived for, as for `new_plan`."""
+    """The purpose of a derived plan, as for `new_plan`."""
 
     tp: int
     sequence_parallel: bool

@@ -1,4 +1,4 @@
-"""What an editor asks about a plan that is being written: findings, completions, what a pattern matches."""
+"""Answers to an editor about a plan that is being written: findings, completions, the matches of a pattern."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MOST = 12  # modules that a hover lists
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What is wrong with a text."""
+    """The findings about a text."""
 
     diagnostics: tuple[Diagnostic, ...]
     sources: SourceMap
 
 
 def text_findings(text: str, file: str, folder: str | None, tree: ModuleTree | None) -> Findings:
-    """The findings of `lint`, and for a model those of binding: patterns that match nothing, rules that contradict each other.
+    """The findings of `lint` and, for a model, of binding: patterns that match nothing, rules that contradict each other.
 
     Args:
-        text: of the plan.
+        text: the plan's text.
         file: its display name.
         folder: where plans that it extends are.
-        tree: of the model that the editor was started with.
+        tree: the tree of the model that the editor was started with.
     """
     format = "json" if file.lower().endswith(".json") else "yaml"
     parsed = lint_parsed(parse_text(text, file=file, format=format, folder=folder))  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def text_findings(text: str, file: str, folder: str | None, tree: ModuleTree | N
 
 
 def completions(text: str, line: int, column: int, tree: ModuleTree | None) -> list[str]:
-    """What may be written at a place: names of styles after a rule's colon, and patterns of the model's modules as a rule's key.
+    """The words that may be written at a place: names of styles after a rule's colon, and patterns of the model's modules as a rule's key.
 
     Args:
         line, column: from 0.
@@ -73,7 +73,7 @@ def _in_rules(lines: list[str], line: int) -> bool:
 
 
 def hover(text: str, line: int, column: int, tree: ModuleTree | None) -> str | None:
-    """What a style means, or what a pattern matches in the model: its modules with their shapes. None where there is nothing."""
+    """The meaning of a style, or the modules that a pattern matches in the model, with their shapes. None where there is nothing."""
     lines = text.splitlines()
     if line >= len(lines) or not _in_rules(lines, line):
         return None

@@ -16,7 +16,7 @@ from .deciding import Asked
 from .keywords import model_of
 
 To = Literal["transformers", "torch"]
-MOST_ROWS = 5  # of what differs, in a finding's notes
+MOST_ROWS = 5  # of differing values, in a finding's notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ExportedPlan:
 
     @property
     def shown(self) -> str:
-        """In words, what is known of it."""
+        """The known facts about it, in words."""
         if not self.rows:
             return "not run there: nothing tells that it computes the same"
         told = [row.error for row in self.rows if row.verdict != "unproven"]

@@ -1,4 +1,4 @@
-"""What `fit` compiles and traces of a model, each once."""
+"""The programs that `fit` compiles for a model and the parts that it traces, each once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Programs:
     """The programs of a model for sizes of the axes that they depend on, and the tables of their parts.
 
     Args:
-        asked: with the step, whose precision is that of products.
+        asked: the question with its step, whose precision is that of products.
         refused: is told what is not searched, and why.
         progress: called with what is being done.
     """
@@ -57,7 +57,7 @@ class Programs:
         return self.derived is not None and self.derived.extends is None
 
     def compiled(self, tp: int, *, ep: int = 1, cp: int = 1) -> Compiled:
-        """With the plan's overlay where it allows that, its stages, every block checkpointed, and FSDP2.
+        """The plan compiled with its overlay where it allows that, its stages, every block checkpointed, and FSDP2.
 
         Raises:
             PlanError: the plan does not allow it.

@@ -25,11 +25,9 @@ WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 class Search:
     """Args:
-    asked: with the step, whose precision is that of products.
-    rows: sequences of a step on all devices.
-    axes: the sizes of axes that are compared; every size of those that it does not have.
-    precision: of what is stored.
-    advance: called with the number of parts of the work that are done, and the number of all.
+    asked: the question with its step, whose precision is that of products. rows: sequences of a step on all devices.
+    axes: the sizes of axes that are compared; every size of those that it does not have. precision: the precision of
+    stored values. advance: called with the number of parts of the work that are done, and the number of all.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Search:
             raise error
 
     def sparing(self) -> Iterator[Screened]:
-        """What saves memory and takes more time: `regather`, and sequences over cp."""
+        """Choices that save memory and take more time: `regather`, and sequences over cp."""
         self.plan_for(6 * len(self._allowed))
         for tp, overlay in self._allowed.items():
             if tp > 1 and overlay:

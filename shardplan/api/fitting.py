@@ -51,15 +51,15 @@ def fit(
 
     Args:
         model, plan, derive: as for `validate`.
-        mesh: the sizes of axes that are compared, `{"tp": 8, "ep": (1, 8)}`; of other axes every size.
+        mesh: the sizes of axes that are compared, `{"tp": 8, "ep": (1, 8)}`; on other axes every size.
         gpus: how many devices.
         device: as for `estimate`.
         global_batch: sequences of a step on all devices. Micro-batches follow from it.
         seq_len: tokens of a sequence.
-        precision: of stored parameters, gradients and the optimizer's state; with fp32, products are in bfloat16.
+        precision: the precision of stored parameters, gradients and the optimizer's state; with fp32, products are in bfloat16.
         optimizer: as for `estimate`.
         best: how many configurations.
-        tokens: of the whole training, for `Fit.days`.
+        tokens: the tokens of the whole training, for `Fit.days`.
         efficiency: the least and the most of the bound's speed that was measured on such devices; None: as the device's file says.
         progress: called with what is being done.
         found_row: called with each configuration that fits, when it is estimated.

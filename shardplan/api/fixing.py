@@ -1,4 +1,4 @@
-"""Writing the changes that `validate` proposes into a plan: those that it tried, and those of help lines, which are tried here."""
+"""Writing into a plan the changes that `validate` proposes: those that it tried, and those of help lines, which are tried here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FixedPlan:
 
     Args:
         before, after: the text of the plan.
-        report: of the plan as it is after the changes.
+        report: the report on the plan after the changes.
         changes: how many places were changed.
     """
 

@@ -17,7 +17,7 @@ AnyMesh = Union[
 
 
 def model_of(model: AnyModel) -> Model:
-    """What a function was called with, as the record."""
+    """The arguments of a call, as the record."""
     return model if isinstance(model, Model) else Model(model)
 
 

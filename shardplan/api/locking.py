@@ -40,7 +40,7 @@ def lock_plan(asked: LockedQuestion, *, progress: Callable[[str], None] = lambda
         progress: called with what is being done.
 
     Raises:
-        PlanError: all findings, of the model or of the plan.
+        PlanError: all findings about the model or the plan.
         ValueError: a wrong axis or size.
     """
     given, sizes = _look_up(asked, progress)

@@ -13,7 +13,7 @@ _running = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """Calls from several threads wait for each other: while a model runs, functions of torch are others, in all threads."""
+    """Calls from several threads wait for each other: while a model runs, functions of torch are replaced in all threads."""
 
     @wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:

@@ -70,7 +70,7 @@ def init_plan(
         sequence_parallel: with a sequence-parallel section.
         expert_parallel: with an expert-parallel section; tried and proven with as many ep ranks as tp ranks.
         context_parallel: with rules for the axis cp, and the sequence-parallel section that they follow from; proven with two ranks.
-        name: of the plan; None is the model's type.
+        name: the plan's name; None is the model's type.
         progress: called with what is being done.
 
     Raises:

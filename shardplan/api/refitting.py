@@ -1,4 +1,4 @@
-"""What it costs to give an engine the weights of a planned model."""
+"""The cost of giving an engine the weights of a planned model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _node(rank: int, device: Device) -> int:
 
 
 def _rows(asked: Asked, sizes: MeshSizes, precision: str, progress: Callable[[str], None]) -> list[list[Described]]:
-    """What each rank of a mesh holds."""
+    """The tensors that each rank of a mesh holds."""
     if sizes.pp > 1:
         raise ValueError(
             f"the refit of stages (pp {sizes.pp}) is not estimated: write estimate(...) without engine=, and read "

@@ -35,9 +35,9 @@ class PlanReport:
     Args:
         plan, model: the names.
         sizes: the mesh, with a size of tp.
-        report: of `validate`. The rest is there where it has no error.
-        programs: of each variant.
-        estimates: of each variant, where a step was named.
+        report: `validate`'s. The other fields are there where it has no error.
+        programs: each variant's.
+        estimates: each variant's, where a step was named.
         flow: a repeated block of the model.
         pipeline: the stages, with several pp ranks.
     """
@@ -117,7 +117,7 @@ def plan_report(
 def _pipeline(
     model: Model, plan: AnyPlan, sizes: MeshSizes, step: TrainingStep | None, derive: Derive | None
 ) -> PipelineCut:
-    """The stages, which all variants have alike. Without a step, those of 1F1B.
+    """The stages, the same for all variants. Without a step, 1F1B's.
 
     Raises:
         ValueError: the schedule does not work with the mesh, the micro-batches or the number of blocks.

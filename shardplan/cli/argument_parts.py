@@ -43,7 +43,7 @@ PLAN_HELP = (
 
 
 def count_to(most: int) -> Callable[[str], int]:
-    """What reads a positive integer up to `most`, and raises ArgumentTypeError."""
+    """A function that reads a positive integer up to `most`, and raises ArgumentTypeError."""
 
     def count(text: str) -> int:
         if not text.isdecimal() or text.strip("0") == "":

@@ -111,7 +111,7 @@ def _first_word(words: Sequence[str]) -> str:
 
 
 def _checking(parser: Parser, tp: str) -> None:
-    """What `validate` and `verify` have both."""
+    """The arguments that `validate` and `verify` share."""
     model_and_plan(parser)
     mesh_options(parser, help={Axis.TP: tp})
     sequence_parallel(parser, help=BOTH)

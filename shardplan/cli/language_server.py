@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answers(server: Any, tree: ModuleTree | None) -> None:
-    """What the server does at each event."""
+    """The server's answer to each event."""
     from lsprotocol import types
 
     def publish(uri: str) -> None:

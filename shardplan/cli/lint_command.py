@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plans_of(word: str) -> Iterator[str]:
-    """What a word names: itself, or of a folder the plan files in it and below, without what is hidden.
+    """The files that a word names: itself or, for a folder, the plan files in it and below, without hidden ones.
 
     Raises:
         UsageError: a folder without any.

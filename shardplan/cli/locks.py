@@ -57,7 +57,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _checked(lock: PlanLock, args: argparse.Namespace) -> LockCheck:
-    """What the lock itself cannot allow is allowed by the command line, in the same words."""
+    """The command line allows what the lock itself cannot, in the same words."""
     named = {"model": args.old, "inputs": args.inputs, "reduced": args.reduced}
     for what, word in named.items():
         if word not in (None, getattr(lock.asked, what)):

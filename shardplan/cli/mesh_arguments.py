@@ -36,7 +36,7 @@ def mesh_options(
     Args:
         axes: those that the command knows.
         help: what this command says of an axis, instead of `AXIS_HELP`.
-        types: of its sizes, where they are not positive integers.
+        types: the types of its sizes, where they are not positive integers.
     """
     types = dict.fromkeys(axes, ranks) | dict(types or {})
     text = f"sizes of several axes in one word, as the options of axes give them: {', '.join(axes)}"
@@ -84,7 +84,7 @@ class _Sizes(argparse.Action):
 
 
 def _pairs_of(types: Mapping[Axis, Callable[[str], Any]]) -> Callable[[str], Pairs]:
-    """What reads `dp_shard=64,tp=8` as pairs of canonical axes and sizes."""
+    """A function that reads `dp_shard=64,tp=8` as pairs of canonical axes and sizes."""
 
     def mesh(text: str) -> Pairs:
         return tuple(_pair(part, types) for part in text.split(","))

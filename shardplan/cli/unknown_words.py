@@ -1,4 +1,4 @@
-"""What is said of a word that a command does not know: the nearest option, or the form to use."""
+"""The message about a word that a command does not know: the nearest option, or the form to use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBER = re.compile(r"-\.?\d")
 
 
 def unknown_option(name: str, parser: ArgumentParser, words: Sequence[str]) -> str | None:
-    """What is wrong with the first option among a command's words that it does not have; None where it has all."""
+    """The message about the first option among a command's words that the command does not have; None where it has all."""
     options = parser._option_string_actions
     if "-h" in words or "--help" in words:
         return None
@@ -23,7 +23,7 @@ def unknown_option(name: str, parser: ArgumentParser, words: Sequence[str]) -> s
 
 
 def unexpected_words(name: str, parser: ArgumentParser, words: Sequence[str]) -> str:
-    """What is said of words that are left over."""
+    """The message about words that are left over."""
     word = words[0]
     key, equals, _ = word.partition("=")
     options = parser._option_string_actions

@@ -59,7 +59,7 @@ def _fix(args: argparse.Namespace) -> int:
 
 
 def report_of(args: argparse.Namespace, function: Callable[..., Report] = api.validate, **own: Any) -> Report:
-    """What a function finds about MODEL and PLAN.
+    """A function's findings about MODEL and PLAN.
 
     What the model's own code prints goes to stderr: stdout is the report's.
 

@@ -16,8 +16,8 @@ FOLDER = "training_state"  # of `save_training_state`, inside of the folder that
 
 
 class AcceleratorStates:
-    """What replaces both methods of one Accelerator. accelerate writes and reads schedulers, random numbers, samplers, its step and
-    registered objects; shardplan the weights and the optimizer's state, at any mesh."""
+    """The replacements of both methods of one Accelerator. accelerate writes and reads schedulers, random numbers,
+    samplers, its step and registered objects; shardplan the weights and the optimizer's state, at any mesh."""
 
     def __init__(self, accelerator: Any, model: nn.Module):
         self.accelerator, self.model = accelerator, model

@@ -24,7 +24,7 @@ AUTOCAST = (torch.bfloat16, torch.float16)
 
 
 def default_policy() -> MixedPrecisionPolicy:
-    """What NeMo Automodel 0.7.0 computes in: bfloat16, gradients reduced in float32; inputs and outputs are cast to nothing."""
+    """The dtypes of NeMo Automodel 0.7.0: it computes in bfloat16 and reduces gradients in float32; inputs and outputs are not cast."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
 
 

@@ -46,7 +46,7 @@ def get_logprobs_from_vocab_parallel_logits(
     *,
     inference_only: bool | None = None,
 ) -> Tensor:
-    """The log-probability of each next token: of input_ids[:, 1:] under logits[:, :-1].
+    """The log-probability of each next token: input_ids[:, 1:] under logits[:, :-1].
 
     Args:
         vocab_parallel_logits: [batch, tokens, vocabulary], a DTensor Shard(-1) on a one-dimensional mesh, or whole; with

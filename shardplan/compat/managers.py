@@ -40,7 +40,7 @@ class Manager:
         device_mesh: a mesh with named axes, as for `apply_plan`.
         moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; with FSDP2 alone. None is no expert parallelism, or what
             `build_mesh` was told.
-        moe_config: what is said of experts; with FSDP2 alone.
+        moe_config: the settings for experts; with FSDP2 alone.
         older: sizes (dp_size, dp_replicate_size, tp_size, cp_size, pp_size, ep_size), `backend` of the process group,
             `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
 

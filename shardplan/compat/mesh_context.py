@@ -34,13 +34,13 @@ class ParallelismSizes:
 
 @dataclass
 class MoEParallelizerConfig:
-    """What is said of experts, with the fields and defaults of NeMo Automodel 0.7.0.
+    """The settings for experts, with the fields and defaults of NeMo Automodel 0.7.0.
 
     Args:
         ignore_router_for_ac: without effect: what is checkpointed is recomputed, and a router with it.
         reshard_after_forward: where the config of the strategy leaves it open.
         lm_head_precision, wrap_outer_model: must be None and True.
-        mp_policy: in place of that of the config.
+        mp_policy: replaces the config's.
     """
 
     ignore_router_for_ac: bool = True
@@ -64,7 +64,7 @@ class MoEParallelizerConfig:
 
 
 def with_experts(config: DistributedConfig, experts: MoEParallelizerConfig | None) -> DistributedConfig:
-    """The config with what is said of experts in it.
+    """The config with the settings for experts in it.
 
     Raises:
         TypeError: not a MoEParallelizerConfig. ValueError: a config of another backend than FSDP2.
@@ -86,14 +86,14 @@ def with_experts(config: DistributedConfig, experts: MoEParallelizerConfig | Non
 @dataclass
 class MeshContext:
     """Meshes, a config and what else `parallelize_model` needs, with the fields of NeMo Automodel 0.7.0. Sizes are properties;
-    ep_size is that of the moe_mesh, or of `build`.
+    ep_size is the moe_mesh's, or `build`'s.
 
     Args:
         device_mesh: a mesh with named axes, as for `apply_plan`.
         moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None is no expert parallelism, or what `build_mesh` was told.
         process_group: kept, and not used.
         strategy_config: a config; None is `FSDP2Config()`.
-        moe_parallel_config: what is said of experts.
+        moe_parallel_config: the settings for experts.
         activation_checkpointing: False is as the config says.
         reapply_trainability: called with the model before the plan is applied; it sets `requires_grad` of parameters.
         cp_ring_degree, cp_ulysses_degree: must be 1 and None: the section `context_parallel` of a plan says what crosses cp.

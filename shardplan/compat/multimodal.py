@@ -1,4 +1,4 @@
-"""What NeMo Automodel's configs say about models with several modalities, and which part of a model is which."""
+"""NeMo Automodel's settings for models with several modalities, and the parts of such models."""
 
 from __future__ import annotations
 

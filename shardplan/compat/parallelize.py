@@ -1,4 +1,4 @@
-"""From a config, a mesh and anything that names a plan to `apply_plan`."""
+"""Calling `apply_plan` with a config, a mesh and anything that names a plan."""
 
 from __future__ import annotations
 

@@ -288,9 +288,9 @@ def apply_fsdp2_sharding_recursively(
         mesh: the data-parallel mesh alone: one axis, or replicas and shards.
         reshard_after_forward: None: all but the last.
         fully_shard_fn: what to call in place of torch's `fully_shard`.
-        frozen_multimodal_sharding: of layers of vision and audio towers that are wholly frozen. "root": they are no units, so that the
-            caller's root has them; "per_layer": they are units like all others; "replicate": their parameters are ignored, which the
-            caller's root has to be told too (`ignored_params`).
+        frozen_multimodal_sharding: for wholly frozen layers of vision and audio towers. "root": they are no units, so
+            that the caller's root has them; "per_layer": they are units like all others; "replicate": their parameters
+            are ignored, which the caller's root has to be told too (`ignored_params`).
         ignored_multimodal_params: parameters that FSDP2 does not manage; the caller's root has to be told too.
     """
     check_frozen(frozen_multimodal_sharding, "frozen_multimodal_sharding")

@@ -67,7 +67,7 @@ def _check(trainer: Any, model: nn.Module) -> None:
 
 
 class _Saves:
-    """What replaces methods of one Trainer."""
+    """The replacements of methods of one Trainer."""
 
     def __init__(self, trainer: Any, model: nn.Module):
         self.trainer, self.model = trainer, model
@@ -186,7 +186,7 @@ def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 def _by_step(paths: Iterable[Path]) -> dict[Path, int]:
-    """Those that are named after a step, with it, in its order."""
+    """The folders named after a step, with the step, in its order."""
     numbers = {path: path.name.removeprefix("checkpoint-") for path in paths}
     steps = {path: int(number) for path, number in numbers.items() if number.isdigit()}
     return dict(sorted(steps.items(), key=lambda one: one[1]))

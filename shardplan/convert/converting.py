@@ -77,7 +77,7 @@ def convert_plan(
         form: "transformers", "automodel", "torch" or "deepspeed"; None: found from the source's form.
         import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
             module is imported and its code runs; nothing else runs foreign code.
-        name: of the plan; None: the model's type, or the source's name.
+        name: the plan's name; None: the model's type, or the source's name.
         tp: a size to validate at; None: as for `validate`.
         shown_as: what findings call the plan's file.
 

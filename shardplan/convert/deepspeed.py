@@ -22,9 +22,9 @@ from .entries import (
 )
 from .regexes import NoGlob, globs_of
 
-# Of a layer spec, in DeepSpeed 0.19.
+# The fields of a layer spec, in DeepSpeed 0.19.
 FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce"}
-# Of a partition config; those that say nothing of what is split.
+# The fields of a partition config, and those that say nothing about splitting.
 READ = {"layer_specs", "use_default_specs", "tp_size", "strict_mode"}
 LEFT = {
     "embedding_partition_dim": "DeepSpeed 0.19 keeps it and does nothing with it; the embedding stays whole",

@@ -30,10 +30,10 @@ DTYPES = {"param": "bfloat16", "reduce": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a config says of a model.
+    """A config's settings for a model.
 
     Args:
-        styles, experts: names to styles, of the model's own plan with what the config says instead.
+        styles, experts: names -> styles: the model's own plan with the config's changes.
         summed: whether experts run on tokens that all ranks have, and their outputs are added up.
         units: globs of data-parallel units; None: as without a config.
         wrapping: other fields of `data_parallel`.
@@ -59,7 +59,7 @@ def config_of(source: object) -> Mapping[str, Any] | None:
 
 
 def wanted_of(config: Mapping[str, Any], file: str, found: Any, own: Mapping[str, Mapping[str, Any]] | None) -> Wanted:
-    """What it says.
+    """Read a config's settings.
 
     Args:
         found: the model.

@@ -26,7 +26,7 @@ Kind = Literal["colwise", "rowwise", "sequence", "input", "output", "style", "ex
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a style of another project does to a module.
+    """The effect of another project's style on a module.
 
     Args:
         kind: it splits by output or by input features, runs on slices of the sequence, moves an input or an output; is a
@@ -37,9 +37,9 @@ class Meaning:
         seq_dim: the dim of `sequence`.
         argument: the argument that is moved, by name.
         position: its place among the positional arguments, where it has no name.
-        output: of `kind` input: (source, destination) of the output that is moved as well.
-        options: of `kind` style, experts, colwise and rowwise: `style` and options, options of the rule.
-        why: of `kind` nothing: why not.
+        output: for `kind` input: (source, destination) of the output that is moved as well.
+        options: for `kind` style, experts, colwise and rowwise: `style` and options, options of the rule.
+        why: for `kind` nothing: why not.
         unsure: whether embedding and linear layers are both usual in this place, so that only the model tells.
     """
 

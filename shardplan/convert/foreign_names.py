@@ -15,7 +15,7 @@ TORCH: dict[str, tuple[str, Spread, Spread]] = {
     "colwise_rep": ("colwise", "whole", "whole"),
     "rowwise_rep": ("rowwise", "whole", "whole"),
 }
-# transformers' words for experts that are distributed: of their module, and of each of its parameters.
+# transformers' words for distributed experts: for their module, and for each of its parameters.
 EXPERTS, STACK = "ep_dispatch_experts", "grouped_gemm"
 LEFT = {
     "ep_router": "transformers has removed it; a router is whole on every rank here, and its ids are those of all experts",
@@ -31,7 +31,7 @@ REFUSED = {
 
 
 def meaning_of_name(name: object) -> Meaning:
-    """What a style's name means.
+    """The meaning of a style's name.
 
     Raises:
         NotConvertible: SP541.

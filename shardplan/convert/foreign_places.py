@@ -1,4 +1,4 @@
-"""Which modules an entry means: its key as a glob of ours, and with a model, the names that it matches."""
+"""The modules that an entry means: its key as a glob of ours and, with a model, the names that it matches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Places:
         return seen
 
     def weighted(self, globs: Iterable[str], dims: int = 2) -> tuple[str, ...]:
-        """Of the modules alone those whose weight has so many dims or more."""
+        """The modules whose weight has at least so many dims, without parameters."""
         modules = self.tree.modules
         weights = {name: modules[name].parameter("weight") for name in self.of(globs) if name in modules}
         return tuple(name for name, weight in weights.items() if weight is not None and len(weight.shape) >= dims)

@@ -1,5 +1,5 @@
-"""From what a source says to rules: one table for each place of a style, and the moves that a sequence-parallel source leaves
-to DTensor or declares in another place than a plan does."""
+"""Turning a source's styles into rules: one table for each place of a style, and the moves that a sequence-parallel
+source leaves to DTensor or declares in another place than a plan does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Rules:
     Args:
         whole: with the sequence whole on every rank.
         sliced: with slices of it.
-        experts: of experts that are distributed whole.
+        experts: the rules of experts that are distributed whole.
         findings: what could not be converted, was left out or was added.
     """
 
@@ -152,7 +152,7 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
         return dict(options), dict(options)
     if kinds is not None:
         return _styled(entry, (EMBEDDING if kinds == {"embedding"} else LINEAR).get(key))
-    if key == ("rowwise", "whole", "sequence"):  # of a linear layer it means nothing
+    if key == ("rowwise", "whole", "sequence"):  # on a linear layer it means nothing
         return _styled(entry, EMBEDDING[key])
     return _styled(entry, LINEAR.get(key))
 

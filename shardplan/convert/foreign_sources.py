@@ -24,7 +24,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was read.
+    """The content that was read.
 
     Args:
         name: for findings and for the plan's comment.
@@ -100,7 +100,7 @@ def import_source(path: str, model: Callable[[], Any] | None) -> Source:
 
 
 def import_object(path: str) -> Any:
-    """What `module:name` or `module.name` names.
+    """The object that `module:name` or `module.name` names.
 
     Raises:
         PlanError: SP547.

@@ -25,7 +25,7 @@ from .torchtitan import is_sharding, meaning_of_sharding
 
 
 def meaning_of_style(style: object) -> Meaning:
-    """What a style object, or a style's name, means.
+    """The meaning of a style object or a style's name.
 
     Raises:
         NotConvertible: SP541, SP542.

@@ -38,7 +38,7 @@ def globs_of(expression: str) -> tuple[str, ...]:
 
 
 def _modules(text: str, ended: bool) -> Iterator[str]:
-    """From a glob over the beginnings (`ended`: the whole) of names of weights to globs over modules."""
+    """Turn a glob over the beginnings (`ended`: the whole) of names of weights into globs over modules."""
     if text.endswith(ANY):  # what follows it does not count
         text, ended = text.removesuffix(ANY), False
     if text.endswith(ONE + WEIGHT):

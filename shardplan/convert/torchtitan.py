@@ -26,7 +26,7 @@ def is_sharding(style: object) -> bool:
 
 
 def meaning_of_sharding(config: Any) -> Meaning:
-    """What a `ShardingConfig` says of a module.
+    """The meaning of a module's `ShardingConfig`.
 
     Raises:
         NotConvertible: SP542: a layout without a counterpart.
@@ -86,7 +86,7 @@ def _of_a_module_that_is_whole(
 
 
 def _word(layout: Any) -> str:
-    """What a layout says for the axis tp: R, I, P, V, or S with the dim.
+    """A layout's placement on the axis tp: R, I, P, V, or S with the dim.
 
     Raises:
         NotConvertible: SP542: it is a tuple of several outputs, or has no axis tp.

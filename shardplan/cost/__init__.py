@@ -1,4 +1,4 @@
-"""What a training step of a planned model costs one rank: traced without memory at a small depth, and extrapolated.
+"""The cost of a training step of a planned model on one rank: traced without memory at a small depth, and extrapolated.
 
 | file | what |
 |---|---|

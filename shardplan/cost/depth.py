@@ -26,7 +26,7 @@ class Depths:
 
     Args:
         lists: the module lists that hold one element for each layer.
-        count: of all layers.
+        count: the number of all layers.
         head, tail: how many first layers, and last layers, have a place of their own in a cut model; between them are
             whole periods.
         period: after how many layers they repeat.
@@ -56,7 +56,7 @@ class Depths:
         return name
 
     def like(self, name: str) -> str:
-        """The name, in the deepest traced model, of the layer that is like one of the whole model; other names are as they are."""
+        """The name, in the deepest traced model, of the layer that is like one of the whole model; other names stay."""
         for start in (f"{listed}." for listed in self.lists):
             index, dot, rest = name.removeprefix(start).partition(".")
             if name.startswith(start) and index.isdecimal():
@@ -168,7 +168,7 @@ def _those(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
 
 
 def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
-    """What the whole model's step is: measured, or on the line through two depths. Layers between the first and the last
+    """The step of the whole model: measured, or on the line through two depths. Layers between the first and the last
     ones lie between them, so that no peak of theirs is higher than both."""
     if len(ledgers) == 1:
         return ledgers[0]

@@ -48,7 +48,7 @@ class Updates:
         return [x for parameter in self._own for x in self.states_of(parameter)]
 
     def states_of(self, parameter: nn.Parameter) -> list[Tensor]:
-        """Those of one parameter."""
+        """The states of one parameter."""
         if self._optimizer is None:
             return []
         states = self._optimizer.state.get(self._own[parameter], {}).values()

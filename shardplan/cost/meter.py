@@ -274,7 +274,7 @@ class Meter(_DispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is known of an operator by its name."""
+    """The facts that an operator's name tells."""
 
     waits: bool
     grouped: bool

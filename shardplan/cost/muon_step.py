@@ -62,7 +62,7 @@ def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Questi
 
 
 def _stepped(found: FoundModel, program: Program, asked: Question, *, offloaded: bool) -> Ledger:
-    """The second step of the optimizer alone, of the whole model."""
+    """The optimizer's second step alone, for the whole model."""
     resolved = program.resolved
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     with fake_mesh(resolved.sizes) as mesh, without_advice(), ExitStack() as entered:

@@ -1,4 +1,4 @@
-"""What one micro-batch costs in each part of a model, from the log of a traced step."""
+"""The cost of one micro-batch in each part of a model, from the log of a traced step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STATIC: tuple[Category, ...] = ("parameters", "gradients", "optimizer state", "g
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Of the parameters of a part, on a rank.
+    """The sizes of a part's parameters on a rank.
 
     Args:
-        elements: that it stores.
-        bytes: of these.
-        whole: bytes of what data-parallel ranks gather them to.
+        elements: the elements that the rank stores.
+        bytes: their bytes.
+        whole: bytes of the tensors that data-parallel ranks gather them to.
         states: bytes of the optimizer's state.
-        experts: of the elements, those that are distributed over ep.
+        experts: the elements that are distributed over ep.
     """
 
     elements: int = 0
@@ -44,16 +44,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """One micro-batch in a part.
+    """The cost of one micro-batch in a part.
 
     Args:
         forward, backward: dtype -> floating point operations; what is computed again counts as backward.
         kept: category -> bytes that the forward keeps for the backward.
-        burst: the most bytes at one moment of what it makes.
+        burst: the most bytes, at one moment, of the tensors that it makes.
         handed: bytes that are handed on where a stage ends with it.
         traffic: (axis, collective) -> (calls, bytes).
         touched: bytes of parameters that products read.
-        stored: of its parameters.
+        stored: the sizes of its parameters.
     """
 
     forward: Mapping[str, int] = field(default_factory=dict)

@@ -39,12 +39,12 @@ class Unschedulable(ValueError):
 
 
 class PipelineLedger:
-    """What a step of a pipeline costs its ranks.
+    """The cost of a pipeline's step on its ranks.
 
     Args:
         pipeline: its schedule.
-        seconds: of the step; operations without a device.
-        memory: of the fullest rank.
+        seconds: the seconds of the step; without a device, its operations.
+        memory: the memory of the fullest rank.
         ledger: flops, calls and bytes of the busiest rank, and what the fullest one stores.
     """
 

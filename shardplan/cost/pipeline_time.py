@@ -13,7 +13,7 @@ from shardplan.core.schedules import Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """What a stage keeps: of each micro-batch from its forward to its backward, and the gradients that its first backward makes."""
+    """The bytes that a stage keeps: for each micro-batch from its forward to its backward, and the gradients that its first backward makes."""
 
     kept: int
     gradients: int
@@ -23,7 +23,7 @@ class StageBytes:
 class Moment:
     """Args:
     in_flight: the stages of a rank -> micro-batches whose backward is not done.
-    trained: those of them that have gradients.
+    trained: the stages among them that have gradients.
     """
 
     in_flight: dict[int, int]
@@ -36,7 +36,7 @@ def step_seconds(ranks: Sequence[float], micro_batches: int, stages_per_rank: in
     With fewer micro-batches than ranks, a rank waits for them between its stages too.
 
     Args:
-        ranks: of each pp rank, the time that one micro-batch takes in all of its stages, forward and backward.
+        ranks: for each pp rank, the time of one micro-batch in all of its stages, forward and backward.
         hand_over: the time from a stage to the next one.
     """
     pp, slowest = len(ranks), max(ranks)
@@ -55,10 +55,10 @@ def ahead(schedule: Schedule, pp: int, micro_batches: int, rank: int, stages_per
 
 
 def fullest(schedule: Schedule, pp: int, micro_batches: int, rank: int, stages: Sequence[StageBytes]) -> Moment:
-    """The moment at which a rank has the most bytes; of several, one with the most micro-batches in flight.
+    """The moment at which a rank has the most bytes; among several, one with the most micro-batches in flight.
 
     Args:
-        stages: of all ranks.
+        stages: the stages of all ranks.
     """
     own, size = range(rank, len(stages), pp), _round(pp, micro_batches)
     count, total = len(own), micro_batches * len(own)

@@ -1,4 +1,4 @@
-"""What pipeline stages cost: the parts of a traced model put together as a cut divides them."""
+"""The costs of pipeline stages: the parts of a traced model put together as a cut divides them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StageCosts:
     """One micro-batch in a stage.
 
     Args:
-        names, parts: of what it is made of, in the order in which it runs.
+        names, parts: the parts that it is made of and their names, in the order in which it runs.
         received: bytes that the stage before hands on; 0 for the first.
         handed: bytes that it hands on; 0 for the last.
     """
@@ -50,7 +50,7 @@ class StageCosts:
         return sum(part.touched for part in self.parts)
 
     def flops(self, *kinds: str) -> dict[str, int]:
-        """dtype -> operations of the forward, of the backward, or of both."""
+        """dtype -> operations of the forward, the backward, or both."""
         total: Counter[str] = Counter()
         for part in self.parts:
             for kind in kinds:
@@ -85,7 +85,7 @@ def stages_of(cut: PipelineCut, costs: Mapping[str, PartCosts], depths: Depths) 
     """The costs of each stage.
 
     Args:
-        costs: of each part at the traced depth.
+        costs: the costs of each part at the traced depth.
     """
 
     def of(name: str) -> PartCosts:
@@ -103,8 +103,8 @@ def stages_of(cut: PipelineCut, costs: Mapping[str, PartCosts], depths: Depths) 
 
 
 def stage_seconds(stage: StageCosts, device: Device | None, sizes: MeshSizes) -> float:
-    """Of one micro-batch in a stage, forward and backward, at full speed: products, reading parameters, and what tp and ep send, overlapped
-    perfectly; without a device, its operations."""
+    """The seconds of one micro-batch in a stage, forward and backward, at full speed: products, reading parameters, and
+    sends over tp and ep, overlapped perfectly; without a device, its operations."""
     if device is None:
         return sum(stage.flops("forward", "backward").values())
     forward, backward = stage.flops("forward"), stage.flops("backward")

@@ -16,8 +16,8 @@ from shardplan.model.reduced.model_inputs import CHOICES, SPAN, labels_of
 
 
 def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: int) -> Callable[[], Mapping[str, Any]]:
-    """What makes keyword arguments of `forward`: token ids [micro_batch, seq_len] (of each choice, where the class compares several) and, where the class has a loss, labels;
-    for a module with inputs of its own these, at the size that they have."""
+    """A function that makes keyword arguments of `forward`: token ids [micro_batch, seq_len] (for each choice, where the class compares several) and, where the class has a
+    loss, labels; for a module with inputs of its own these, at their own size."""
     if found.inputs is not None:
         own = found.inputs if found.config is None else given(found.inputs, found.config)
         return lambda: own(0)

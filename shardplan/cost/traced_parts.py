@@ -29,11 +29,11 @@ class PartNames:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> PartNames:
-        """Those of a compiled plan."""
+        """The parts of a compiled plan."""
         return cls(resolved.pp_blocks, resolved.pp_first, resolved.pp_last, resolved.pp_carried)
 
     def within(self, present: Collection[str]) -> PartNames:
-        """Those of a model that has these modules."""
+        """The parts of a model that has these modules."""
         return replace(
             self,
             blocks=tuple(name for name in self.blocks if name in present),

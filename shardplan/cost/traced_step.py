@@ -67,7 +67,7 @@ def trace(
 
     Args:
         model: sharded, on the meta device.
-        mesh: the one it is sharded on, of a fake process group.
+        mesh: the mesh that it is sharded on, over a fake process group.
         inputs: makes keyword arguments of its `forward`; it is called where tensors have no memory.
         optimizer: one of OPTIMIZERS.
         logits, pairs: see `Meter`.

@@ -56,7 +56,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class ExportRecipe:
-    """What makes the steps in each process: for each kind of input one, and two."""
+    """A function that makes the steps in each process: for each kind of input one, and two."""
 
     source: Model
     sizes: MeshSizes

@@ -1,4 +1,4 @@
-"""What of a program crosses to another project: for each target its words, and what its own code makes of them."""
+"""The part of a program that crosses to another project: for each target its words, and what its own code makes of them."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def _on_owners(
 def _complete(
     made: Lowered, alike: Mapping[str, list[str]], parameters: Mapping[str, Any], own: Mapping[str, str]
 ) -> None:
-    """What transformers needs besides: modules that run with shards of bare parameters, and a word for what its own plan splits
-    and ours leaves whole."""
+    """Further entries for transformers: modules that run with shards of bare parameters, and a word for what its own
+    plan splits and ours leaves whole."""
     for pattern in [key for key in made.entries if alike[key][0] in parameters]:
         made.entries.setdefault(pattern.rpartition(".")[0], "local_params")
     made.entries |= {name: "replicate" for name in own if name not in made.entries and name in alike}

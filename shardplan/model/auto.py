@@ -32,8 +32,8 @@ Candidate = TypeVar("Candidate", bound=Named)
 
 
 def choose_plan(tree: ModuleTree, plans: Sequence[Candidate], admits: Callable[[Candidate], bool]) -> Candidate | None:
-    """The one plan that names the model's class (or its nearest base that any plan names), else the one that names its model
-    type; None where there is none. Plans for other configurations are not looked at.
+    """The one plan that names the model's class (or the nearest base that any plan names), else the one that names its
+    model type; None where there is none. Plans for other configurations are not looked at.
 
     Args:
         admits: whether the `for` of a plan holds; called for plans that name the model alone.

@@ -10,7 +10,7 @@ CONTAINERS = ("ModuleList", "ModuleDict")  # of torch.nn: they have no forward o
 
 
 def repeated_blocks(tree: ModuleTree) -> tuple[str, ...]:
-    """The elements of the outermost lists and dicts of modules that have parameters and share none with modules outside."""
+    """The elements of the outermost lists and dicts of modules. They have parameters, and share none with modules outside."""
     blocks = tuple(_blocks(tree))
     owners = {name: frozenset((module.name, *ancestors(module.name))) for name, (module, _) in tree.parameters.items()}
     tied = {

@@ -1,4 +1,4 @@
-"""What two plans do differently, for people: on a terminal, and as a comment of a pull request."""
+"""The differences of two plans, for people: on a terminal, and as a comment of a pull request."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _folded(diff: PlanDiff) -> str:
 
 
 def _code(text: str) -> str:
-    """As code in a cell of a table."""
+    """A text as code in a cell of a table."""
     return f"`{printable(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 

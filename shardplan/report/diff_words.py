@@ -1,4 +1,4 @@
-"""What two plans do differently, in the words that text, Markdown and HTML share."""
+"""The differences of two plans, in the words that text, Markdown and HTML share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names_text(names: tuple[str, ...]) -> str:
 
 
 def value_text(value: str | tuple[str, ...]) -> str:
-    """What a field is set to."""
+    """The value of a field."""
     return value if isinstance(value, str) else names_text(value)
 
 
@@ -45,7 +45,7 @@ def _lines(said: tuple[Said, ...]) -> str:
 
 
 def title(diff: PlanDiff) -> str:
-    """What was compared."""
+    """The compared plans."""
     of_model = ""
     if diff.model is not None and diff.sizes is not None:
         mesh = mesh_text(diff.sizes) if diff.sizes.world_size > 1 else "tp 1"

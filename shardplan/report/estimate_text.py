@@ -112,7 +112,7 @@ def _header(titles: tuple[str, ...], paint: Paint) -> tuple[str, ...]:
 
 
 def peak_place(memory: Memory) -> str:
-    """What runs. The model's own backward, before that of any module, is the loss's."""
+    """The running part. The model's own backward, before any module's, is the loss's."""
     if memory.phase == "optimizer step":
         return memory.phase
     itself = "the loss" if memory.phase == "backward" else "the model's own code"

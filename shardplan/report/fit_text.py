@@ -47,7 +47,7 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
 
 
 def fit_head(row: Fitted, *, default: bool = False) -> str:
-    """What was asked, above the first configuration.
+    """The question, above the first configuration.
 
     Args:
         default: the model is a type alone, whose default configuration is one of the sizes that it is published in.
@@ -134,7 +134,7 @@ def _terms(bound: Bound) -> str:
 
 
 def _hint(row: Fitted) -> str | None:
-    """What to change where one purpose takes most of the peak."""
+    """A change to try where one purpose takes most of the peak."""
     total, choice = row.estimate.memory.total, row.choice
     category, size = row.largest
     assert category in CATEGORIES

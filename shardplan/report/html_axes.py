@@ -1,4 +1,4 @@
-"""What a page says of the axes of the mesh: where each module is on them, and what each is for."""
+"""The mesh axes on a page: where each module is on them, and the purpose of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages are made of: escaped text, and the style sheet."""
+"""The parts of pages: escaped text, and the style sheet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def color(word: str) -> str:
     return f"hsl({zlib.crc32(word.encode()) % 360} 62% 72%)"
 
 
-# Of the colour wheel, far from each other: a bar shows them side by side.
+# Hues of the colour wheel, far from each other: a bar shows them side by side.
 HUES = (210, 30, 120, 280, 60, 340, 0)
 
 

@@ -42,7 +42,7 @@ def html_report(
     Args:
         plan, model: the names.
         sizes: the mesh.
-        report: of `validate`.
+        report: `validate`'s.
         programs, estimates: by variant; empty where there are errors.
         flow: a block, and the modules below it in the order in which they run, with their depth.
         pipeline: its stages, with several pp ranks.

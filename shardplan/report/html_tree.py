@@ -123,8 +123,8 @@ class _Columns:
 
 
 def flow_svg(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> str:
-    """What happens in one block, from top to bottom in the order in which its modules run: boxes are modules, marks are
-    the collectives of the forward and of the backward."""
+    """The flow of one block, from top to bottom in the order in which its modules run: boxes are modules, marks are the
+    collectives of the forward and of the backward."""
     steps = list(_steps(program, block, calls))
     if not steps:
         return '<p class="dim">no module repeats</p>'

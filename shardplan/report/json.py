@@ -52,7 +52,7 @@ def _data(value: Any, sources: SourceMap) -> Any:
     """A value as JSON has it.
 
     Args:
-        sources: of the report that it is in, which knows the lines of places.
+        sources: the sources of its report, which know the lines of places.
     """
     match value:
         case Enum():

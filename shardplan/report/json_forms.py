@@ -1,4 +1,4 @@
-"""What the JSON form of a report has besides the fields of its dataclasses, and what it leaves out."""
+"""The differences of a report's JSON form from the fields of its dataclasses."""
 
 from __future__ import annotations
 

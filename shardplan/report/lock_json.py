@@ -25,7 +25,7 @@ def lock_text(lock: PlanLock) -> str:
 
 
 def read_lock(content: str) -> PlanLock:
-    """The lock of a file. What it has is data, of the types that `lock_text` writes; its sizes are those of a mesh.
+    """The lock of a file. Its content is data of the types that `lock_text` writes; its sizes are a mesh's.
 
     Raises:
         ValueError: it is none.
@@ -91,7 +91,7 @@ def _facts(facts: Any) -> Mapping[str, tuple[str, ...]]:
 
 
 def check_text(check: LockCheck, *, color: bool) -> str:
-    """What differs from the lock."""
+    """The differences from the lock."""
     paint = Paint(color)
     parts = []
     if check.findings:

@@ -1,4 +1,4 @@
-"""What a notebook shows of a result that a cell ends with: what the command line prints, in place of a dataclass on one line."""
+"""The display of a notebook cell's result: the text that the command line prints, in place of a dataclass on one line."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ RUN = "\n## What it prints\n"  # what follows is made from a test: for readers o
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a code means, why it matters, how it looks and how to fix it.
+    """The meaning of a code, why it matters, how it looks and how to fix it.
 
     Args:
         code: `SPnnn`.

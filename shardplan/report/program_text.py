@@ -181,7 +181,7 @@ def _shown(
 
 
 def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
-    """The rule of a module, and those of its single parameters."""
+    """The rules of a module and of its single parameters."""
     inside = [a for parameter, a in resolved.parameters.items() if resolved.tree.owner(parameter) == name]
     own = resolved.modules.get(name)
     return [assignment.rule for assignment in ([own] if own else []) + inside]

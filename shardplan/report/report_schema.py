@@ -80,7 +80,7 @@ def _type(*types: type) -> dict[str, Any]:
 
 
 def _object(made: Any, definitions: dict[str, Any], kind: str = "") -> dict[str, Any]:
-    """The schema of a dataclass; with a kind, of a report."""
+    """The schema of a dataclass or, with a kind, of a report."""
     form, hints = form_of(made), get_type_hints(made)
     description, texts = _texts(made)
     properties: dict[str, Any] = {"kind": {"const": kind}, "version": {"const": VERSION}} if kind else {}

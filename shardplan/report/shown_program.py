@@ -25,7 +25,7 @@ class HeldParameter:
         stored: the layout in which it is stored: I (whole) or V(dim).
         computed: the layout in which the module's code reads it: I, R, V(dim) or P.
         parts: the sizes of the packed parts along the split dim.
-        shape: of the shard of the rank that has the most.
+        shape: the shape of the shard on the rank that has the most.
         tied_to: the first name of the same parameter, where it is another one's.
     """
 
@@ -43,7 +43,7 @@ class ShownModule:
     """What the plan does to one module.
 
     Args:
-        styles: of its rule and of those of its parameters.
+        styles: the styles of its rule and of its parameters' rules.
         rules: the places of these rules: file:line.
         inputs, output: the moves at its boundary.
         summed: parameters in it whose partial gradients one all-reduce sums.
@@ -64,7 +64,7 @@ class ShownProgram:
     split in dim d; P, a partial sum.
 
     Args:
-        collectives: of a training step on the tp axis: forward or backward -> all_reduce, all_gather or reduce_scatter -> how many.
+        collectives: the collectives of a training step on the tp axis: forward or backward -> all_reduce, all_gather or reduce_scatter -> how many.
     """
 
     plan: str

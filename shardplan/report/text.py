@@ -60,13 +60,13 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
 
 
 def _distributed(report: Report) -> str:
-    """What was looked at of experts on ranks that split nothing else."""
+    """The words for experts on ranks that split nothing else."""
     tried = "" if "layouts" in report.stages else ", which was not tried"
     return f"at tp 1 no layer is split; experts are distributed{tried}"
 
 
 def proof_lines(report: Report) -> list[str]:
-    """What is proven, and what was not reached, of a report whose layouts were checked and have no errors."""
+    """The proven and the unreached parts of a report whose layouts were checked and have no errors."""
     if not report.ok:
         return []
     staged = report.proof.pipeline if report.proof is not None else None

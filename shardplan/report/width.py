@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str, *, colors: bool = False) -> str:
-    """Each line as `printable` has it; its tabs stay, and with `colors` those of `Paint`."""
+    """Each line as `printable` has it; its tabs stay and, with `colors`, `Paint`'s escapes."""
     if _PLAIN.fullmatch(text):
         return text
     kept = _KEPT_IN_COLOR if colors else _KEPT

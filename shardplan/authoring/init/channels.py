@@ -42,8 +42,8 @@ class _Span:
 def parts_of(flow: Flow, number: int, dim: int) -> tuple[Part, ...]:
     """The parts of the features that one dim of a value has, in their order; one part where they are not cut.
 
-    Followed are operations that keep the features apart: element by element, cuts, permuted dims, depthwise convolutions. The groups of a
-    norm are no heads.
+    It follows operations that keep the features apart: element-wise ones, cuts, permuted dims, depthwise convolutions.
+    The groups of a norm are no heads.
     """
     size = flow.run.values[number].shape[dim]
     ends, heads = {0, size}, dict[tuple[int, int], int]()

@@ -241,8 +241,8 @@ class Board:
         return None
 
     def summed(self, draft: Draft) -> Draft | None:
-        """The draft with the gradients summed of those whole parameters whose gradients are partial sums; None where it is not right
-        then."""
+        """The draft with the gradients of whole parameters summed where they are partial sums; None where it is not
+        right then."""
         proof = self.proof(draft)
         found = () if proof is None else (f.subject for f in proof.findings if f.kind == "partial")
         owners = (self.tree.parameters[name][0].name for name in found if name in self.tree.parameters)

@@ -16,8 +16,8 @@ NUMBERS = re.compile(r"\{\d+(,\d+)*\}")
 
 @dataclass(frozen=True)
 class KindedTree(ModuleTree):
-    """A tree whose patterns tell apart parts of blocks of several classes: `model.layers.{0,2}.mixer.in_proj`, by the numbers that such
-    layers have in the reduced model.
+    """A tree whose patterns tell parts of blocks of several classes apart: `model.layers.{0,2}.mixer.in_proj`, by the
+    numbers that such layers have in the reduced model.
 
     Args:
         kinds: a part -> its pattern.

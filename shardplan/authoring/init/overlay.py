@@ -107,7 +107,7 @@ def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
 
 
 def gathered_around(board: Board, draft: Draft, found: str) -> Rules | None:
-    """Rules with which a part of a block computes with all of the sequence; None where it does already, or is split."""
+    """Rules that make a part of a block compute with the whole sequence; None where it does already, or is split."""
     rules, pattern = draft.sequence_parallel or {}, board.tree.pattern(found)
     options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
     if rules.get(pattern, {}).get("style") == "replicate_seq" or options["style"] != "replicate":

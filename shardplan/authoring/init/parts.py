@@ -28,8 +28,8 @@ def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
 
 
 def output_features(tree: ModuleTree, pattern: str) -> int | None:
-    """The output features of the matrix, a module's weight or a parameter, that a pattern names in a model's tree; None where the module
-    computes it (weight_norm)."""
+    """The output features of the matrix (a module's weight or a parameter) that a pattern names in a model's tree; None
+    where the module computes it (weight_norm)."""
     name = next(n for n in (*tree.modules, *tree.parameters) if tree.pattern(n) == pattern)
     if name in tree.parameters:
         return features(*tree.parameters[name], "out")

@@ -67,7 +67,7 @@ def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
 
 
 def _container(flow: Flow, region: Region) -> str | None:
-    """The innermost module around a module of experts that is called, and calls all matrices of the region; None where none is."""
+    """The innermost called module around a module of experts that calls all matrices of the region; None where there is none."""
     called = {flow.tree.pattern(event.module) for event in flow.run.events if event.kind == "enter"}
     found = parent(parent(region.row))
     while found and not (found in called and all(one.startswith(f"{found}.") for one in region.columns)):

@@ -111,7 +111,7 @@ def plan_document(
 
 
 def in_order(rules: Rules, tree: ModuleTree) -> Rules:
-    """In the tree's order; a module before those inside it."""
+    """The rules in the tree's order; a container's before those of its contents."""
     places: dict[str, int] = {}
     for number, name in enumerate((*tree.modules, *tree.parameters)):
         places.setdefault(tree.address(name), number)

@@ -67,7 +67,7 @@ def small_counts(
     small: dict[int, int] = {}
     floor = 1
     values = sorted({v for v in values if v > 0})
-    # With heads that several ranks compute with, these have several queries for each: code that repeats a head shows how often.
+    # Where several ranks compute with a head, each has several queries for it: code that repeats a head shows how often.
     most = times * (4 * tp if any(value < tp and tp % value == 0 for value in values) else 2 * tp)
     most = max(most, times * tp * cp * (4 if shared.keys() & values else 1))
     for value in values:

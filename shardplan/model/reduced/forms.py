@@ -124,7 +124,7 @@ def _drawn(seed: int, *shape: int) -> Tensor:
 
 
 def _numbers(config: PreTrainedConfig, *names: str) -> list[int]:
-    """The values of a field in a configuration and those nested in it, without repetition."""
+    """The sizes under these names in a configuration and those nested in it, without repetition."""
     found = (config_value(part, name) for part in parts(config) for name in names)
     return list(dict.fromkeys(n for n in found if is_size(n)))
 

@@ -186,8 +186,8 @@ def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
 
 
 def sections(config: Mapping[str, Any], count: int) -> dict[str, range]:
-    """The layers of each section of a model, in order, where its configuration has a number for each and they add up to all of its layers
-    (those before, inside and after a loop, say)."""
+    """The layers of each section of a model, in order, where its configuration has a number for each, and these add up
+    to all of its layers (those before, inside and after a loop, say)."""
     numbers = {
         name: value
         for name, value in config.items()

@@ -32,8 +32,8 @@ class _Part:
 
 
 def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig) -> None:
-    """Changes the small fields of a configuration, in place: a width that is the hidden size of another part, or that of as
-    many patches or layers as are joined, follows it.
+    """Changes the small fields of a configuration, in place: a width follows another part's hidden size where it equals
+    it, or that times the number of joined patches or layers.
 
     Args:
         config: the original.

@@ -121,7 +121,7 @@ def padded(inputs: Mapping[str, Any], row: int, side: Padding) -> dict[str, Any]
 
 
 def _end_once(ids: Tensor, end: Any, pad: Any, allowed: Tensor) -> None:
-    """Let each row have the end token once, in the middle, where nothing is padded: BART's and T5's heads read its state, and raise
+    """Give each row the end token once, in the middle, where nothing is padded: BART's and T5's heads read its state. They raise
     where rows have it a different number of times, or none has it. A model that pads with it has no such place."""
     if type(end) is int and end != pad and (allowed == end).any():
         ids[ids == end] = next(token for token in allowed.tolist() if token not in (end, pad))

@@ -26,7 +26,7 @@ NOT_CARRIED = Code("SP524")
 
 LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
 GIVE_INPUTS = "pass `inputs`, a function from a seed to keyword arguments of `forward`"
-MOST_BYTES = 2 * 2**30  # of the weights of a module that is copied whole; the ranks' shards need as much memory again
+MOST_BYTES = 2 * 2**30  # the weights of a module that is copied whole; the ranks' shards need as much memory again
 
 
 def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:

@@ -273,7 +273,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "sparse_layers": _sparse_layers,
     "heads": _mapped("heads"),
     "head_dim": _mapped("head_dims"),
-    "scalar": _mapped("head_dims"),  # of the scores: mostly a head dim; else it stands for no dim
+    "scalar": _mapped("head_dims"),  # of the scores: mostly a head dim; else no dim of its own
     "hidden": _mapped("widths"),
     "width": _mapped("widths"),
     "share": _share,
