@@ -1,4 +1,4 @@
-"""A file that is no plan of ours, with the place of each element."""
+"""A file other than our plans, with the place of each element."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def read_data(name: str) -> tuple[object, SourceMap, tuple[Diagnostic, ...]]:
     """Read a YAML or JSON file as safely as a plan.
 
     Returns:
-        Lists, dicts and plain values, None where it could not be read; the text, by which a `Location` with a path into the data
-        becomes a line and a column; and why it could not be read (SP101 to SP103, SP111).
+        Lists, dicts and plain values, None if it could not be read; the text, by which a `Location` with a path into
+        the data becomes a line and a column; and why it could not be read (SP101 to SP103, SP111).
     """
     try:
         text = read_text(Path(name))

@@ -21,11 +21,11 @@ from .nodes import Path
 def build_plan(
     document: Document, file: str, name: str, parent: PlanFile | None, *, built_in: bool = False
 ) -> PlanFile:
-    """The plan that a document without errors says.
+    """The plan that a document without errors describes.
 
     Args:
         file: its display name.
-        name: the plan's name, where the document has none.
+        name: the plan's name, if the document has none.
         parent: the plan that it extends.
         built_in: whether it comes with shardplan.
     """
@@ -56,7 +56,7 @@ Rules = Mapping[str, str | RuleOptions | list[RuleOptions]]
 
 
 def _rules(rules: Rules, section: Section, file: str) -> tuple[Rule, ...]:
-    """Those that have a style; others say `sum_outputs` alone."""
+    """The rules with a style; others have `sum_outputs` alone."""
     return tuple(
         _rule(key, entry, location)
         for key, entry, location in _entries(rules, section, file)
@@ -81,7 +81,7 @@ def _sums(rules: Rules, section: Section, file: str) -> tuple[SumRule, ...]:
 
 
 def _entries(rules: Rules, section: Section, file: str) -> Iterator[tuple[str, str | RuleOptions, Location]]:
-    """Each rule with its key and its place: those of a list stand one after the other."""
+    """Each rule with its key and its place; those of a list in sequence."""
     for key, entry in rules.items():
         if isinstance(entry, list):
             for i, one in enumerate(entry):
@@ -92,7 +92,7 @@ def _entries(rules: Rules, section: Section, file: str) -> Iterator[tuple[str, s
 
 def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     written = entry if isinstance(entry, str) else entry.style
-    assert written is not None, pattern  # a rule without a style is passed over
+    assert written is not None, pattern  # rules without a style are skipped
     style = canonical_style(written)
     assert style is not None, written
     named = () if isinstance(entry, str) else entry.model_fields_set
@@ -134,7 +134,7 @@ _S = TypeVar("_S", bound=OptionSection)
 
 
 def read_section(section: type[_S], model: Strict, path: Path, file: str) -> _S:
-    """A section from what a document says of it."""
+    """A section from its part of a document."""
     names = [name for name in options(section) if name in model.model_fields_set]
     values = {name: _value(getattr(model, name), (*path, name), file) for name in names}
     given = {name: Location(file, (*path, name)) for name in names}

@@ -1,4 +1,4 @@
-"""The rules of a plan and of those that it extends, as text: compared without a model."""
+"""The rules of a plan and its ancestors, as text, compared without a model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Key = tuple[Section, str]  # a section, and a pattern without alternatives
 
 
 def compare_rules(old: PlanFile, new: PlanFile) -> tuple[RuleChange, ...]:
-    """The patterns for which two plans have different rules, those with the same change together. A child's rule takes the
-    place of its parent's of the same pattern; which of two different patterns applies to a module is not known without a model.
+    """The patterns for which two plans have different rules; equal changes are grouped. A child's rule replaces its
+    parent's of the same pattern. Which of two different patterns applies to a module is not known without a model.
     """
     before, after = effective_rules(old), effective_rules(new)
     groups: dict[tuple[Section, tuple[Said, ...], tuple[Said, ...]], list[str]] = {}
@@ -29,7 +29,7 @@ def compare_rules(old: PlanFile, new: PlanFile) -> tuple[RuleChange, ...]:
 
 
 def effective_rules(plan: PlanFile) -> Mapping[Key, tuple[Said, ...]]:
-    """What a plan says of each pattern without alternatives. There are several rules for one if they have conditions."""
+    """The rules of a plan for each pattern without alternatives: several, if they have conditions."""
     said: dict[Key, tuple[Said, ...]] = {}
     sums: dict[Key, Said] = {}
     for one in plan.lineage:
@@ -58,7 +58,7 @@ def _sum_text(rule: SumRule) -> str:
 
 
 def compare_fields(old: PlanFile, new: PlanFile) -> tuple[FieldChange, ...]:
-    """The fields that two plans set to different values: those of their sections, and which models they are for."""
+    """The fields that two plans set to different values: fields of their sections, and the models they are for."""
     return field_changes(_all_fields(old), _all_fields(new))
 
 
@@ -72,7 +72,7 @@ Value = str | tuple[str, ...]
 
 
 def field_changes(old: Mapping[str, Value], new: Mapping[str, Value]) -> tuple[FieldChange, ...]:
-    """Those that differ; a field that is not there is "-"."""
+    """The fields that differ; a missing one is "-"."""
     names = dict.fromkeys((*old, *new))
     pairs = ((name, old.get(name, "-"), new.get(name, "-")) for name in names)
     return tuple(FieldChange(*one) for one in pairs if one[1] != one[2])

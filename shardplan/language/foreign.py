@@ -1,4 +1,4 @@
-"""Plans of other projects as ours."""
+"""Plans of other projects, as ours."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ HF = "<hf>"
 def from_hf_tp_plan(plan: Mapping[str, str], base_prefix: str | None = None) -> Parsed:
     """A tensor-parallel plan of transformers (`model.tp_plan`, or a configuration's `base_model_tp_plan`).
 
-    Its style names are ours or aliases of ours; one that is neither is a finding. It is written for a family
-    of models, so a rule that matches nothing is a warning when it is bound (`PlanFile.lenient_dead_rules`).
+    Its style names are ours or aliases of ours; any other is a finding. It is written for a family of models, so when
+    it is bound, a rule that matches nothing is a warning (`PlanFile.lenient_dead_rules`).
 
     Args:
         plan: names, with `*` for a layer's number -> style names.
-        base_prefix: what the entries of a class-level plan leave out ("model"): put before those that lack
-            it.
+        base_prefix: what the entries of a class-level plan omit ("model"): it is put before those that lack it.
 
     Raises:
-        TypeError: no mapping from text to text.
+        TypeError: not a mapping from text to text.
     """
     parts = [part for item in plan.items() for part in item] if isinstance(plan, Mapping) else [None]
     if not all(isinstance(part, str) for part in parts):

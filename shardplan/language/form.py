@@ -1,4 +1,4 @@
-"""The form of a document: its fields and what they hold. pydantic finds what is wrong, the words are ours."""
+"""The form of a document: its fields and their values. pydantic finds the errors, the words are ours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHAPES = {
     ATTRIBUTE: "a Python name, or several with dots",
 }
 
-# Error type of pydantic -> what the value must be.
+# Error type of pydantic -> the required value.
 _MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "bool_type": lambda context: "true or false",
     "int_type": lambda context: "a whole number",
@@ -54,7 +54,7 @@ _MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
 
 
 def check_form(root: Node, findings: Findings) -> Document | None:
-    """The document as the models have it; None, and findings, where its form is wrong."""
+    """The document as the models have it; None, and findings, if its form is wrong."""
     if not isinstance(root, MapNode):
         message = f"a plan is a mapping, not {describe(root)}"
         findings.add(WRONG_VALUE, message, help='begin with `version: "1"`')
@@ -66,13 +66,13 @@ def check_form(root: Node, findings: Findings) -> Document | None:
             if findings.full:
                 break
             is_key = one["loc"][-1:] == ("[key]",) and one["type"].startswith("string_too_")
-            if not is_key:  # keys are patterns, which are read elsewhere
+            if not is_key:  # keys are patterns: they are checked elsewhere
                 _report(one["type"], _path(one["loc"], root), one.get("ctx", {}), root, findings)
         return None
 
 
 def _path(loc: tuple[str | int, ...], root: Node) -> Path:
-    """pydantic's location without the words for the type that it chose."""
+    """pydantic's location, without the names of the types that it chose."""
     path: Path = ()
     for step in loc:
         if step not in TAGS or node_at(root, (*path, step)) is not None:
@@ -96,7 +96,7 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
     elif kind == "without_style":
         findings.add(WRONG_VALUE, f"{_subject(path)} has no `style`", path, "key", help=_MISSING)
     elif path == ("extends",) and kind == "string_pattern_mismatch":
-        return  # where a parent may be is said where it is looked for
+        return  # the search for a parent says where it may be
     else:
         must_be = _MUST_BE[kind](context)
         message = f"{_subject(path)} must be {must_be}, not {describe(node)}"
@@ -104,7 +104,7 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
         findings.add(WRONG_VALUE, message, path, help=help, words=words)
 
 
-Proposed = tuple[str | None, tuple[str | None, ...]]  # a help line, and the words that it proposes
+Proposed = tuple[str | None, tuple[str | None, ...]]  # a help line, and the words it proposes
 
 
 def _report_version(node: Node | None, findings: Findings) -> None:
@@ -126,7 +126,7 @@ def _report_version(node: Node | None, findings: Findings) -> None:
 
 
 def _subject(path: Path) -> str:
-    """What a path leads to, in a message."""
+    """The element at a path, in a message."""
     section = section_at(path)
     if section is not None and len(path) > (depth := len(section_path(section))):
         rule = f"the rule {quoted(str(path[depth]))}"
@@ -140,7 +140,7 @@ def _dotted(path: Path) -> str:
 
 
 def _right_field(path: Path, root: Node) -> Proposed:
-    """Where an unknown field was meant to be, or what it was meant to be called."""
+    """Where an unknown field belongs, or its probable name."""
     name, known = str(path[-1]), _fields(path[:-1])
     if len(path) == 1:
         homes = [home for home in known if home not in SECTIONS and name in _fields((home,))]
@@ -195,7 +195,7 @@ def _fields(path: Path) -> tuple[str, ...]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field's annotation speaks of."""
+    """The model in a field's annotation."""
     annotation = getattr(annotation, "__value__", annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

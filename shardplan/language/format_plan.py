@@ -1,4 +1,4 @@
-"""A plan's text in one form: indentation, spaces and empty lines. Words, their order, quotes and comments stay."""
+"""Formats a plan's text: indentation, spaces and empty lines. Words, their order, quotes and comments stay."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STEP = 2  # columns of a level
 
 @dataclass
 class _Layout:
-    """What is known of a text's lines, from 1.
+    """The facts about a text's lines, counted from 1.
 
     Args:
-        level: line -> its level, where a key or an item of a list begins it.
-        moved: line of a value that goes on -> the line that begins it.
-        kept: lines inside of text over several lines, where blanks may count.
+        level: line -> its level, if a key or an item of a list begins there.
+        moved: continuation line of a value -> the line where the value begins.
+        kept: lines inside of multi-line text, where blanks may count.
         keys: line -> the entry that begins there.
         sections: lines of the keys of the root whose value is a block.
     """
@@ -32,11 +32,11 @@ class _Layout:
 
 
 def format_plan(text: str, file: str = "<text>") -> str:
-    """The text of a YAML plan, formatted; the same where it already is, is not YAML, or cannot be formatted without changing what
-    it says.
+    """The text of a YAML plan, formatted. It stays the same if it is formatted already, is not YAML, or cannot be
+    formatted without changing its meaning.
 
-    Entries are indented by two blanks a level; one blank stands behind a colon, two before a comment that follows something, one
-    behind its mark; one empty line stands before each section and nowhere two; the text ends with one line end.
+    Entries are indented by two blanks a level. One blank follows a colon, two come before a comment on a line with other text,
+    and one follows its mark. One empty line comes before each section, and never two together. The text ends with one line end.
     """
     root = read_document(text, file).root
     if not isinstance(root, MapNode) or not root.entries:
@@ -96,13 +96,13 @@ def _value(value: Node, line: int, level: int, layout: _Layout, lines: list[str]
 
 
 def _last(node: Node) -> int:
-    """The last line of a value; a span that ends at the beginning of a line does not reach it."""
+    """The last line of a value. A span that ends at the beginning of a line does not include that line."""
     assert node.span is not None
     return node.span.end_line if node.span.end_column > 1 else node.span.end_line - 1
 
 
 def _deepest(node: Node, line: int) -> int:
-    """The last line of a node, without what stands between it and the next one."""
+    """The last line of a node, without anything between it and the next node."""
     match node:
         case MapNode(entries) if entries:
             lasts = (_deepest(entry.value, entry.span.line if entry.span else line) for entry in entries)
@@ -123,7 +123,7 @@ def _opens_below(entry: Entry) -> bool:
 
 
 def _indented(lines: list[str], layout: _Layout) -> list[str]:
-    """The lines with their blanks, their number as it was."""
+    """The lines with their blanks; their number does not change."""
     made: list[str] = []
     shift: dict[int, int] = {}
     following = _levels_below(lines, layout)
@@ -145,7 +145,7 @@ def _indented(lines: list[str], layout: _Layout) -> list[str]:
 
 
 def _levels_below(lines: list[str], layout: _Layout) -> dict[int, int]:
-    """Line -> the level of the next line that has one: that of a comment before it."""
+    """Line -> the level of the next line that has one, which a comment before it gets."""
     levels, level = {}, 0
     for number in range(len(lines), 0, -1):
         level = layout.level.get(number, level)
@@ -154,7 +154,7 @@ def _levels_below(lines: list[str], layout: _Layout) -> dict[int, int]:
 
 
 def _content(line: str, entry: Entry | None) -> str:
-    """A line with one blank behind its key and two before its comment."""
+    """A line with one blank after its key and two before its comment."""
     if entry is None or entry.span is None or entry.span.line != entry.span.end_line:
         return line.strip()
     key = line[entry.span.column - 1 : entry.span.end_column - 1]
@@ -175,12 +175,12 @@ def _content(line: str, entry: Entry | None) -> str:
 
 
 def _comment(text: str) -> str:
-    """A comment with a blank behind its mark."""
+    """A comment with a blank after its mark."""
     return re.sub(r"^#(?=[^\s#!])", "# ", text)
 
 
 def _spaced(lines: list[str], layout: _Layout) -> list[str]:
-    """One empty line before each section and the comments above it, nowhere two, none at the ends."""
+    """One empty line before each section and the comments above it, never two together, none at the ends."""
     made: list[str] = []
     for number, line in enumerate(lines, 1):
         if number in layout.kept:
@@ -201,5 +201,5 @@ def _spaced(lines: list[str], layout: _Layout) -> list[str]:
 
 
 def comments(text: str) -> list[str]:
-    """What follows each mark of a comment, roughly: enough to see that none is lost."""
+    """The text after each mark of a comment, roughly: enough to see that none is lost."""
     return [re.sub(r"\s", "", line.partition("#")[2]) for line in text.splitlines() if "#" in line]

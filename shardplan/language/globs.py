@@ -10,8 +10,8 @@
 
 Names are compared whole and case-sensitively; nothing but `**` and an alternative reaches over a dot.
 
-A pattern is expanded into its alternatives, each a tuple of segments, so that a reader of a tree of names can
-walk them side by side: a literal segment is a look-up. Their number is counted before any is made.
+A pattern is expanded into its alternatives, each a tuple of segments, so that a reader of a tree of names can walk both
+together: a literal segment is a look-up. Their number is counted before any is made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from math import prod
 from typing import TypeVar
 
 MAX_LENGTH = 1000  # characters of a pattern
-MAX_ALTERNATIVES = 1000  # that a pattern stands for: 7 projections in 126 layers listed by number are 882
+MAX_ALTERNATIVES = 1000  # of one pattern: 7 projections in 126 layers listed by number are 882
 MAX_NESTING = 8  # of braces
 
 
@@ -34,8 +34,8 @@ class GlobError(ValueError):
     """A pattern that is not a glob.
 
     Args:
-        reason: what is wrong, without a final full stop.
-        start, end: the characters of the pattern that are meant.
+        reason: the problem, without a final full stop.
+        start, end: the characters of the pattern that it concerns.
         too_large: whether only its size is wrong.
     """
 
@@ -60,7 +60,7 @@ class CharacterSet:
 
 
 class Token(Enum):
-    """A part of a pattern that does not stand for itself. DOT is what separates segments."""
+    """A part of a pattern that is not literal. DOT separates segments."""
 
     STAR = "*"
     ONE = "?"
@@ -72,17 +72,17 @@ class Token(Enum):
 
 
 STAR, ONE, DEPTH, DOT = Token
-Element = str | Token | CharacterSet  # a str stands for itself
+Element = str | Token | CharacterSet  # a str is literal
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one segment of a name must look like.
+    """The form of one segment of a name.
 
     Args:
-        text: as in the pattern, its alternatives chosen.
-        elements: its characters, one by one; (DEPTH,) stands for zero or more whole segments; empty where the
-            segment is `text` itself.
+        text: its text in the pattern, with its alternatives chosen.
+        elements: its characters, one by one; (DEPTH,) for zero or more whole segments; empty if the segment is
+            literally `text`.
     """
 
     text: str
@@ -109,18 +109,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Glob:
-    """A pattern, understood.
+    """A parsed pattern.
 
     Args:
         pattern: as written.
-        alternatives: what it stands for: a name matches if it matches one of them. None is there twice.
+        alternatives: its expansion, without duplicates: a name matches if it matches one of them.
     """
 
     pattern: str
     alternatives: tuple[tuple[Segment, ...], ...]
 
     def matches(self, name: str) -> bool:
-        """Whether a full dotted name matches; time is at most the pattern's length times the name's."""
+        """Whether a full dotted name matches, in time of at most the pattern's length times the name's."""
         segments = name.split(".") if name else []
         return any(_match(one, segments, _ANY_DEPTH, Segment.matches) for one in self.alternatives)
 
@@ -142,10 +142,9 @@ def _fits(element: Element, character: str) -> bool:
 
 
 def _match(pattern: Sequence[_P], items: Sequence[_I], star: _P, fits: Callable[[_P, _I], bool]) -> bool:
-    """Whether the items match a pattern in which `star` stands for any number of them.
+    """Whether the items match a pattern in which `star` matches any number of them.
 
-    What stands between two stars is best matched where it first fits, so that only the last star
-    is ever tried again.
+    The part between two stars is best matched where it first fits, so only the last star is ever retried.
     """
     p = i = 0
     after_star = from_item = -1
@@ -202,7 +201,7 @@ def _number(count: int) -> str:
     return str(count) if count < 10**9 else "at least 10^9"
 
 
-# A sequence of elements and of choices between sequences: what `{a,{b,c}d}` says, before it is expanded.
+# A sequence of elements and of choices between sequences: `{a,{b,c}d}` before it is expanded.
 _Tree = tuple["Element | _Choice", ...]
 
 
@@ -227,7 +226,7 @@ def _ways(part: Element | _Choice) -> list[tuple[Element, ...]]:
 
 
 def _segments(elements: tuple[Element, ...], pattern: str) -> tuple[Segment, ...]:
-    """One alternative as segments. Stars in a row, which an alternative can bring about, are one star."""
+    """One alternative as segments. Stars in a row, which an alternative can produce, become one star."""
     pieces: list[list[Element]] = [[]]
     for element in elements:
         if element is DOT:
@@ -273,7 +272,7 @@ class _Reader:
         return tree
 
     def _options(self, depth: int, opened: int) -> tuple[_Tree, ...]:
-        """What stands between commas, up to the brace that closes (at depth 0: up to the end)."""
+        """The texts between commas, up to the closing brace (at depth 0: up to the end)."""
         if depth > MAX_NESTING:
             reason = f"braces are nested more than {MAX_NESTING} deep"
             raise GlobError(reason, opened, opened + 1, too_large=True)
@@ -346,7 +345,7 @@ class _Reader:
 
 
 _PLAIN = re.compile(r"\w+")
-_SIMPLE = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")  # what most patterns are made of
+_SIMPLE = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")  # the form of most patterns
 _RANGE = re.compile(r"(.)(?:-(.))?", re.DOTALL)
 _SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
 _REFUSED = {

@@ -14,18 +14,18 @@ _S = TypeVar("_S", bound=Section)
 
 
 def effective_sections(plan: PlanFile) -> Sections:
-    """The sections of a plan together with what it inherits, field by field; None where neither it nor an ancestor has
+    """The sections of a plan with all that it inherits, field by field; None where neither the plan nor an ancestor has
     one.
 
-    A field's place is the document that sets it: `sections.data_parallel.given["units"]`. Rules are not among them:
-    their layers meet per module, when they are bound.
+    A field's place is the document that sets it: `sections.data_parallel.given["units"]`. Rules are not included: their
+    layers meet per module, when they are bound.
     """
     held = {name: [getattr(one, name) for one in plan.lineage] for name in options(Sections)}
     return Sections(**{name: reduce(_over, layers) for name, layers in held.items()})
 
 
 def _over(parent: _S | None, child: _S | None) -> _S | None:
-    """The child's section laid over its parent's."""
+    """The child's section, which overrides its parent's."""
     if parent is None or child is None:
         return child if parent is None else parent
     changes = {name: getattr(child, name) for name in child.given}

@@ -1,7 +1,7 @@
-"""JSON text (RFC 8259) -> the events that the YAML library gives for YAML text.
+"""JSON text (RFC 8259) -> the events that the YAML library makes of YAML text.
 
-The standard library decides what is JSON, and what a text in quotes says. YAML's scanner cannot read all of it: it knows no
-surrogate escapes, no keys above 1,024 characters, no DEL.
+The standard library decides what is JSON, and what a text in quotes means. YAML's scanner cannot read all JSON: it
+rejects surrogate escapes, keys above 1,024 characters, and DEL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .nodes import line_starts
 from .parse_findings import quoted
 from .syntax import refuse
 
-_TOKEN = re.compile(r'"(?:[^"\\]+|\\.)*"|[][{}]|[^][{}:,"\s]+')  # in a text that is JSON
+_TOKEN = re.compile(r'"(?:[^"\\]+|\\.)*"|[][{}]|[^][{}:,"\s]+')  # in valid JSON
 _LAST_COMMA = re.compile(r",[ \t\r\n]*([]}])")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NO_COMMENTS = "JSON has no comments; a plan with comments is a .yaml file"
@@ -28,14 +28,14 @@ _HELP = {"'": "JSON has double quotes only", "#": _NO_COMMENTS, "/": _NO_COMMENT
 
 
 def json_events(text: str, file: str) -> Iterator[yaml.Event]:
-    """The events of a document; none of an empty one.
+    """The events of a document; none for an empty one.
 
     Args:
         text: without a byte order mark.
-        file: the display name, for the finding where it is not JSON.
+        file: the display name, for a finding about text that is not JSON.
 
     Raises:
-        Unreadable: it is not JSON, or holds what is not a character or a number there.
+        Unreadable: it is not JSON, or has an invalid character or number.
     """
     starts = line_starts(text)
 
@@ -55,7 +55,7 @@ def json_events(text: str, file: str) -> Iterator[yaml.Event]:
     except json.JSONDecodeError as error:
         wrong(*_problem(error))
     except RecursionError:
-        pass  # whoever reads the events ends at a depth far below
+        pass  # readers of the events stop at a depth far below
     for found in _TOKEN.finditer(text):
         token, places = found[0], (mark(found.start()), mark(found.end()))
         match token[0]:
@@ -74,16 +74,16 @@ def json_events(text: str, file: str) -> Iterator[yaml.Event]:
                     wrong(problem, *found.span(), "write the character itself")
                 yield yaml.ScalarEvent(None, None, (False, True), said, *places, style='"')
             case _:
-                if token.endswith(("NaN", "Infinity")):  # Python's own
+                if token.endswith(("NaN", "Infinity")):  # accepted by Python alone
                     wrong(f"{quoted(token)} is not a value", *found.span(), None)
                 yield yaml.ScalarEvent(None, None, (True, False), token, *places)
 
 
 def _problem(error: json.JSONDecodeError) -> tuple[str, int, int, str | None]:
-    """What is wrong, from where to where, and a help line. Releases of Python differ in what they say of a last comma."""
+    """The problem, its start and end, and a help line. Releases of Python describe a last comma differently."""
     text, at = error.doc, error.pos
     comma = _LAST_COMMA.match(text, at if text.startswith(",", at) else max(len(text[:at].rstrip()) - 1, 0))
-    if comma and not error.msg.startswith("Invalid"):  # that is inside of a text
+    if comma and not error.msg.startswith("Invalid"):  # this one is inside of a text
         return f"a comma before `{comma[1]}`", comma.start(), comma.start() + 1, "remove the comma"
     found = "the end of the file" if at >= len(text) else quoted(text[at])
     reason = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")

@@ -1,7 +1,6 @@
-"""What is wrong with a plan, without a model: rules that contradict or repeat each other, empty parts.
+"""The errors of a plan that need no model: rules that contradict or repeat each other, empty parts.
 
-Two patterns are compared by their alternatives, not by the names that they match: those
-depend on the model.
+Two patterns are compared by their alternatives, not by the names they match: those depend on the model.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ def lint_parsed(parsed: Parsed) -> Parsed:
 
 
 def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
-    """Rules of one section against each other; linear in the alternatives of their patterns. Of rules with different
-    conditions it is not known whether both apply.
+    """Checks the rules of one section against each other, in time linear in the alternatives of their patterns. For
+    rules with different conditions it is unknown whether both apply.
     """
-    holders: dict[str, list[Rule]] = defaultdict(list)  # those of one text have different conditions
-    left: dict[Location, int] = {}  # place of a rule -> alternatives that no later rule has taken
+    holders: dict[str, list[Rule]] = defaultdict(list)  # rules of one text have different conditions
+    left: dict[Location, int] = {}  # place of a rule -> its alternatives that no later rule has taken
     for position, rule in enumerate(rules):
         texts = parse_glob(rule.pattern).texts
         left[rule.location] = len(texts)
@@ -65,7 +64,7 @@ def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
                 help="remove it",
                 severity=Severity.WARNING,
             )
-        met: dict[Location, tuple[Rule, str]] = {}  # an earlier rule, and the first alternative that both have
+        met: dict[Location, tuple[Rule, str]] = {}  # an earlier rule, and the first alternative of both
         for text in texts:
             earlier = [one for one in holders[text] if one.when is True or rule.when in (True, one.when)]
             if rule.override:

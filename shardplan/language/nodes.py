@@ -1,4 +1,4 @@
-"""A document as YAML, JSON or Python gave it: text, numbers, lists and mappings, each with its place."""
+"""A document from YAML, JSON or Python: text, numbers, lists and mappings, each with its place."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Scalar:
     """A single value.
 
     Args:
-        value: as the plan means it: a number without a fractional part is an int (1.0 and 1 are one number in
-            JSON).
-        text: as it is written, without quotes.
+        value: what the plan means: a number without a fractional part is an int (1.0 and 1 are one number in JSON).
+        text: the text as written, without quotes.
     """
 
     value: Value
@@ -49,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class MapNode:
-    """A mapping; no key is there twice."""
+    """A mapping without duplicate keys."""
 
     entries: tuple[Entry, ...]
     span: Span | None = None
@@ -63,7 +62,7 @@ Node = Scalar | ListNode | MapNode
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a reader makes of a text: the root, None where there is none, and what is wrong with the text."""
+    """A reader's result: the root, None if there is none, and the errors of the text."""
 
     root: Node | None
     findings: tuple[Diagnostic, ...] = ()
@@ -91,7 +90,7 @@ def to_data(node: Node) -> object:
 
 
 def node_at(root: Node, path: Path) -> Node | None:
-    """The node that a path leads to; None where it leads to nothing."""
+    """The node at a path; None if there is none."""
     node: Node | None = root
     for step in path:
         if isinstance(node, MapNode) and isinstance(step, str):
@@ -104,7 +103,7 @@ def node_at(root: Node, path: Path) -> Node | None:
 
 
 def spans(root: Node) -> dict[SpanKey, Span]:
-    """The place of every key and value of a document; the root's key is where the document begins."""
+    """The place of every key and value of a document; the root's key is at the document's beginning."""
     places: dict[SpanKey, Span] = {}
     for path, part, span in _places(root, ()):
         if span is not None:

@@ -1,4 +1,4 @@
-"""Words of rules whose place `shares` took: what to write for them, and the text of a YAML plan in which that is written."""
+"""Words of rules that `shares` replaced: their new form, and the text of a YAML plan with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 120
 
 
 def shares_of(options: Mapping[str, Any]) -> Any:
-    """The shares that the old words of a rule say; None where they have another form, or a norm's groups no number."""
+    """The shares that a rule's old words mean; None if they have another form, or a norm's groups no number."""
     numbers, groups = _listed(options.get("divide", [])), options.get("groups")
     if numbers is None or (groups is not None and not numbers):
         return None
@@ -39,14 +39,14 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 def with_shares(text: str, file: str = "<text>") -> str:
-    """The text of a YAML plan with `shares` in the place of the words before it. A rule in which anything else would change, a comment
-    too, stays."""
+    """The text of a YAML plan with `shares` in place of the older words. A rule stays if anything else in it would
+    change, even a comment."""
     found = read_document(text, file).root
     if found is None:
         return text
     root: Node = found
     rules = [one for entry, at in rule_entries(root) for one in rule_mappings(entry.value, at)]
-    for path, rule in reversed(rules):  # what stands before a change stays where it is
+    for path, rule in reversed(rules):  # text before a change keeps its place
         made = _rewritten(text, rule)
         if made is None:
             continue
@@ -84,7 +84,7 @@ def _rewritten(text: str, rule: MapNode) -> str | None:
 
 
 def _end(entry: Entry, lines: list[str], starts: list[int]) -> int:
-    """Where the value of an entry ends in the text."""
+    """The place in the text where an entry's value ends."""
     assert entry.span is not None
     span = entry.value.span
     if span is not None and (isinstance(entry.value, Scalar) or lines[span.line - 1][span.column - 1] in "{["):

@@ -25,14 +25,14 @@ PATH = ("extends",)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a document comes from.
+    """The origin of a document.
 
     Args:
         display: its name in findings.
-        name: the plan's name, where the document does not say one.
-        format: how to read its text.
-        folder: where files that it extends are; None where there is no such place.
-        identity: the real path, by which a circle is seen; None without a file.
+        name: the plan's name, if the document gives none.
+        format: the language of its text.
+        folder: the folder of files that it extends; None if there is none.
+        identity: the real path, by which a cycle is found; None without a file.
         built_in: whether it comes with shardplan.
     """
 
@@ -53,7 +53,7 @@ def file_origin(path: Path, display: str) -> Origin:
 def _real(path: Path) -> str:
     try:
         return os.path.realpath(path)
-    except ValueError:  # what no path can hold; reading it says so
+    except ValueError:  # a string that no path can be; reading it reports that
         return str(path)
 
 
@@ -61,7 +61,7 @@ def builtin_origin(name: str, taken: tuple[str, ...] = ()) -> Origin:
     """The origin of a built-in plan.
 
     Args:
-        taken: display names of other documents, which it must not share.
+        taken: display names of other documents; it must differ from them.
     """
     path = builtin_plans()[name]
     display = f"plans/{path.name}"
@@ -70,11 +70,11 @@ def builtin_origin(name: str, taken: tuple[str, ...] = ()) -> Origin:
 
 
 def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tuple[Origin, str] | None:
-    """The parent's origin and text; None, and a finding, where there is none that may be read.
+    """The parent's origin and text; None, and a finding, if there is none that may be read.
 
     Args:
-        word: what `extends` says.
-        chain: the plan that says it, and before it those that extend it.
+        word: the value of `extends`.
+        chain: the plan with that word, then the plans that extend it.
     """
     origin = _locate(word, chain, findings)
     if origin is None:
@@ -127,7 +127,7 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
 
 
 def _similar(word: str, folder: Path | None) -> tuple[str, tuple[str, ...]]:
-    """Plans that may have been meant, built-in ones and files beside the plan: the help line, and the words that it proposes."""
+    """Plans that may have been meant, built-in ones and files next to the plan: the help line, and the words it proposes."""
     beside = _plan_files(folder) if folder else []
     if f"{word}.yaml" in beside:
         return f"write `{word}.yaml` for the file beside this plan", (f"{word}.yaml",)

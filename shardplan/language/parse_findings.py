@@ -1,4 +1,4 @@
-"""Collecting what is wrong with one document."""
+"""Collects the errors of one document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Findings:
 
     Args:
         file: the document's display name.
-        found: those that its reader made.
+        found: those of its reader.
     """
 
     def __init__(self, file: str, found: Iterable[Diagnostic] = ()):
@@ -42,7 +42,7 @@ class Findings:
         """Notes a finding at a path of the document, or at a span where the path is not exact enough.
 
         Args:
-            words: what the help line proposes to write there; None: to remove it.
+            words: what the help line proposes to write there; None: remove it.
         """
         if len(self._found) == MAX_FINDINGS:
             code, message, related, notes = TOO_LARGE, f"there are more than {MAX_FINDINGS} findings", (), ()
@@ -57,7 +57,7 @@ class Findings:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is noted."""
+        """Whether no more findings are noted."""
         return len(self._found) > MAX_FINDINGS
 
     @property
@@ -69,13 +69,13 @@ LONGEST_PATH = 300  # characters of a path in a message
 
 
 def quoted(text: str, most: int = 60) -> str:
-    """Text of the user in a message: on one line, without control characters, not too long."""
+    """The user's text in a message: on one line, without control characters, of limited length."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: most + 1])
     return f"`{shown[:most]}...`" if len(text) > most else f"`{shown}`"
 
 
 def describe(node: Node | None) -> str:
-    """What a value is, in words."""
+    """A value's description, in words."""
     match node:
         case None | Scalar(None):
             return "nothing"

@@ -30,8 +30,8 @@ class Parsed:
     """The result of parsing a text.
 
     Args:
-        plan: None where there are errors.
-        sources: the text of the plan and of those that it extends, for the places of findings.
+        plan: None if there are errors.
+        sources: the text of the plan and of its ancestors, for the places of findings.
         diagnostics: all findings, the plan's own before its parents'.
     """
 
@@ -41,15 +41,15 @@ class Parsed:
 
 
 def parse_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> Parsed:
-    """Reads a plan and what it extends. Whatever is wrong with it is a finding.
+    """Reads a plan and what it extends. Every error in it is a finding.
 
     Args:
         source: a file (a path, or a word with a path separator or the ending .yaml, .yml or .json), the name
             of a built-in plan, or a plan as a dict.
-        name: the plan's name, where the plan does not say one.
+        name: the plan's name, if the plan gives none.
 
     Raises:
-        TypeError: something else.
+        TypeError: the source is something else.
     """
     if isinstance(source, Mapping):
         origin = Origin("<dict>", name or "<dict>")
@@ -82,7 +82,7 @@ def parse_text(
     Args:
         file: the display name, for findings.
         format: the language of the text.
-        folder: where files that it extends are; without it, it can extend built-in plans only.
+        folder: the folder of files that it extends; without it, it can extend built-in plans only.
     """
     origin = Origin(file, Path(file).stem, format, Path(folder) if folder is not None else None)
     try:
@@ -123,7 +123,7 @@ def compile_document(document: Document, source: SourceFile, chain: tuple[Origin
     """From a document to a plan.
 
     Args:
-        chain: where the document comes from, and before it the plans that extend it.
+        chain: the document's origin, then the plans that extend it.
     """
     origin = chain[-1]
     if document.root is None:
@@ -147,7 +147,7 @@ def compile_document(document: Document, source: SourceFile, chain: tuple[Origin
 
 
 def _parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> Parsed | None:
-    """The plan that a plan extends; None, and a finding, where there is none that may be read."""
+    """The plan that a plan extends; None, and a finding, if there is none that may be read."""
     found = find_parent(word, chain, findings)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Changes of rules made to the text of a YAML plan. Lines that no change is about stay as they are, comments too."""
+"""Applies changes of rules to the text of a YAML plan. Lines that no change concerns stay as they are, comments too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardplan.core.sources import SourceFile
 from .nodes import ListNode, MapNode, Node, node_at
 from .reader import read_document
 
-# What a plain scalar of YAML cannot begin with, and what it cannot hold.
+# How a plain scalar of YAML cannot begin, and what it cannot contain.
 _QUOTED = re.compile(r"^[\s*&!|>'\"%@`{}\[\],?#-]|: | #|:$|\s$")
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Lines of a text (from 1) that others take the place of: `count` lines from `line` on."""
+    """Replaces lines of a text (from 1): `count` lines from `line` on."""
 
     line: int
     count: int
@@ -27,10 +27,10 @@ class _Change:
 
 
 def edit_plan(source: SourceFile, edits: Iterable[Edit]) -> tuple[str, tuple[Edit, ...]]:
-    """The text of a plan with changes of its rules, and those changes that were made.
+    """The text of a plan with changes of its rules, and the changes that were made.
 
-    A rule of another file (a parent's) is overridden in this one. What is not written as a block of lines (a section in braces,
-    a rule with comments inside) is left alone.
+    A rule of another file (a parent's) is overridden in this one. A rule that is not written as a block of lines stays
+    (in a section in braces, or with comments inside).
 
     Args:
         source: a YAML plan without findings about its form.
@@ -54,7 +54,7 @@ def _change(lines: list[str], root: MapNode, file: str, edit: Edit) -> _Change |
 
 
 def _added(lines: list[str], root: MapNode, edit: Edit) -> _Change | None:
-    """A rule of its own, the last of its section."""
+    """A new rule, the last of its section."""
     entry = f"{quoted_key(edit.pattern)}: {edit.value or 'none'}"
     path = section_path(_section(edit))
     section = node_at(root, path)
@@ -73,7 +73,7 @@ def _added(lines: list[str], root: MapNode, edit: Edit) -> _Change | None:
 
 
 def _replaced(lines: list[str], root: MapNode, edit: Edit, location: Location) -> _Change | None:
-    """The rule itself: its alternatives that stay, then the new rule in the place of the others."""
+    """Rewrites the rule itself: the alternatives that stay, then the new rule in place of the others."""
     path = location.path
     value = node_at(root, path)
     key = next((e for e in _entries(root, path[:-1]) if e.key == path[-1]), None)
@@ -110,7 +110,7 @@ def _entries(root: MapNode, path: tuple[str | int, ...]) -> tuple:
 
 
 def begins_line(lines: list[str], span: Span) -> bool:
-    """Whether nothing stands before a key on its line."""
+    """Whether a key is the first text on its line."""
     return not lines[span.line - 1][: span.column - 1].strip()
 
 
@@ -128,12 +128,12 @@ def last_line_of(node: Node, key: Span) -> int:
 
 
 def _closes(node: Node) -> bool:
-    """Whether its span ends with a bracket, and not at the next token."""
+    """Whether its span ends with a bracket, not at the next token."""
     return node.span is not None and node.span.line == node.span.end_line
 
 
 def _comment(line: str, value: Node) -> str:
-    """What stands behind a value on its last line."""
+    """The text after a value on its last line."""
     if value.span is None or value.span.line != value.span.end_line:
         return ""
     rest = line[value.span.end_column - 1 :]
@@ -162,7 +162,7 @@ def quoted_key(pattern: str) -> str:
 
 
 def joined(patterns: Iterable[str]) -> list[str]:
-    """Patterns that differ in their last part only as one."""
+    """Patterns that differ only in their last part, as one."""
     groups: dict[str, list[str]] = {}
     for pattern in patterns:
         above, dot, last = pattern.rpartition(".")

@@ -1,4 +1,4 @@
-"""Reading plan files: bounded, regular files only."""
+"""Reads plan files: regular files only, up to a size limit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def read_text(path: Path) -> str:
     """The text of a file, without a byte order mark.
 
     Raises:
-        CannotRead: there is none, it may not be read, it is no regular file, it is too large or no UTF-8 text.
+        CannotRead: it does not exist, may not be read, is not a regular file, is too large, or is not UTF-8 text.
     """
     return decode(read_bytes(path, MAX_BYTES))
 
 
 def decode_plan(content: bytes) -> str:
-    """As `read_text`, of what a file would have."""
+    """As `read_text`, for the bytes of a file."""
     if len(content) > MAX_BYTES:
         raise CannotRead(f"is larger than {MAX_BYTES // 2**20} MiB", too_large=True)
     return decode(content)

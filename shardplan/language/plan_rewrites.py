@@ -1,4 +1,4 @@
-"""One key or value of a YAML plan exchanged, or an entry removed; all other characters stay as they are."""
+"""Replaces one key or value of a YAML plan, or removes an entry; all other characters stay as they are."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .nodes import MapNode, Node, node_at
 from .plan_edits import begins_line, last_line_of, quoted_key
 from .reader import read_document
 
-ITS_OWN = "\"'[{"  # with which a proposal says how it is written
+ITS_OWN = "\"'[{"  # a proposal that begins so sets its own form
 
 
 def rewrite_plan(source: SourceFile, change: Rewrite) -> str | None:
-    """The text of a plan with the change; None where the place is in another file, or is not written on lines of its own."""
+    """The text of a plan with the change; None if the place is in another file, or does not have lines of its own."""
     location = change.location
     root = read_document("\n".join(source.lines), source.name).root
     if location.file != source.name or location.span is not None or not isinstance(root, MapNode):
@@ -46,7 +46,7 @@ def _span(root: Node, path: tuple[str | int, ...], *, key: bool) -> Span | None:
 
 
 def _like(old: str, word: str) -> str:
-    """A word in the quotes that were there before."""
+    """A word in the quotes of the old one."""
     if word[:1] in ITS_OWN:
         return word
     if old[:1] == '"':
@@ -57,7 +57,7 @@ def _like(old: str, word: str) -> str:
 
 
 def _without(lines: list[str], root: MapNode, path: tuple[str | int, ...]) -> str | None:
-    """Without an entry; a section that would be empty goes with it."""
+    """Without an entry; a section that would become empty goes with it."""
     above = node_at(root, path[:-1])
     if not path or not isinstance(above, MapNode):
         return None

@@ -1,4 +1,4 @@
-"""What a rule or a field of a section says, as a plan would have it."""
+"""Text of a rule or of a section's field, as a plan would have it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardplan.core.sections import Section, Sections
 
 from .scalars import resolve
 
-_BEGINS = "{}[]*&!|>'\"%@`#,?:- "  # with which no text without quotes begins
+_BEGINS = "{}[]*&!|>'\"%@`#,?:- "  # text that begins so needs quotes
 _ENDS = re.compile(r": | #|:$| $")
 
 
 def rule_text(rule: Rule) -> str:
-    """`colwise`, or `{style: colwise, output: gather}`: the options besides those that all rules have."""
+    """`colwise`, or `{style: colwise, output: gather}`: the options, except those that all rules have."""
     said = stated_options(rule)
     if isinstance(rule.when, str):
         said["when"] = rule.when
@@ -24,7 +24,7 @@ def rule_text(rule: Rule) -> str:
 
 
 def section_fields(sections: Sections) -> dict[str, str]:
-    """Each field of each section that there is -> its value. Sections inside sections have their own fields."""
+    """Each field of each section present -> its value. Sections inside sections have their own fields."""
     return dict(_fields("", sections))
 
 
@@ -54,10 +54,10 @@ def value_text(value: Any) -> str:
 
 
 def word_text(word: str, *, inside: bool = False) -> str:
-    """A text on one line as YAML has it: without quotes, where that is the same text.
+    """A text on one line, as YAML writes it: without quotes if that means the same.
 
     Args:
-        inside: it stands in brackets or braces.
+        inside: it is in brackets or braces.
     """
     plain = resolve(word) == word and word[0] not in _BEGINS and not _ENDS.search(word)
     return word if plain and not (inside and set(word) & set(",[]{}?")) else "'" + word.replace("'", "''") + "'"

@@ -1,4 +1,4 @@
-"""A plan given as a dict -> nodes, without places. What a dict may hold is what YAML and JSON can say."""
+"""A plan given as a dict -> nodes, without places. A dict may hold what YAML and JSON can express."""
 
 from __future__ import annotations
 

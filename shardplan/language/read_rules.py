@@ -1,4 +1,4 @@
-"""What the rules of a document say: patterns, styles, options and expressions."""
+"""Checks the rules of a document: patterns, styles, options and expressions."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class _Rule(NamedTuple):
 
 
 def check_rules(root: Node, findings: Findings) -> None:
-    """Everything about patterns, styles, options and expressions.
+    """Checks patterns, styles, options and expressions.
 
-    What has the wrong type is passed over here: it is a finding about the form.
+    Values of a wrong type are skipped here: they are findings about the form.
     """
     _check_globs(root, findings)
     if isinstance(condition := node_at(root, ("for",)), Scalar):
@@ -68,12 +68,12 @@ def _rules(root: Node) -> Iterator[_Rule]:
 
 
 def rule_entries(root: Node) -> Iterator[tuple[Entry, Path]]:
-    """The rules of all sections, and where they stand."""
+    """The rules of all sections, and their places."""
     for section in SECTIONS:
         at = section_path(section)
         rules = node_at(root, at)
         for entry in rules.entries if isinstance(rules, MapNode) else ():
-            if section_at((*at, entry.key)) == section:  # else it is a section inside this one
+            if section_at((*at, entry.key)) == section:  # else it is a nested section
                 yield entry, (*at, entry.key)
 
 
@@ -123,7 +123,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
 
 
 def _shares(node: Node | None, path: Path) -> Iterator[tuple[Node, Path]]:
-    """What is said of each share that is more than a name."""
+    """Checks each share that has more than a name."""
     if isinstance(node, MapNode):
         yield from ((entry.value, (*path, entry.key)) for entry in node.entries)
     for i, item in enumerate(node.items if isinstance(node, ListNode) else ()):
@@ -179,7 +179,7 @@ def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None
 def _check_expression(
     node: Scalar, path: Path, parse: Callable[[str], Expression], what: str, findings: Findings
 ) -> None:
-    """A text that has the form; what has not is a finding about the form."""
+    """A text of the right form; any other is a finding about the form."""
     text = node.value
     if not isinstance(text, str) or not 0 < len(text) <= MAX_EXPRESSION:
         return
@@ -191,7 +191,7 @@ def _check_expression(
 
 
 def _check_globs(root: Node, findings: Findings) -> None:
-    """Every pattern, and the number of alternatives of all together."""
+    """Checks every pattern, and the number of alternatives of all together."""
     alternatives = 0
     for pattern, path, part, span in _globs(root):
         if findings.full:
@@ -234,7 +234,7 @@ def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, Part, Sp
 
 
 def _part(span: Span | None, text: str, start: int, end: int) -> Span | None:
-    """The place of some characters of a text; all of it, where it is written with escapes or over lines."""
+    """The place of some characters of a text; of all of it, if it is written with escapes or over several lines."""
     if span is None or span.line != span.end_line:
         return span
     quotes = {0: 0, 2: 1}.get(span.end_column - span.column - len(text))

@@ -1,8 +1,8 @@
 """The text of a document, YAML or JSON -> nodes.
 
-The YAML library, or `json_events`, gives events and their marks; what they mean is decided here: keys are text, plain scalars
-follow the core schema of YAML 1.2 (of which those of JSON are a part), nothing is ever constructed from a tag. Nesting, the number
-of nodes and what aliases repeat are bounded while reading.
+The YAML library, or `json_events`, gives events and their marks. Their meaning is decided here: keys are text; plain
+scalars follow the core schema of YAML 1.2, which includes JSON's; a tag never constructs anything. Nesting, the number
+of nodes and the repetitions by aliases are limited while reading.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .parse_findings import quoted
 from .scalars import TAGS, TEXT_TAGS, resolve
 from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nodes
 
-# What YAML does not allow, and U+0085, U+2028 and U+2029: the scanner takes them for line breaks, as in YAML 1.1.
+# Not allowed in YAML; and U+0085, U+2028 and U+2029, which the scanner takes for line breaks, as in YAML 1.1.
 _NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _QUOTE = "put quotes around a pattern that begins with `*`, `{`, `[`, `?`, `!` or `&`"
 _HELP = {
@@ -55,7 +55,7 @@ class _Open:
 
 
 class _Mark(Protocol):
-    """A place in the text, counted from 0: the library has one class of its own for C and one for Python."""
+    """A place in the text, counted from 0: the library has a class of its own for C and another for Python."""
 
     @property
     def line(self) -> int: ...
@@ -76,12 +76,12 @@ Format = Literal["yaml", "json"]
 def read_document(text: str, file: str, format: Format = "yaml") -> Document:
     """Reads a document.
 
-    What ends the reading comes as one finding; of a key that is there twice the first is kept.
+    An error that ends the reading is one finding; of a duplicate key, the first is kept.
 
     Args:
         text: without a byte order mark.
         file: the display name, for the findings.
-        format: JSON is nearly YAML, but must be JSON: others read it too.
+        format: JSON is nearly YAML, but must be real JSON: others read it too.
     """
     findings: list[Diagnostic] = []
     try:
@@ -149,7 +149,7 @@ class _Composer:
             yield from yaml.parse(self.text, Loader=yaml.CSafeLoader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            assert mark is not None and error.problem is not None  # the library says what is wrong, and where
+            assert mark is not None and error.problem is not None  # the library gives the problem and its place
             line, column = self._position(mark)
             place = Span(line, column, line, column + 1)
             context = f", {error.context}" if error.context else ""
@@ -157,7 +157,7 @@ class _Composer:
             refuse(self.file, message, place, help=_HELP.get(error.problem))
 
     def _position(self, mark: _Mark) -> tuple[int, int]:
-        """Line and column, from 1. A mark at the end of the text may stand on a line that is not there."""
+        """Line and column, from 1. A mark at the end of the text may be on a line that does not exist."""
         if mark.line < len(self.lines):
             return mark.line + 1, mark.column + 1
         return len(self.lines), len(self.lines[-1]) + 1
@@ -166,7 +166,7 @@ class _Composer:
         assert event.start_mark is not None and event.end_mark is not None  # it was read from a text
         line, column = self._position(event.start_mark)
         end_line, end_column = self._position(event.end_mark)
-        if end_column == 1 and end_line > line:  # a block scalar ends where the next line begins
+        if end_column == 1 and end_line > line:  # a block scalar ends at the next line's start
             end_line, end_column = end_line - 1, len(self.lines[end_line - 2]) + 1
         return Span(line, column, end_line, end_column)
 
@@ -248,7 +248,7 @@ class _Composer:
         self.stack[-1].key = (key, span)
 
     def _add(self, done: _Anchored, anchor: str | None) -> None:
-        """Puts a finished node where it belongs."""
+        """Puts a finished node in its place."""
         if anchor is not None:
             self.anchors[anchor] = done
         if not self.stack:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from shardplan.core.plan import Output
 from shardplan.styles import ALIASES, NONE, STYLES, Style, canonical_style
 
-# Options that only some styles take. `style`, `optional` and `override` go with every style, and with `none`.
+# Options of some styles only. `style`, `optional` and `override` go with every style, and with `none`.
 TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "argument": lambda style: style.argument_option,
     "arguments": lambda style: style.argument_option,
@@ -37,7 +37,7 @@ def style_names() -> tuple[str, ...]:
 
 
 def moving_styles() -> tuple[str, ...]:
-    """The styles that an entry of `arguments` may have: those that move an argument and do nothing else."""
+    """The styles that an entry of `arguments` may have: styles that move an argument and do nothing else."""
     return tuple(style.name for style in STYLES.values() if style.moves_one_argument)
 
 
@@ -63,7 +63,7 @@ def takes(name: str, option: str) -> bool:
 
 
 def style_schema() -> dict[str, Any]:
-    """The JSON Schema of a style's name: each with the text that an editor shows."""
+    """The JSON Schema of a style's name, each with the text that an editor shows."""
     described = [(style.name, style.summary) for style in STYLES.values()]
     described += [(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()]
     described.append((NONE, "Removes what the plan inherits for these modules."))
@@ -74,7 +74,7 @@ def style_schema() -> dict[str, Any]:
 
 
 def option_rules() -> list[dict[str, Any]]:
-    """JSON Schema conditions on a rule with options: who says this option has one of these styles."""
+    """JSON Schema conditions on a rule with options: a rule with this option has one of these styles."""
     rules: list[tuple[dict[str, Any], tuple[str, ...]]]
     rules = [({"required": [option]}, takers(option)) for option in TAKEN_BY]
     grouped = {"type": "object", "not": {"additionalProperties": {"not": {"type": "object", "required": ["groups"]}}}}
@@ -88,7 +88,7 @@ def option_rules() -> list[dict[str, Any]]:
 
 
 def none_rule() -> dict[str, Any]:
-    """The JSON Schema condition that only a plan which extends another says `none`."""
+    """The JSON Schema condition that only a plan that extends another uses `none`."""
     removal = {
         "anyOf": [
             {"const": NONE},

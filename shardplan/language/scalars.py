@@ -1,4 +1,4 @@
-"""What a plain scalar means: the core schema of YAML 1.2 (section 10.3.2 of the specification).
+"""The meaning of a plain scalar: the core schema of YAML 1.2 (section 10.3.2 of the specification).
 
 `no` and `on` are text, `1e3` is a number, `0o17` is 15.
 """
@@ -49,10 +49,10 @@ def resolve(text: str) -> Value:
 
 
 def whole(digits: str, base: int = 10) -> int | float:
-    """A whole number; one too long to be meant is infinite."""
+    """A whole number; one that is implausibly long is infinite."""
     return int(digits, base) if len(digits) <= MAX_DIGITS else float("inf")
 
 
 def number(value: float) -> int | float:
-    """The number as an int where it has no fractional part."""
+    """The number, as an int if it has no fractional part."""
     return int(value) if value.is_integer() and abs(value) < 10**MAX_DIGITS else value

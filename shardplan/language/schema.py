@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-ID = "urn:shardplan:plan:1"  # the version of the plan language is a part of it
+ID = "urn:shardplan:plan:1"  # includes the version of the plan language
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema: whatever can be said of a document's form without reading other texts."""
+    """The schema: everything about a document's form that needs no other texts."""
     from .document import PlanDocument
 
     schema = PlanDocument.model_json_schema()
@@ -17,7 +17,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """Without what pydantic adds: titles, and the default None, which a document cannot say."""
+    """Removes what pydantic adds: titles, and the default None, which a document cannot say."""
     if isinstance(schema, dict):
         return {
             key: _plain(value)

@@ -1,4 +1,4 @@
-"""What the readers of texts and of Python share: their findings, and the checks that both make."""
+"""Shared by the readers of texts and of Python: their findings, and checks that both make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DUPLICATE_KEY = Code("SP103")
 
 
 class Unreadable(Exception):
-    """A text in which nothing further can be read."""
+    """A text that cannot be read further."""
 
     def __init__(self, diagnostic: Diagnostic):
         super().__init__(diagnostic.message)
@@ -38,7 +38,7 @@ def refuse_nodes(file: str, span: Span | None, *, alias: bool = False) -> NoRetu
 
 
 def note_duplicate(findings: list[Diagnostic], file: str, first: Entry, second: Span | None) -> None:
-    """Adds the finding about a key that a mapping has already."""
+    """Adds the finding about a duplicate key in a mapping."""
     if len(findings) == MAX_FINDINGS:
         refuse(file, f"there are more than {MAX_FINDINGS} findings", second, code=TOO_LARGE)
     findings.append(

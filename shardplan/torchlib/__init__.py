@@ -1,1 +1,1 @@
-"""What the package takes from torch besides its public functions: every private name, modes, and what reads modules."""
+"""What the package uses of torch besides its public functions: every private name, modes, and readers of modules."""

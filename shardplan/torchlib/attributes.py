@@ -1,4 +1,4 @@
-"""Dividing head counts and split sizes that a module reads from itself or from its config."""
+"""Divides head counts and split sizes that a module reads from itself or from its config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class DividedConfig:
-    """A config as one module sees it: some numbers divided, everything else the shared config's, later changes too."""
+    """A config as one module sees it: some numbers divided, the rest as in the shared config, with later changes."""
 
     def __init__(self, config: Any, numbers: dict[str, int | list[int]]):
         self.__dict__["_config"] = config
@@ -25,15 +25,15 @@ class DividedConfig:
         setattr(self.__dict__["_config"], name, value)
 
 
-WHOLE = "_shardplan_whole"  # on a module: what its changed attributes were
+WHOLE = "_shardplan_whole"  # on a module: the original values of its changed attributes
 
 
 def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> None:
-    """Divide integer attributes of this instance, or lists of them; `config.x` divides the number in this instance's config,
-    never in the shared config.
+    """Divide integer attributes of this instance, or lists of them. `config.x` divides the number in this instance's
+    config, never in the shared config.
 
     Args:
-        divide: names, and by what each is divided.
+        divide: names, and the divisor of each.
     """
     for name, by in divide:
         owner, _, attribute = name.rpartition(".")
@@ -52,7 +52,7 @@ def set_attributes(module: nn.Module, settings: Iterable[tuple[str, int]]) -> No
     """Set integer attributes of this instance.
 
     Args:
-        settings: names, and what each is.
+        settings: names, and the value of each.
     """
     for name, number in settings:
         assert isinstance(getattr(module, name), int), name
@@ -66,7 +66,7 @@ def _remember(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def whole_attributes(model: nn.Module) -> Iterator[None]:
-    """While it lasts, attributes that were divided or set are the unsharded model's."""
+    """While active, attributes that were divided or set are the unsharded model's."""
     changed = [(module, module.__dict__[WHOLE]) for module in model.modules() if WHOLE in module.__dict__]
     parts = [{name: getattr(module, name) for name in whole} for module, whole in changed]
     for module, whole in changed:

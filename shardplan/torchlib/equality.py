@@ -7,18 +7,18 @@ from torch import Tensor
 
 from .complex_numbers import real_parts
 
-# Per tensor, the largest difference over the largest reference value. In float32 at most this is equal; above it the
-# case runs again in float64, where at most the other is.
+# Per tensor, the largest difference over the largest reference value. Up to the first bound, float32 values are equal;
+# above it the case runs again in float64, with the second bound.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
-HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
+HUGE = 1e20  # masks are filled with the smallest number there is; it sets no scale
 
 
 def relative_error(value: Tensor, reference: Tensor, scale: float | None = None) -> float:
-    """The largest difference over the largest reference value; infinite for another shape, for a value that is not a
-    number, and for one that is beyond `HUGE` where the reference is something else.
+    """The largest difference over the largest reference value. It is infinite for another shape, for a NaN, and for a
+    value beyond `HUGE` where the reference is anything else.
 
     Args:
-        scale: the largest reference value, where it is known.
+        scale: the largest reference value, if it is known.
     """
     if value.shape != reference.shape or value.is_complex() != reference.is_complex():
         return float("inf")
@@ -27,7 +27,7 @@ def relative_error(value: Tensor, reference: Tensor, scale: float | None = None)
     if torch.promote_types(value.dtype, reference.dtype) not in TOLERANCE:
         value, reference = value.double(), reference.double()
     difference = magnitude(value - reference)
-    if not (difference < HUGE / 2 and scale < HUGE / 2):  # seldom: something is no number, or as large as a mask's
+    if not (difference < HUGE / 2 and scale < HUGE / 2):  # rare: a NaN, or a value as large as a mask's
         if torch.isnan(value).any():
             return float("inf")
         difference, scale = _without_huge(value, reference)
@@ -35,7 +35,7 @@ def relative_error(value: Tensor, reference: Tensor, scale: float | None = None)
 
 
 def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:
-    """The magnitudes of the difference and of the reference where neither is beyond `HUGE`; infinite, where one alone is."""
+    """The magnitudes of the difference and of the reference where neither is beyond `HUGE`; infinite where only one is."""
     huge = (reference.abs() >= HUGE) | (value.abs() >= HUGE)
     if huge.any():
         smaller = torch.minimum(value[huge].abs(), reference[huge].abs())
@@ -46,12 +46,12 @@ def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:
 
 
 def magnitude(tensor: Tensor) -> float:
-    """The largest absolute value, not a number where one is none; 0 for an empty tensor."""
+    """The largest absolute value; NaN if there is one, 0 for an empty tensor."""
     if not tensor.numel():
         return 0.0
     tensor = real_parts(tensor)
     if not tensor.is_floating_point():
         tensor = tensor.double()
-    # A norm of order infinity takes 17 times as long, of a million values.
+    # A norm of order infinity takes 17 times as long for a million values.
     least, largest = (value.item() for value in torch.aminmax(tensor.detach()))
     return max(abs(least), abs(largest))

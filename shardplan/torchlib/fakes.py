@@ -1,4 +1,4 @@
-"""Tensors without memory, whose operators are found in torch's cache faster, and their results made faster."""
+"""Tensors without memory, with faster look-ups in torch's operator cache and faster results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PLAIN = frozenset(
 
 @cache
 def keep_device_guard() -> None:
-    """Let threads that end make tensors without memory. The first thread of a process that does owns what stands in for
-    CUDA's devices where a CUDA build of torch finds none, and all others read it: in torch 2.11 it goes with that thread,
-    and the process ends at the next such tensor (`c10::impl::ensureCUDADeviceGuardSet`). So the first one is a thread that stays.
+    """Let threads end after they made tensors without memory. Where a CUDA build of torch finds no CUDA devices, the first such
+    thread of a process owns the substitute for them, and all others read it. In torch 2.11 it is destroyed with that thread,
+    and the next such tensor ends the process (`c10::impl::ensureCUDADeviceGuardSet`). So the first one is a thread that stays.
     """
     if not torch.backends.cuda.is_built():
         return
@@ -40,9 +40,9 @@ def keep_device_guard() -> None:
 
 
 class FakeTensors(_Mode):
-    """torch's mode, which computes the shapes of an operator's result once for all arguments that are alike. It spends a third of a traced
-    step on comparing them, field by field; here a tensor is one tuple with what its fields follow from. Another third is spent on making
-    results: here they get the fields of the first one on their device at once."""
+    """torch's mode, which computes the shapes of an operator's result once for all similar arguments. It spends a third
+    of a traced step on comparing them field by field; here a tensor is one tuple of the values that determine its
+    fields. Another third goes into making results; here they get the fields of the first one on their device at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         keep_device_guard()

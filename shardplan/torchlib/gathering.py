@@ -15,8 +15,8 @@ _REDISTRIBUTE = logging.getLogger("torch.distributed.tensor._redistribute")
 def full_tensor(value: DTensor) -> Tensor:
     """`value.full_tensor()`. A collective.
 
-    torch (2.11 to 2.13) warns on every rank that two mesh axes are gathered one after the other, which nothing that the caller
-    could do would change.
+    torch (2.11 to 2.13) warns on every rank that two mesh axes are gathered one after the other; the caller cannot
+    change that.
     """
     with without_advice():
         return value.full_tensor()
@@ -24,7 +24,7 @@ def full_tensor(value: DTensor) -> Tensor:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Leave out what torch says of redistributions over several mesh axes."""
+    """Suppress torch's warning about redistributions over several mesh axes."""
 
     def about_something_else(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("While redistributing from")

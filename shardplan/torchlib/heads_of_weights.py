@@ -1,4 +1,4 @@
-"""torch's attention of nn.MultiheadAttention, step by step: a rank computes with the heads that its matrices have."""
+"""torch's attention of nn.MultiheadAttention, step by step: a rank computes with the heads of its matrices."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def attention_of_heads(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` for matrices that may have some of the heads: what it gives is then this rank's summand.
+    """`F.multi_head_attention_forward` for matrices that may have some of the heads; it then returns this rank's summand.
 
-    torch's own function takes the width of all heads from the query. Here a head has `embed_dim_to_check / num_heads` features, of the
-    whole model, and there are as many heads as the matrices have rows for. Where they have all, the results are torch's.
+    torch's own function takes the width of all heads from the query. Here a head has `embed_dim_to_check / num_heads` features, both
+    of the whole model, and there are as many heads as the matrices have rows for. If they have all heads, the results are torch's.
 
     Args:
-        query: [length, batch, features], or without batch; key and value alike, of a length of their own.
+        query: [length, batch, features], or without batch; key and value likewise, with a length of their own.
         embed_dim_to_check, num_heads: of the unsharded model.
-        in_proj_weight: [3 * heads * head size, features], a rank's rows of each third; or a matrix each.
+        in_proj_weight: [3 * heads * head size, features], a rank's rows of each third; or three matrices.
         out_proj_weight: [features, heads * head size].
-        key_padding_mask: [batch, key length]; as bool, True is left out; as float, it is added.
-        attn_mask: [query length, key length], or [batch * heads, query length, key length] of all heads that are here.
+        key_padding_mask: [batch, key length]; for bool, keys with True are left out; a float mask is added.
+        attn_mask: [query length, key length], or [batch * heads, query length, key length] for all heads on this rank.
 
     Returns:
-        [length, batch, features]; and with `need_weights` the weights of all heads that are here, as a mean over those of the unsharded
-        model, [batch, query length, key length], or of each head, [batch, heads, query length, key length].
+        [length, batch, features]; and with `need_weights` the weights of all heads on this rank: averaged over the unsharded
+        model's heads, [batch, query length, key length], or for each head, [batch, heads, query length, key length].
 
     Raises:
         ValueError: `static_k` or `static_v`, which nn.MultiheadAttention does not pass.
@@ -103,14 +103,14 @@ def attention_of_heads(
 
 
 class HeadsOfWeights(TorchFunctionMode):
-    """While it lasts, torch's attention computes with the heads that the matrices have."""
+    """While active, torch's attention computes with the heads of the matrices."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return (attention_of_heads if func is ATTENTION else func)(*args, **(kwargs or {}))
 
 
 def _given(matrix: Tensor | None) -> Tensor:
-    assert matrix is not None  # nn.MultiheadAttention has the one, or the three
+    assert matrix is not None  # nn.MultiheadAttention has one matrix, or three
     return matrix
 
 
@@ -119,7 +119,7 @@ def _mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, added: in
 
     Args:
         q: [batch, heads, query length, size].
-        added: keys behind those that the masks are of, which every query sees.
+        added: keys after those that the masks cover; every query sees them.
     """
     masks = []
     if attn_mask is not None:

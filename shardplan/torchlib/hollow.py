@@ -1,4 +1,4 @@
-"""A tensor with the shape of a whole value, of which there is only a rank's slice."""
+"""A tensor with the shape of a whole value; only a rank's slice of it exists."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FACTORIES = (Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tens
 
 
 class Hollow(Tensor):
-    """In the place of a module's argument, for code that asks it for a shape, a dtype or a device. It has no values and no memory.
-    What computes with it raises, but what is as right on a slice: a product with a whole value, of which the slice is taken, and
-    another dtype, give a hollow tensor again.
+    """Replaces a module's argument for code that asks for its shape, dtype or device. It has no values and no memory.
+    Computing with it raises, except for operations that are equally right on a slice: a product with a whole value,
+    which is sliced first, and a change of dtype. These give a hollow tensor again.
 
     Args:
         kept: the slice.
-        shape: of the whole.
-        cut: from a value that has all of the dim to its slice.
-        refused: what to say of a function that computes with it.
+        shape: that of the whole value.
+        cut: slices a value that has all of the dim.
+        refused: the message about a function that computes with it.
     """
 
     kept: Tensor
@@ -40,7 +40,7 @@ class Hollow(Tensor):
         return Hollow(kept, self.shape, self._cut, self._refused)
 
     def _times(self, other: Any) -> Hollow | None:
-        """The product with a whole value that repeats itself over the dim, or has all of it; None of any other."""
+        """The product with a whole value that repeats over the dim, or has all of it; None for any other value."""
         if not isinstance(other, Tensor):
             return self._of(self.kept * other)
         if isinstance(other, Hollow) or other.ndim > self.ndim:
@@ -55,14 +55,14 @@ class Hollow(Tensor):
             one, other = args if isinstance(args[0], Hollow) else args[::-1]
             if (product := one._times(other)) is not None:
                 return product
-        if func in FACTORIES and isinstance(args[0], Hollow):  # they read a dtype and a device
+        if func in FACTORIES and isinstance(args[0], Hollow):  # they read its dtype and device
             return func(args[0].kept.detach(), *args[1:], **(kwargs or {}))
         if func is Tensor.to and isinstance(args[0], Hollow):
             kept = args[0].kept.to(*args[1:], **(kwargs or {}))
             return args[0] if kept is args[0].kept else args[0]._of(kept)
         return super().__torch_function__(func, types, args, kwargs)
 
-    @classmethod  # torch declares it as it calls it, without the class
+    @classmethod  # torch declares it the way it calls it, without the class
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

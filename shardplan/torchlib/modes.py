@@ -1,5 +1,5 @@
-"""Modes of torch: for running reduced models, whatever modes the caller uses and whatever the model compiles, and one that keeps
-kernels from ending the process."""
+"""Modes of torch: for running reduced models, whatever modes the caller uses and whatever the model compiles, and one
+that keeps kernels from ending the process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _CHECKED = frozenset((torch.nn.functional.scaled_dot_product_attention, _weight_
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """While it lasts, what the code of a model compiles (`torch.compile`) runs as it is written: Dynamo would trace the modes that
-    look at its operations."""
-    # Where nothing was compiled Dynamo is not imported, which takes a second.
+    """While active, code that a model compiles (`torch.compile`) runs uncompiled: Dynamo would trace the modes that
+    observe its operations."""
+    # Importing Dynamo takes a second, so it is not imported if nothing was compiled.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
 def reduced_runs() -> Iterator[None]:
-    """How reduced models are run. The dispatch modes of the caller (a fake or simulated tensor mode, a default device) are off:
-    what is built inside is real, and on the CPU unless it says otherwise. Operators run in one thread: matrices of a few rows
-    cost less than a second thread's waiting, by a factor of ten where other programs have the cores.
+    """The mode for running reduced models. The caller's dispatch modes (a fake or simulated tensor mode, a default device)
+    are off: tensors made inside are real, and on the CPU unless the code says otherwise. Operators run in one thread: for
+    matrices of a few rows, waiting for a second thread costs ten times as much where other programs use the cores.
     """
-    # A device as context looks at every torch call: without need, a third of the time of the layout check.
+    # A device as context intercepts every torch call: without need, a third of the time of the layout check.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,15 +44,15 @@ def reduced_runs() -> Iterator[None]:
 
 @contextmanager
 def meshes_made_once() -> Iterator[None]:
-    """While it lasts, FSDP2 makes the mesh of its own axes and tp once for all parameters that are on the same two meshes, not once for
-    each parameter, which takes longer than all else that it does with it."""
+    """While active, FSDP2 makes the mesh of its own axes and tp once for all parameters on the same two meshes, not
+    once per parameter, which takes longer than everything else it does with one."""
     kind = private("DeviceMesh")
     make, made = kind._concatenate, {}
 
     def concatenate(meshes: list[Any]) -> Any:
         key = tuple(map(id, meshes))
         if key not in made:
-            made[key] = meshes, make(meshes)  # the ids are theirs as long as they are kept
+            made[key] = meshes, make(meshes)  # keeping the meshes keeps their ids unique
         return made[key][1]
 
     with patch.object(kind, "_concatenate", staticmethod(concatenate)):
@@ -60,8 +60,8 @@ def meshes_made_once() -> Iterator[None]:
 
 
 def check_sizes(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Check, before a function of torch is called, what its kernel on the CPU does not check. torch's attention divides by the number of
-    heads, of which a rank may have none, and weight_norm reads past the end of a norm of another size: both end the process.
+    """Check what a torch function's CPU kernel does not check, before it is called. torch's attention divides by the number
+    of heads, and a rank may have none; weight_norm reads past the end of a norm of another size. Both end the process.
 
     Raises:
         ValueError: the sizes do not fit.
@@ -82,7 +82,7 @@ def check_sizes(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
 
 
 class CheckedSizes(TorchFunctionMode):
-    """While it lasts, `check_sizes` is called before each function of torch."""
+    """While active, `check_sizes` is called before each function of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CHECKED:

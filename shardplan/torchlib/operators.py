@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-DEVICE = torch.ops.prim.device.default  # where a tensor is
+DEVICE = torch.ops.prim.device.default  # a tensor's device
 FUNCTIONAL = torch.ops._c10d_functional
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 NO_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
-# An operator's name without its namespace -> the collective. What is not here is counted under its own name.
+# An operator's name without its namespace -> the collective. Any other is counted under its own name.
 COLLECTIVES: dict[str, str] = {
     "all_reduce_": "all_reduce",
     "allreduce_": "all_reduce",
@@ -31,8 +31,8 @@ COLLECTIVES: dict[str, str] = {
 
 
 def collective_of(operator: str) -> str | None:
-    """The collective that an operator ("c10d::allreduce_") is: "all_reduce", "all_gather", "reduce_scatter", "broadcast",
-    ...; None where it is none."""
+    """The collective of an operator ("c10d::allreduce_"): "all_reduce", "all_gather", "reduce_scatter", "broadcast",
+    ...; None for other operators."""
     namespace, _, name = operator.partition("::")
     name = name.partition(".")[0]
     if namespace not in NAMESPACES or name in NO_COLLECTIVES:

@@ -1,8 +1,8 @@
 """The order of rows in packed parameters: every rank's slice holds its share of each part.
 
-`_StridedShard` cannot say this for parts of different sizes (q, k and v with grouped heads), and where FSDP shards the
-same dim it returns permuted rows from `full_tensor()`. So the rows are permuted before a plain Shard, and the
-permutation (it depends on tp) is undone when a checkpoint is written and done again when one is read.
+`_StridedShard` cannot express this for parts of different sizes (q, k and v with grouped heads), and where FSDP shards
+the same dim it returns permuted rows from `full_tensor()`. So the rows are permuted before a plain Shard. The
+permutation depends on tp; it is undone when a checkpoint is written, and redone when one is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def packed_order(parts: tuple[int, ...], ranks: int) -> Tensor:
 
 
 def pack(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int) -> Tensor:
-    """The whole tensor with its packed dim in the order that a plain Shard splits right."""
+    """The whole tensor with its packed dim in the order that a plain Shard splits correctly."""
     assert x.shape[dim] == sum(parts), (tuple(x.shape), dim, parts)
     return x if x.is_meta else x.index_select(dim, packed_order(parts, ranks).to(x.device))
 

@@ -1,8 +1,8 @@
-"""Every private name of torch that shardplan uses: where it lives upstream, and why we need it.
+"""Every private name of torch that shardplan uses: its place upstream, and why we need it.
 
-A torch that moved one of them fails with the name and the version. Where releases that we support differ, the
-places are listed newest first. All of them were seen in the releases of torch that `private_attributes.SEEN` has, which
-lists what is read on objects.
+If a torch release moved one of them, the error gives the name and the version. Where supported releases differ, the
+places are listed newest first. All were seen in the torch releases in `private_attributes.SEEN`; that file lists names
+that are read on objects.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ NAMES: dict[str, Private] = {
 
 
 def private(name: str) -> Any:
-    """The torch object behind one of `NAMES`.
+    """The torch object of one of `NAMES`.
 
     Raises:
-        RuntimeError: this torch does not have it; names the object and the version.
+        RuntimeError: this torch lacks it; the message has the object and the version.
     """
     entry = NAMES[name]
     for module, attribute in entry.places:
@@ -164,4 +164,4 @@ def private(name: str) -> Any:
     raise RuntimeError(f"torch {torch.__version__} has no {places}, and shardplan needs it for: {entry.purpose}")
 
 
-warn_of_untested()  # here, as all that runs a model imports this file, once a process
+warn_of_untested()  # here, as everything that runs a model imports this file, once per process

@@ -1,7 +1,7 @@
-"""Private names that shardplan reads or sets on objects of other packages, with where they are and in which releases they were seen.
+"""Private names that shardplan reads or sets on objects of other packages: their owners, and the releases that had them.
 
 Names that are imported from torch are in `private.py`. tests/test_private_names.py finds every private attribute in the
-package that is in neither, and looks for each of these where they are installed.
+package that is in neither file, and looks each of these up in the installed packages.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Attributes:
 
     Attributes:
         module, owner: the class whose instances have them, or an object; with dots, or empty for the module itself.
-        names: theirs.
+        names: the names.
         purpose: what they are needed for.
-        seen: the releases of the package that had them; empty: those in `SEEN`.
+        seen: the package releases that had them; empty: those in `SEEN`.
     """
 
     module: str
@@ -36,7 +36,7 @@ class Attributes:
 
     @property
     def releases(self) -> tuple[str, ...]:
-        """The releases of the package in which these names were seen."""
+        """The releases of the package that had these names."""
         return self.seen or SEEN[self.module.partition(".")[0]]
 
 
@@ -53,7 +53,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     ),
     Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
     Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0", "2.15.0")),
-    # torch 2.13 has a property of this name, which raises where there are several.
+    # torch 2.13 has a property of this name; it raises if there are several.
     Attributes(*_STATE, ("_fsdp_param_group",), _UNITS),
     Attributes(
         *_STATE,

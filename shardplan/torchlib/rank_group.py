@@ -1,4 +1,4 @@
-"""torch's process group for threads, with what it lacks: sending from one rank to another."""
+"""torch's process group for threads, extended by sending from one rank to another."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ BACKEND = "threads"
 _Threaded: Any = private("ThreadedGroup")
 _ThreadedCollective: Any = private("ThreadedCollective")
 ENDED = "another rank has ended"
-Place = tuple[str, int, int, int, int]  # of a message: the group, from, to, the tag, its number among those
+Place = tuple[str, int, int, int, int]  # of a message: group, source, destination, tag, its number among those
 
 
 class RankGroup(_Threaded):
     """A process group whose ranks are threads.
 
-    What is sent is copied, and waits until it is received; nobody waits until it is. Messages with one tag come in the order in which they were
-    sent. A rank that receives from one that has ended waits until `exception_handle` is called, and then ends too.
+    A sent tensor is copied and waits until it is received; the sender does not wait. Messages with one tag arrive in the order
+    in which they were sent. A rank that receives from an ended one waits until `exception_handle` is called, and then ends too.
     """
 
     _post = threading.Condition()
-    _messages: dict[Place, Tensor] = {}  # noqa: RUF012  # of all groups, as torch's own
+    _messages: dict[Place, Tensor] = {}  # noqa: RUF012  # of all groups, like torch's own
     _receiving: dict[object, Place] = {}  # noqa: RUF012
-    first: BaseException | None = None  # error of a rank
-    _meeting: dict[object, Callable[[], bool]] = {}  # noqa: RUF012  # what says whether ranks are still missing
+    first: BaseException | None = None  # the error of a rank
+    _meeting: dict[object, Callable[[], bool]] = {}  # noqa: RUF012  # tells whether ranks are still missing
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
@@ -57,7 +57,7 @@ class RankGroup(_Threaded):
         return _Receipt(self._next(src, self._rank, tag, sends=False), tensor)
 
     def _get_backend(self, device: torch.device) -> RankGroup:
-        """What sends for a device: torch 2.14 asks it, of any class of groups, whether it sends several at once."""
+        """The sender for a device: torch 2.14 asks it, for any class of groups, whether it sends several at once."""
         return self
 
     def _next(self, src: int, dst: int, tag: int, *, sends: bool) -> Place:
@@ -67,10 +67,10 @@ class RankGroup(_Threaded):
 
     @classmethod
     def meet(cls, store: dist.Store, size: int) -> None:
-        """Wait until all ranks of a group have made it. Torch's own waiting would go on for half an hour after a rank has ended.
+        """Wait until all ranks of a group have created it. Torch itself would wait half an hour after a rank has ended.
 
         Args:
-            store: of the group.
+            store: the group's.
         """
 
         def missing() -> bool:
@@ -88,16 +88,16 @@ class RankGroup(_Threaded):
 
     @classmethod
     def exception_handle(cls, error: BaseException) -> None:
-        """Let all ranks that wait end."""
+        """End all waiting ranks."""
         cls.first = cls.first or error
-        with cls._coll_lock:  # torch goes through the collectives, which other ranks begin and end meanwhile
+        with cls._coll_lock:  # torch iterates over the collectives while other ranks begin and end some
             _Threaded.exception_handle(error)
         with cls._post:
             cls._post.notify_all()
 
     @classmethod
     def reset(cls) -> None:
-        """Forget what ranks wait for, and what was sent."""
+        """Forget what ranks wait for, and the sent messages."""
         _Threaded.reset()
         cls.first = None
         with cls._post:
@@ -113,7 +113,7 @@ class RankGroup(_Threaded):
 
     @classmethod
     def waiting(cls) -> tuple[frozenset[object], int]:
-        """What ranks wait for, and how many do. Where two looks give the same, they have waited all the time in between."""
+        """What ranks wait for, and how many wait. If two calls give the same, they waited all the time in between."""
         with cls._coll_lock:
             running: list[Any] = list(_Threaded._cur_coll_on_pgs.values())
         joined = {(one, count) for one in running if (count := one._count) < one._world_size}
@@ -124,7 +124,7 @@ class RankGroup(_Threaded):
 
 
 class _Collective(_ThreadedCollective):
-    """Of all ranks of a group. One of them does the work of all: where that fails the others end, whatever it makes of the error."""
+    """A collective of a whole group. One rank does all the work; if it fails the others end, however it handles the error."""
 
     def join(self, rank: int, data: Any) -> Any:
         try:
@@ -135,10 +135,10 @@ class _Collective(_ThreadedCollective):
 
 
 def _begin(mine: Any, group: RankGroup) -> _Collective:
-    """The collective that runs in a group: a new one of this kind, or what another rank has begun.
+    """The running collective of a group: a new one of this kind, or one that another rank has begun.
 
     Raises:
-        RuntimeError: that is of another kind, or from another rank: torch would take what the first rank called for that of all.
+        RuntimeError: that one has another kind or source rank: torch would apply the first rank's call to all.
     """
     with _Threaded._coll_lock:
         name, running = group.pg_name, _Threaded._cur_coll_on_pgs
@@ -159,16 +159,16 @@ def _in_words(collective: Any) -> str:
 
 @contextmanager
 def compared_collectives() -> Iterator[None]:
-    """While it lasts, ranks that call different collectives of one group at once are told so."""
+    """While active, ranks that call different collectives of one group at once get an error."""
     with patch.object(_Threaded, "_start_coll", staticmethod(_begin)):
         yield
 
 
 class Work:
-    """What torch's functions return at once, of something that is done."""
+    """What torch's functions return at once, for work that is done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is done."""
+        """Wait until it is done."""
         return True
 
     def is_completed(self) -> bool:
@@ -207,7 +207,7 @@ class _Receipt(Work):
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> RankGroup:
     group = RankGroup(rank, size)
-    group.meet(store, size)  # a subgroup is there on all of its ranks
+    group.meet(store, size)  # a subgroup exists on all of its ranks
     return group
 
 

@@ -1,4 +1,4 @@
-"""torch's RMS norm, step by step: its mean of squares can be taken over more features than a rank has."""
+"""torch's RMS norm, step by step, so that its mean of squares can cover more features than a rank has."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def rms_norm(
     """torch.rms_norm over the last dim (arXiv 1910.07467), in its order of operations.
 
     Args:
-        mean: of the squares [..., features], in float32 where x is in half precision, over the last dim, which stays with length 1.
+        mean: of the squares [..., features], float32 where x is in half precision, over the last dim, kept with length 1.
         x: [..., features].
-        normalized_shape: one number; it is not read: a rank may have fewer features.
+        normalized_shape: one number; it is not read, as a rank may have fewer features.
         weight: [features].
-        eps: None is that of the dtype in which it computes.
+        eps: None means that of the computing dtype.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(mean(wide.pow(2)) + (torch.finfo(wide.dtype).eps if eps is None else eps))

@@ -1,4 +1,4 @@
-"""Releases of torch and transformers that are newer than those that the package was tested with: they are used, with a warning."""
+"""Releases of torch and transformers newer than those that the package was tested with: they are used, with a warning."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .private_attributes import SEEN
 
 
 def warn_of_untested() -> None:
-    """Warn of what is installed, where it is newer than what was tested."""
+    """Warn of installed packages that are newer than the tested ones."""
     if text := untested(installed_versions()):
         warnings.warn(text, UntestedVersionWarning, stacklevel=2)
 
 
 def untested(installed: Mapping[str, str]) -> str:
-    """What is newer than the newest tested release, and what to report; empty where nothing is.
+    """The packages newer than the newest tested release, and what to report; empty if there are none.
 
     Args:
-        installed: package -> its version. Of a version, the first two numbers count: 2.13.1 is no newer than 2.13.0.
+        installed: package -> its version. The first two numbers of a version count: 2.13.1 is no newer than 2.13.0.
     """
     newer = [name for name in PACKAGES if _series(installed[name]) > _series(SEEN[name][-1])]
     if not newer:
@@ -36,7 +36,7 @@ def untested(installed: Mapping[str, str]) -> str:
 
 
 def _series(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version; none of what is not installed."""
+    """The first two numbers of a version; empty for a package that is not installed."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()
 

@@ -1,8 +1,7 @@
-"""The document as pydantic models: which fields there are and what each may hold.
+"""The document as pydantic models: its fields, and what each may hold.
 
-The JSON Schema is made from them; the texts are what an editor shows. What a style accepts is not written here: it
-follows from the style records (`options`). The fields of a section are not written here either: its dataclass has them
-(`core.sections`).
+The JSON Schema is made from them; editors show their texts. What a style accepts is not written here: it follows from
+the style records (`options`). Nor are the fields of a section: its dataclass has them (`core.sections`).
 """
 
 from .document import Document, PlanDocument

@@ -1,4 +1,4 @@
-"""What fields of several sections hold, and what all sections have in common."""
+"""Values of fields that several sections share, and the common base of all sections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 ATTRIBUTE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 
-TAGS: set[str] = set()  # the words for the types of fields that may have several
+TAGS: set[str] = set()  # the words for the types of fields that allow several
 
 
 class Either:
-    """In the annotation of a field of several types: which of them a value is meant for, by its Python type.
+    """Annotates a field of several types: a value's Python type decides which of them is meant.
 
     Args:
-        words: for each member of the union, in order, the Python type of its values and its words in a message.
+        words: for each member of the union, in order, the Python type of its values and its name in a message.
     """
 
     def __init__(self, words: Mapping[type, str]):
@@ -45,7 +45,7 @@ class Either:
 
 
 class _Stated:
-    """In the annotation of an optional field: a document cannot say None, which is what a field holds that it leaves out."""
+    """Annotates an optional field: a document cannot say None, which is the value of a field that it omits."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         inner, _none = get_args(source)
@@ -57,7 +57,7 @@ Given = Annotated[T | None, _Stated()]
 
 
 def default_of(cls: type[DataclassInstance], name: str) -> Any:
-    """The default of a dataclass's field, for documentation: no document is completed from here."""
+    """The default of a dataclass's field, for documentation: no document is completed from it."""
     return next(field.default for field in fields(cls) if field.name == name)
 
 

@@ -1,4 +1,4 @@
-"""What a rule may say, besides the pattern that is its key."""
+"""What a rule may say, apart from its key, the pattern."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .field_values import Either, GlobText, Strict, default_of
 
 _M = TypeVar("_M", bound=Strict)
 
-# Types of text that are the names of records, with the text of each record.
+# Types of text whose values are names of records, with the text of each record.
 RECORDS: Mapping[object, Mapping[str, str]] = {
     BackendName: {backend.name: backend.summary for backend in BACKENDS.values()}
 }
@@ -30,17 +30,17 @@ class SectionModel(Strict):
 
 
 def model_of(section: type[Section]) -> type[SectionModel]:
-    """The model of a section: its fields, with the name and the text of its dataclass."""
+    """The model of a section: its fields, and its dataclass's name and text."""
     model = with_sections(f"{section.__name__}Fields", section.__doc__, SectionModel, section)
     model.section = section
     return model
 
 
 def with_sections(name: str, text: str | None, base: type[_M], section: type[Section]) -> type[_M]:
-    """A model with the fields of another, and those of a section.
+    """A model with the fields of another and those of a section.
 
     Args:
-        name, text: of the new model.
+        name, text: those of the new model.
     """
     types = _types(section)
     members: dict[str, Any] = {
@@ -51,7 +51,7 @@ def with_sections(name: str, text: str | None, base: type[_M], section: type[Sec
 
 
 def glob_lists(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The places of all globs and lists of globs in a section, and in those inside it."""
+    """The places of all globs and lists of globs in a section and its subsections."""
     for name, hint in _types(section).items():
         if hint in (Glob, tuple[Glob, ...]):
             yield (*path, name)
@@ -60,7 +60,7 @@ def glob_lists(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _types(section: type[Section]) -> dict[str, Any]:
-    """The types that a document can write: None is what a field holds that it leaves out."""
+    """The types that a document can write; None is the value of a field that it omits."""
     hints = get_type_hints(section, include_extras=True)
     return {name: _without_none(hints[name]) for name in options(section)}
 
@@ -79,7 +79,7 @@ def _field(hint: Any, option: Option, default: Any) -> Any:
 
 
 def _type(hint: Any, option: Option) -> Any:
-    """What pydantic reads for a type of a field."""
+    """The type that pydantic reads for a field's type."""
     if hint == Glob:
         return GlobText
     if hint == Dtype:
@@ -102,7 +102,7 @@ def _type(hint: Any, option: Option) -> Any:
 
 
 def _words(hint: Any, option: Option) -> tuple[type, str]:
-    """Of a member of a union: the Python type of its values, and its words in a message."""
+    """A union member's words in a message, and the Python type of its values."""
     if hint is bool:
         return bool, "true, false"
     if hint is int:
