@@ -1,5 +1,5 @@
-"""The styles: one record each. To add a style, add its record to one of the tables here. An incomplete record is refused
-when this file is imported."""
+"""The styles: one record each. To add a style, add its record to one of the tables here. Importing this file refuses an
+incomplete record."""
 
 from . import block_inputs, convolutions, embedding, experts, linear, norms, whole
 from .sound import missing

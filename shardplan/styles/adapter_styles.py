@@ -1,4 +1,4 @@
-"""How each style stores the adapters of a layer: this follows from how it stores the layer's own weight.
+"""How each style stores the adapters of a layer; this follows from how it stores the layer's own weight.
 
 An adapted layer computes y = W x + B A x (LoRA, arXiv 2106.09685), and its style's moves enclose both terms: x is in
 the style's input destination, y is in its output source, and the move of y reduces both at once. In the types of
@@ -11,9 +11,9 @@ core/layout.py, where a result that is a slice or a partial sum needs R for its 
 | rows looked up by id, split | ids | P, whole: each rank reads 1/tp of it | P | R, whole | P |
 | whole | as it comes | as the weight | | as the weight | |
 
-So an adapter adds no collective of its own: R parameters are partial gradients, which are summed with the others of their
-block. A bias of B is whole where y is a slice of the features (and split as they are), and where y is a partial sum each
-rank adds 1/tp of it.
+So an adapter adds no collective of its own: R parameters have partial gradients, which are summed with the others of
+their block. Where y is a slice of the features, a bias of B is added whole, split as they are; where y is a partial
+sum, each rank adds 1/tp of the bias.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .style_record import WHOLE_PARTIAL, Features, ParameterStyle, Style
 
 DIVIDED = ParameterStyle(None, "P")
 
-# Which dim of an adapter's parameter holds the layer's output and input features.
+# The dim of an adapter's parameter that holds the layer's output or input features.
 DIMS: dict[AdapterPart, dict[Features, int]] = {
     "A": {"in": 1},
     "B": {"out": 0},
@@ -34,7 +34,7 @@ DIMS: dict[AdapterPart, dict[Features, int]] = {
 
 
 def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | None:
-    """How a style stores a parameter of an adapter; None where no way is right."""
+    """How a style stores a parameter of an adapter; None if no way is right."""
     weight, part = style.weight, parameter.adapter
     assert part is not None, parameter
     if weight.computed != "V":
@@ -49,7 +49,7 @@ def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | No
         }.get(part)
     if style.splits_rows:
         return {"embedding_A": DIVIDED, "embedding_B": WHOLE_PARTIAL}.get(part)
-    # DoRA's magnitudes are compared with the norm of each row of W + B A, of which a rank would have a part.
+    # DoRA compares its magnitudes with the norm of each row of W + B A; a rank would have a part of the row.
     return {"A": weight, "B": DIVIDED if len(parameter.shape) == 1 else WHOLE_PARTIAL}.get(part)
 
 

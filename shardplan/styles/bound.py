@@ -1,4 +1,4 @@
-"""A bound plan, module by module: what crosses each boundary, and how parameters are stored and read."""
+"""A bound plan, module by module: the moves at each boundary, and how parameters are stored and read."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from .token_layouts import tokens_layout
 
 @dataclass(frozen=True, slots=True)
 class BoundModule:
-    """One module and what the rules of a plan mean for it.
+    """One module, and the meaning of a plan's rules for it.
 
     Args:
-        module: of the plan's tree.
+        module: the module in the plan's tree.
         assignment: its rule, or None.
         parameters: every parameter that it owns.
         boundary: the moves of the values that cross its boundary; SEQ is replaced by the rule's `seq_dim`.
-        tail: how many trailing output features pass a move I -> R; 0: none do.
+        tail: the number of trailing output features that pass a move I -> R; 0: none.
         link: as in `core.module_program.ModuleProgram`.
-        divide: attributes of the instance, and by what each is divided.
-        settings: attributes of the instance, and what each is on a rank.
-        slices: arguments of which a rank reads its share.
-        buffers: those of which a rank reads its share.
-        mean_ranks: where the forward takes means over features that are split: over how many neighbouring ranks; else 1.
+        divide: attributes of the instance, and the divisor of each.
+        settings: attributes of the instance, and the value of each on a rank.
+        slices: arguments that a rank reads its share of.
+        buffers: buffers that a rank reads its share of.
+        mean_ranks: the number of neighbouring ranks that share the features of a mean in the forward; else 1.
         experts: as in `core.module_program.ModuleProgram`.
-        scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
-            module contains both.
+        scope: for an output that stays partial `until_block_input`: the module inside whose forward it is a partial
+            sum; None if no module contains both.
     """
 
     module: ModuleInfo
@@ -66,17 +66,17 @@ class BoundModule:
 
     @property
     def grouped(self) -> bool:
-        """Whether each group of the features has a mean of its own."""
+        """Whether each group of the features has its own mean."""
         return self.assignment is not None and self.assignment.rule.groups is not None
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of rows of the whole table, where they are looked up by id and split."""
+        """The number of rows of the whole table, if they are looked up by id and split."""
         return self._length("in") if self.style is not None and self.style.splits_rows else None
 
     @property
     def width(self) -> int | None:
-        """The number of output features of its whole weight; None where it has no such dim."""
+        """The number of output features of its whole weight; None if it has no such dim."""
         return self._length("out")
 
     def _length(self, features: Features) -> int | None:

@@ -1,6 +1,6 @@
-"""What a rule means at the boundary of its module: the layouts of its inputs, of its result and of its output.
+"""The meaning of a rule at its module's boundary: the layouts of its inputs, of its result and of its output.
 
-It is derived here once, from the style's record and the rule's options. The checks, the layout check and the lowering
+It is derived only here, from the style's record and the rule's options. The checks, the layout check and the lowering
 read it, and take layouts from nowhere else.
 """
 
@@ -27,13 +27,13 @@ OUTPUTS: Mapping[Output, tuple[Layout, Layout]] = {
 
 @dataclass(frozen=True, slots=True)
 class InputBoundary:
-    """An argument, or several alike, on the way into a module.
+    """An argument, or several alike, on its way into a module.
 
     Args:
-        argument: its name; None is the first; "*" every floating-point tensor.
+        argument: its name; None: the first; "*": every floating-point tensor.
         sources: the layouts that it accepts.
         destination: the layout that the module's forward reads.
-        regather: what is gathered is not kept for backward, but gathered again there.
+        regather: whether gathered values are not kept for backward but gathered again there.
     """
 
     argument: str | None
@@ -44,16 +44,16 @@ class InputBoundary:
 
 @dataclass(frozen=True, slots=True)
 class OutputBoundary:
-    """A module's output (the first element, if it is a tuple) on the way out.
+    """A module's output (the first element, if it is a tuple) on its way out.
 
     Args:
-        source: the layout of what the module's forward returns.
+        source: the layout that the module's forward returns.
         destination: the layout of the output.
         gathers: whether the rule has `output: gather`: the destination may be R or I.
-        unresolved_gradient: whether the structure decides which of them; `destination` is R then.
+        unresolved_gradient: whether the structure decides between these; `destination` is then R.
         until_block_input: inside the module around it and the `split_seq_input` rule, the output is a partial sum (P)
             instead of `destination`.
-        dtensor: the value stays as it is computed, and is output as a DTensor that its readers read as `destination`.
+        dtensor: whether the value stays as computed, and is output as a DTensor that its readers read as `destination`.
     """
 
     source: Layout
@@ -74,10 +74,10 @@ class Boundary:
     """The moves of the values that cross a module's boundary.
 
     Args:
-        inputs: the arguments that it moves; the others are read as they come.
-        output: None where the output layout follows from the inputs.
+        inputs: the arguments that it moves; others are read as they arrive.
+        output: None if the output layout follows from the inputs.
         outside: positions in the output that are read outside (R -> I).
-        is_block_input: whether the modules inside have rules of their own, which read what the block input has moved.
+        is_block_input: whether the modules inside have their own rules and read what the block input moved.
     """
 
     inputs: tuple[InputBoundary, ...] = ()
@@ -87,13 +87,12 @@ class Boundary:
 
     @property
     def within(self) -> Layout | None:
-        """The layout of a block input's argument inside its module; None where there is no block input."""
+        """The layout of a block input's argument inside its module; None if there is no block input."""
         return self.inputs[0].destination if self.is_block_input and self.inputs else None
 
     @property
     def output_destinations(self) -> tuple[Layout, ...]:
-        """The possible output layouts, as far as the rule determines them; empty where they follow from the
-        inputs."""
+        """The possible output layouts, as far as the rule determines them; empty if they follow from the inputs."""
         if self.output is None:
             return ()
         kept = self.output.until_block_input or self.output.dtensor
@@ -111,9 +110,9 @@ class Boundary:
         return replace(self, inputs=inputs, output=output)
 
     def on(self, axis: Axis) -> Boundary:
-        """The same boundary on another axis than tp: parameters are whole there and never read complete, so what is I on tp is R. Where a
-        block's heads are split, its partial sums become slices of the sequence.
-        Layouts keep the axis tp: who types or lowers one axis alone knows which it is."""
+        """The same boundary on another axis than tp. Parameters are whole there and never read complete, so I on tp
+        becomes R. Where a block's heads are split, its partial sums become slices of the sequence. Layouts keep the
+        axis tp: code that types or lowers a single axis knows which one it is."""
         if axis is Axis.TP:
             return self
 
@@ -155,7 +154,7 @@ class Boundary:
 
 
 def boundary(rule: Rule) -> Boundary:
-    """What a rule means at its module's boundary; a slice of the sequence is V(SEQ)."""
+    """The meaning of a rule at its module's boundary; a slice of the sequence is V(SEQ)."""
     style = STYLES[rule.style]
     return Boundary(_inputs(style, rule), _output(style, rule), rule.read_outside, style.is_block_input)
 
@@ -171,7 +170,7 @@ def _input(argument: str | None, style: Style, rule: Rule) -> InputBoundary | No
         return None
     complete = (
         rule.grad == "complete" and style.options.grad and not style.gathers_features
-    )  # there it is of the output
+    )  # there it belongs to the output
     destination = I if style.input_destination == R and complete else style.input_destination
     return InputBoundary(argument, style.input_sources, destination, rule.regather and style.regather_option)
 
@@ -197,8 +196,8 @@ def _output(style: Style, rule: Rule) -> OutputBoundary | None:
 
 
 def returns_tokens(on_cp: ResolvedPlan | None) -> bool:
-    """Whether each rank of cp returns the results of its own tokens: of some sequence that a rule for cp splits, none makes it whole. What
-    is gathered is what was split nearest to it: of an encoder, not of the decoder beside it.
+    """Whether each rank of cp returns the results of its own tokens: some sequence that a rule for cp splits is made
+    whole by none. A gather undoes the nearest split: an encoder's, not that of the decoder next to it.
 
     Args:
         on_cp: `ResolvedPlan.on_cp`.
@@ -216,14 +215,14 @@ def returns_tokens(on_cp: ResolvedPlan | None) -> bool:
 
 
 def _splits(rule: Rule) -> bool:
-    """Whether a rule for cp splits what is whole in front of its module."""
+    """Whether a rule for cp splits a value that is whole before its module."""
     return not STYLES[rule.style].exchanges_heads and any(
         move.destination == V(SEQ) and V(SEQ) not in move.sources for move in boundary(rule).inputs
     )
 
 
 def _makes_whole(rule: Rule) -> bool:
-    """Whether what a rule for cp gathers stays whole behind its module."""
+    """Whether a value that a rule for cp gathers stays whole after its module."""
     crossing = boundary(rule)
     if STYLES[rule.style].exchanges_heads or V(SEQ) not in (
         *(source for one in crossing.inputs for source in one.sources),

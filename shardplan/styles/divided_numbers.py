@@ -1,4 +1,4 @@
-"""The numbers of a module that its code reshapes with: each is divided, by tp or as key-value heads are."""
+"""The numbers with which a module's code reshapes; each is divided by tp, or as key-value heads are."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ CONFIG = "config."
 
 
 def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int | str | None:
-    """The number of the module that an even share names, or why there is none.
+    """The number of the module that an even share names, or the reason why there is none.
 
-    None where only a nested config, of which it is unknown whether it is this module's, has it in several
-    values.
+    None if only a nested config has it, with several values: it is unknown whether such a config is this module's.
     """
     tree = resolved.tree
     owner = tree.modules[tree.owner(assignment.name) if assignment.is_parameter else assignment.name]
@@ -51,9 +50,9 @@ def _nested(numbers: Mapping[str, int | float], name: str) -> set[int | float]:
 
 
 def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Attributes of a module, and by what each is divided: those that its rule names by tp. The length of a group of a norm's
-    features is divided by the number of ranks that have a part of it, the number of groups by what is left of tp. Where r ranks compute with one
-    key-value head, the number of key-value heads is divided by tp / r, and that of query heads for each by r.
+    """Attributes of a module, and the divisor of each: tp for those that its rule names. The length of a group of a norm's
+    features is divided by the number of ranks that share it, the number of groups by the rest of tp. Where r ranks compute
+    with one key-value head, the number of key-value heads is divided by tp / r, and the number of query heads for each by r.
 
     Args:
         shared: `shared_heads` of the plan.
@@ -74,26 +73,26 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
         if attribute(plan, assignment, name) == ranks // copies:
             by[name] = ranks // copies
     groups = module.numbers.get(GROUPS)
-    if is_count(groups) and groups % copies == 0:  # else the queries are split otherwise, which the layout check finds
+    if is_count(groups) and groups % copies == 0:  # else queries are split differently, which the layout check finds
         by[GROUPS] = copies
     return tuple(by.items())
 
 
 def mean_ranks(plan: ResolvedPlan, rule: Rule) -> int:
-    """Over how many neighbouring ranks the features of one mean are split."""
+    """The number of neighbouring ranks over which the features of one mean are split."""
     ranks = plan.sizes.tp or 1
     groups = evaluate(parse_expression(rule.groups), plan.tree.numbers) if rule.groups is not None else 1
     return max(1, ranks // groups)
 
 
 def group_length(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> int | None:
-    """The features of one group of a norm; None where its rule has no groups, or they have no number."""
+    """The number of features in one group of a norm; None if its rule has no groups, or their number has no value."""
     groups = number_or_none(rule.groups, plan.tree.numbers) if rule.groups is not None else None
     return module.parameters[0].shape[-1] // groups if groups is not None and module.parameters else None
 
 
 def group_number(plan: ResolvedPlan, assignment: Assignment, name: str) -> Literal["length", "groups"] | None:
-    """What a number of a norm is to the groups that its rule declares for it: the features of one, or how many there are."""
+    """The meaning of a norm's number for its rule's groups: the features of one group, or how many groups there are."""
     module = plan.tree.modules.get(assignment.name)
     groups = next((one.groups for one in assignment.rule.shares if one.name == name), None)
     if module is None or groups is None:
@@ -107,11 +106,11 @@ def group_number(plan: ResolvedPlan, assignment: Assignment, name: str) -> Liter
 def settings(
     plan: ResolvedPlan, module: ModuleInfo, parameters: Sequence[ParameterProgram], divide: Iterable[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """Attributes of a module, and what each is on a rank: what its rule says, and how many channels a depthwise convolution has
-    there, each a group of its own.
+    """Attributes of a module, and the value of each on a rank: those in its rule, and the number of channels of a
+    depthwise convolution there, each a group of its own.
 
     Args:
-        parameters: of the module, as they are stored.
+        parameters: the module's, as stored.
         divide: what `divided` returns for it.
     """
     assignment = plan.modules.get(module.name)
@@ -133,8 +132,8 @@ def settings(
 
 
 def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:
-    """On how many ranks each key-value head of an attention module is, where it is on several; also of modules that have no keys
-    of their own and read those of another module of their class."""
+    """The number of ranks that have each key-value head of an attention module, if several do; also for modules that
+    read the keys of another module of their class."""
     ranks, tree = plan.sizes.tp or 1, plan.tree
     found: dict[str, int] = {}
     for name, module in tree.modules.items():

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def expert_dim(shape: Sequence[int], ranks: int) -> int | None:
-    """The dim of a stack that is sharded: that of the experts, where the ranks divide it; else the first of the others that
-    they divide, because FSDP2 shards those evenly only. None where there is none.
+    """The dim along which a stack is sharded: the dim of experts if the ranks divide it, else the first other dim that
+    they divide, because FSDP2 shards those only evenly. None if there is none.
 
     Args:
         shape: of the stack on one ep rank.

@@ -1,5 +1,5 @@
-"""Styles of mixture-of-experts modules: expert weights that are split (tensor parallelism), and whole experts that are
-distributed (expert parallelism)."""
+"""Styles of mixture-of-experts modules: split expert weights (tensor parallelism), and distributed whole experts
+(expert parallelism)."""
 
 from shardplan.core.layout import I, P, R
 from shardplan.core.mesh import Axis

@@ -1,8 +1,8 @@
-"""The heads that a split dimension has, and on how many ranks each of them is.
+"""The heads of a split dimension, and the number of ranks that have each.
 
-With fewer key-value heads than ranks, r = ranks / heads neighbouring ranks compute with one head (grouped-query attention,
-arXiv 2305.13245: the query heads of a group are neighbours too, so that these ranks have the queries of that head). Each of
-them stores an r-th of the head's rows.
+With fewer key-value heads than ranks, r = ranks / heads neighbouring ranks compute with one head (grouped-query
+attention, arXiv 2305.13245). The query heads of a group are neighbours too, so these ranks have the queries of that
+head. Each stores an r-th of the head's rows.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shardplan.core.tree import ModuleInfo, is_count
 from .boundary import boundary
 from .style_record import ParameterStyle
 
-# What modules call the features of one head,
+# Attributes for the number of features of one head,
 WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
-HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
-GROUPS = "num_key_value_groups"  # what attention modules call the number of query heads for each key-value head
+HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or of its share in q and k, and in v
+GROUPS = "num_key_value_groups"  # attribute for the number of query heads per key-value head
 
 
 def head_counts(
     placement: ParameterStyle, rule: Rule, around: ModuleInfo, numbers: Mapping[str, int | float], sizes: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """How many heads each length splits into, as `head_count` says, or as the rule declares: one for each length. What has no
-    value is None (compiler/check/declared.py reports it)."""
+    """The number of heads in each length, as `head_count` finds it or as the rule declares it, one for each length.
+    None for a number without a value (compiler/check/declared.py reports it)."""
     if rule.heads:
         return tuple(number_or_none(one, numbers) for one in rule.heads[: len(sizes)]) + (None,) * (
             len(sizes) - len(rule.heads)
@@ -36,7 +36,7 @@ def head_counts(
 
 
 def number_or_none(expression: str, numbers: Mapping[str, int | float]) -> int | None:
-    """The value of an expression that counts something; None where it has none."""
+    """The value of an expression that counts something; None if it has none."""
     count = count_of(expression, numbers)
     return count if isinstance(count, int) else None
 
@@ -44,12 +44,12 @@ def number_or_none(expression: str, numbers: Mapping[str, int | float]) -> int |
 def head_count(
     placement: ParameterStyle, rule: Rule, around: ModuleInfo, numbers: Mapping[str, int | float], size: int
 ) -> int | None:
-    """How many heads a length splits into, or None where its shards need not be whole heads.
+    """The number of heads in a length, or None if its shards need not be whole heads.
 
-    By structure: the module around knows the size of a head, and the value stays split between this matrix
-    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
-    and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
-    itself such a number has one feature for each head (a gate; no part of a packed matrix).
+    This is decided by structure: the module around knows the size of a head, and the value stays split between this
+    matrix multiplication and the attention. If it knows several sizes (multi-head latent attention has one for q and k
+    and one for v), the one that gives a number of heads in the configuration counts. If none does, a length that is
+    itself such a number has one feature for each head (a gate; not a part of a packed matrix).
 
     Args:
         around: the module that holds the parameter's owner.
@@ -72,8 +72,8 @@ def head_count(
 
 
 def stays_split(placement: ParameterStyle, rule: Rule) -> bool:
-    """Whether the split reaches beyond the module: its output stays split, or it reads a value that already
-    is."""
+    """Whether the split reaches beyond the module: its output stays split, or it reads a value that is split
+    already."""
     if placement.computed != "V":  # gathered where it is read
         return False
     if placement.shard == "out":
@@ -83,17 +83,17 @@ def stays_split(placement: ParameterStyle, rule: Rule) -> bool:
 
 
 def can_share(heads: int, size: int, ranks: int) -> bool:
-    """Whether several ranks can compute with one head of a length: the heads divide the ranks, and these its rows."""
+    """Whether several ranks can compute with one head of a length: the heads divide the ranks, the ranks the rows."""
     return heads < ranks and ranks % heads == 0 and size % ranks == 0
 
 
 def copies_of(heads: Sequence[int | None], sizes: Sequence[int], most: int, ranks: int) -> tuple[int, ...]:
-    """On how many neighbouring ranks the slices of each length are where they are computed with.
+    """The number of neighbouring ranks that compute with the same slice of each length.
 
     Args:
-        heads: how many heads each length has.
-        sizes: the lengths that are split each on its own.
-        most: the largest number of heads of the matrices beside it: its queries'.
+        heads: the number of heads in each length.
+        sizes: the lengths that are split separately.
+        most: the largest number of heads among the module's matrices: its queries'.
         ranks: the size of the axis.
     """
     return tuple(

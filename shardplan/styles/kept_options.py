@@ -1,4 +1,4 @@
-"""What a rule keeps of another rule for the same module: how its parameters are stored, and what of its code counts with a rank's share."""
+"""What a rule keeps of another rule for the same module: how its parameters are stored, and what its code counts by share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEPT = ("shares", "fused", "divides", "heads", "packed")
 
 
 def with_kept(rule: Rule, other: Rule) -> Rule:
-    """A rule with those options of another one that its own style may have too, where it states none itself."""
+    """A rule with another rule's options that its own style may have too; options that it states itself win."""
     style = STYLES[rule.style]
     kept: dict[str, Any] = {
         "shares": other.shares if style.features.means else tuple(replace(one, groups=None) for one in other.shares),

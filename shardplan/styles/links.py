@@ -1,4 +1,4 @@
-"""The sequence-parallel entrance of a plan: which modules are its ends."""
+"""The sequence-parallel entrance of a plan, and the modules at its ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Styles of norms over features that are split."""
+"""Styles of norms over split features."""
 
 from shardplan.core.layout import V
 

@@ -1,4 +1,4 @@
-"""The parts of packed dimensions that rules declare."""
+"""The parts of packed dimensions, as rules declare them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_PARTS = 2  # gate and up, the usual pair
 
 
 def packed_parts(rule: Rule, size: int, numbers: Mapping[str, int | float]) -> tuple[int, ...] | str:
-    """The lengths of the parts of a packed dimension, or why the rule's parts do not fit.
+    """The lengths of the parts of a packed dimension, or the reason why the rule's parts do not fit.
 
     Args:
         size: of the dimension.

@@ -26,13 +26,13 @@ def _parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
 
 
 def parameter_style(assignment: Assignment, parameter: ParameterInfo) -> ParameterStyle:
-    """How a rule stores a parameter of the layer itself: the one it names, or one of the module it names."""
+    """How a rule stores a parameter of the layer itself, which it names directly or through its module."""
     style = STYLES[assignment.rule.style]
     return style.weight if assignment.is_parameter else style.parameter(parameter.short)
 
 
 def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: ParameterStyle) -> int | None:
-    """The dim (from 0) that is split; None for a whole copy, and where the parameter has no such dim."""
+    """The dim (from 0) that is split; None for a whole copy, or if the parameter has no such dim."""
     if placement.shard is None or not parameter.shape:
         return None
     dim = feature_dim(module.kind, parameter.short, placement.shard, len(parameter.shape))
@@ -40,12 +40,12 @@ def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: Parameter
 
 
 def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
-    """A program for every parameter that the module owns; what no rule names is whole with a complete gradient, and an
-    adapter is stored as its layer is."""
+    """A program for every parameter that the module owns. One that no rule names is whole with a complete gradient; an
+    adapter is stored like its layer."""
     found = tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
     if plan.axis is Axis.TP:
         return found
-    # Whole, and read with partial gradients, which data parallelism adds up.
+    # Whole, and read with partial gradients, which data parallelism sums.
     return tuple(replace(one, computed=R) if one.computed == I else one for one in found)
 
 
@@ -63,8 +63,8 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
 
 
 def _computed_without_rule(plan: ResolvedPlan, module: ModuleInfo) -> Layout:
-    """Of a whole copy: a partial gradient inside of distributed experts, as each rank runs its own on other tokens; where all tp
-    ranks call them with the same tokens, the exchange adds it up."""
+    """For a whole copy: a partial gradient inside of distributed experts, as each rank runs its own on other tokens. If
+    all tp ranks call them with the same tokens, the exchange sums it."""
     experts = distributed_experts(plan, module.name)
     if experts is None:
         return I
@@ -98,14 +98,14 @@ def _program(
     dim = split_dim(module, parameter, placement)
     if dim is None:
         computed = _computed(plan, module, placement) if placement.shard is None else I
-        # A Linear skips a bias that is None; Conv1D's addmm needs one.
+        # A Linear skips a bias of None; Conv1D's addmm needs one.
         stand_in: StandIn | None = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
         return ParameterProgram(parameter.name, I, computed, withheld=stand_in)
     return _split(plan, module, parameter, placement, rule, dim)
 
 
 def _computed(plan: ResolvedPlan, module: ModuleInfo, placement: ParameterStyle) -> Layout:
-    """What is read of a whole copy."""
+    """The layout in which a whole copy is read."""
     if not placement.as_input:
         return Layout(placement.computed)
     return I if tokens_layout(plan, module.name) == I else R
@@ -114,7 +114,7 @@ def _computed(plan: ResolvedPlan, module: ModuleInfo, placement: ParameterStyle)
 def _split(
     plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo, placement: ParameterStyle, rule: Rule, dim: int
 ) -> ParameterProgram:
-    """A parameter that is stored in shards; with fewer key-value heads than ranks, several compute with each."""
+    """A parameter that is stored in shards. With fewer key-value heads than ranks, several share each head."""
     size, ranks = parameter.shape[dim], plan.sizes.tp or 1
     parts = _parts(rule, size, plan) if placement.packed else ()
     if placement.shard == "expert":
@@ -135,13 +135,13 @@ def _split(
 def heads_of(
     plan: ResolvedPlan, module: ModuleInfo, placement: ParameterStyle, rule: Rule, lengths: tuple[int, ...]
 ) -> tuple[int | None, ...]:
-    """The number of heads of each length of a module's parameter that is split on its own."""
+    """The number of heads in each separately split length of a module's parameter."""
     around = plan.tree.modules[parent(module.name)]
     return head_counts(placement, rule, around, plan.tree.numbers, lengths)
 
 
 def counts_of_heads(plan: ResolvedPlan, around: str) -> tuple[int, ...]:
-    """How many heads the split matrices of a module have; its queries have the most."""
+    """The numbers of heads of a module's split matrices; its queries have the most."""
     found: list[int] = []
     for name in plan.tree.children[around]:
         for assignment, module, parameter in _ruled(plan, plan.tree.modules[name]):

@@ -1,4 +1,4 @@
-"""What a style is. Schema, checks, lowering and the table in docs/ are derived from these fields."""
+"""The record of a style. The schema, the checks, the lowering and the table in docs/ are derived from these fields."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shardplan.core.mesh import Axis
 from shardplan.core.plan import Output
 from shardplan.core.tree import ModuleKind
 
-Features = Literal["out", "in", "expert", "head"]  # "expert", "head": whole ones, dim 0 of a stack of them
-TrialKind = ModuleKind | Literal["parameter"]  # "parameter": named by a rule of its own
+Features = Literal["out", "in", "expert", "head"]  # "expert", "head": whole ones, along dim 0 of a stack
+TrialKind = ModuleKind | Literal["parameter"]  # "parameter": one that has its own rule
 
-# Kinds of modules that several tables name.
+# Kinds of modules in several tables.
 MATMUL: frozenset[ModuleKind] = frozenset({"linear", "conv1d"})
 EMBEDDING: frozenset[ModuleKind] = frozenset({"embedding"})
 DEPTHWISE: frozenset[ModuleKind] = frozenset({"depthwise"})
@@ -21,8 +21,8 @@ NORM: frozenset[ModuleKind] = frozenset({"norm"})
 OTHER: frozenset[ModuleKind] = frozenset({"other"})
 PARAMETER: frozenset[Literal["parameter"]] = frozenset({"parameter"})
 
-# Which dim of a parameter holds its output and its input features, by the kind of its module. What is not here is a
-# bare parameter or a stack of expert weights [experts, out, in]: counted from the end.
+# The dims of a parameter that hold its output and its input features, by the kind of its module. Any other is a bare
+# parameter or a stack of expert weights [experts, out, in]: counted from the end.
 FEATURE_DIMS: dict[tuple[ModuleKind, str], dict[Features, int]] = {
     ("linear", "weight"): {"out": 0, "in": 1},
     ("linear", "bias"): {"out": 0},
@@ -35,7 +35,7 @@ FEATURE_DIMS: dict[tuple[ModuleKind, str], dict[Features, int]] = {
 
 
 def feature_dim(kind: ModuleKind, parameter: str, features: Features, ndim: int) -> int | None:
-    """The dim (from 0) of a parameter that holds the given features; None where it has no such dim (`in` of a bias)."""
+    """The dim (from 0) of a parameter that holds the given features; None if it has no such dim (`in` of a bias)."""
     if features in ("expert", "head"):
         return 0
     known = FEATURE_DIMS.get((kind, parameter))
@@ -51,13 +51,13 @@ class ParameterStyle:
     """How a style stores and reads a parameter.
 
     Args:
-        shard: the features that are stored in shards, or None for a whole copy on every rank.
-        computed: the kind of layout that the module's code reads (core/layout.py): V, the shard; I, a whole with a complete
-            gradient; R, a whole with a partial one; P, 1/tp of a whole copy. Shards that are read whole are gathered.
+        shard: the features by which it is split into shards, or None for a whole copy on every rank.
+        computed: the kind of layout that the module's code reads (core/layout.py): V, the shard; I, whole with a complete
+            gradient; R, whole with a partial one; P, 1/tp of a whole copy. Shards that are read whole are gathered.
         packed: split each of the rule's `packed` parts, not the dimension as a whole.
-        as_input: on the tp axis its gradient follows the module's input: complete where that is I, a partial sum where it is R
-            or a slice.
-        axis: that it is split over.
+        as_input: on the tp axis its gradient follows the module's input: complete if that is I, a partial sum if it is
+            R or a slice.
+        axis: the axis over which it is split.
     """
 
     shard: Features | None
@@ -74,7 +74,7 @@ WHOLE_AS_INPUT = ParameterStyle(None, "I", as_input=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a style's rules that do not follow from the style's layouts.
+    """The options of a style's rules that do not follow from its layouts.
 
     Args:
         output: the values of `output:`.
@@ -87,12 +87,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """A table whose vectors are looked up by id: its inputs are token ids, which are not moved. Where its rows are split,
+    """A table whose vectors are looked up by id: its inputs are token ids, which are not moved. If its rows are split,
     ids outside of this rank's ceil-chunk give zero.
 
     Args:
-        until_block_input: the vectors stay a partial sum until the plan's `split_seq_input` rule; without one, or where a complete
-            value takes their place, they are reduced at once.
+        until_block_input: the vectors stay a partial sum until the plan's `split_seq_input` rule. Without one, or if a
+            complete value replaces them, they are reduced at once.
     """
 
     until_block_input: bool = False
@@ -100,14 +100,14 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureStyle:
-    """What a style does along the features of a value, its last dim, beside the moves of the whole value.
+    """What a style does along a value's features, its last dim, besides the moves of the whole value.
 
     Args:
-        means: a mean that the forward takes over its features, of which each rank has some, is that over all of them.
+        means: whether a mean in the forward over features that are spread over the ranks covers those of all ranks.
         dtensor: the output, split in its features, is returned to the caller as a DTensor of the full shape.
-        later: it is not made, but a chunk of tokens at a time by the loss that reads it, on one rank of the axis too.
-        tail: the config number that says how many trailing output features are read by every rank's heads (MLA's
-            rotary key): only these pass a move I -> R.
+        later: whether the loss that reads the output computes it, a chunk of tokens at a time, also on one rank.
+        tail: the config number for the trailing output features that every rank's heads read (MLA's rotary key): only
+            these pass a move I -> R.
     """
 
     means: bool = False
@@ -121,25 +121,25 @@ class ExpertStyle:
     """How the experts of a module are distributed, each whole on one rank.
 
     Args:
-        exchanged: each rank sends its own tokens to the ranks of their experts, over the axis ep; else every rank of the tp axis
-            has all tokens, and computes a partial sum with its experts.
+        exchanged: each rank sends its own tokens to the ranks of their experts, over the axis ep. Else every rank of
+            the tp axis has all tokens and computes a partial sum with its experts.
     """
 
     exchanged: bool
 
 
-REMOVAL = 10  # the rank of taking a rule away: what is likelier has a smaller one
+REMOVAL = 10  # the rank of removing a rule; likelier changes have smaller ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Where a style is tried in place of a rule that the layout check blames. What fixes the finding is its help line.
+    """Where a style is tried in place of a rule that the layout check blames. The fix becomes the finding's help line.
 
     Args:
         on: kinds of modules.
-        whole, sliced: its rank among all that is tried there, the likeliest the smallest, without and with sequence
+        whole, sliced: its rank among all trials there, the likeliest the smallest, without and with sequence
             parallelism; None: it is not tried.
-        output: with this `output:`.
+        output: the `output:` of the tried rule.
     """
 
     on: frozenset[TrialKind]
@@ -152,34 +152,34 @@ class Trial:
 class Style:
     """One style.
 
-    A value passes four layouts at a module. Its input has one of `input_sources` and is moved to `input_destination`; the
-    module's own forward returns a value in `output_source`, which is moved to `output_destination`.
+    A value passes four layouts at a module. Its input has one of `input_sources` and is moved to `input_destination`.
+    The module's own forward returns a value in `output_source`, which is moved to `output_destination`.
 
     Args:
-        name: what plans write.
-        aliases: older spellings, the same style.
+        name: its name in plans.
+        aliases: older spellings of the same style.
         summary: one sentence for the table of styles and the editor's hover text.
-        kinds: the module kinds that it fits; None is any.
-        on_parameters: whether a rule may name a single parameter: then only `weight` counts, there are no moves.
-        weight: for every parameter but `bias`.
-        bias: for the parameter `bias`, which is then added once, after the reduction; None is as `weight`.
+        kinds: the module kinds that it fits; None: any.
+        on_parameters: whether a rule may name a single parameter: then only `weight` counts, and there are no moves.
+        weight: for every parameter except `bias`.
+        bias: for the parameter `bias`, which is then added once, after the reduction; None: as `weight`.
         input_sources: the accepted input layouts; empty: any, without a move.
-        input_destination: the layout that the module's forward reads; None: as it comes.
-        output_source: the layout of what the forward returns; None: it follows from the inputs, and is not moved.
+        input_destination: the layout that the module's forward reads; None: as it arrives.
+        output_source: the layout that the forward returns; None: it follows from the inputs, and is not moved.
         output_destination: the layout of the output; None: `output_source`.
-        argument: which arguments are moved: "first" (or the rule's `argument`), "floats" (every floating-point
+        argument: the arguments that are moved: "first" (or the rule's `argument`), "floats" (every floating-point
             tensor).
         options: options of its rules that do not follow from the layouts.
-        lookup: of a table of vectors.
-        features: what is done along the features of a value.
-        experts: of a module of experts that are distributed whole: its rule takes the module's parameters with it.
+        lookup: for a table of vectors.
+        features: its work along the features of a value.
+        experts: for a module of distributed whole experts: its rule covers the module's parameters.
         owns_parameters: whether it stores the module's parameters; else other rules do.
         on_cp: whether rules for the axis cp may name it.
-        exchanges_heads: on the axis cp: the module has all tokens, and of heads and channels what the rules for tp below it would give to a
-            rank of an axis of that size.
+        exchanges_heads: on the axis cp: the module has all tokens, and the heads and channels that the tp rules below
+            it would give to a rank of an axis of that size.
         trials: where it is proposed as a repair; empty: nowhere.
-        comment: the comment that `init` writes above the first rule of the style in a plan that it writes; empty: nothing.
-        source: where the scheme comes from.
+        comment: the comment that `init` writes above the first rule of the style in its plan; empty: none.
+        source: the origin of the scheme.
     """
 
     name: str
@@ -206,12 +206,12 @@ class Style:
     source: str = ""
 
     def parameter(self, name: str) -> ParameterStyle:
-        """How it stores the parameter of that short name."""
+        """How it stores the parameter with that short name."""
         return self.bias if name == "bias" and self.bias is not None else self.weight
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each rank computes with its shard: what is gathered where it is read does not count."""
+        """Whether each rank computes with its shard; a parameter that is gathered where it is read does not count."""
         return self.weight.computed == "V" and self.weight.axis is Axis.TP
 
     @property
@@ -221,17 +221,17 @@ class Style:
 
     @property
     def as_input(self) -> bool:
-        """Whether the tp layout of the module's input says what its parameters' gradients are."""
+        """Whether the tp layout of the module's input determines its parameters' gradients."""
         return self.weight.as_input or self.exchanges
 
     @property
     def splits_rows(self) -> bool:
-        """Whether each rank has some rows of a table: what it looks up is a partial sum."""
+        """Whether each rank has some rows of a table, so that its look-ups are a partial sum."""
         return self.lookup is not None and self.weight.shard == "in"
 
     @property
     def until_block_input(self) -> bool:
-        """Whether what is looked up stays a partial sum until the block input of the sequence-parallel region."""
+        """Whether looked-up vectors stay a partial sum until the block input of the sequence-parallel region."""
         return self.lookup is not None and self.lookup.until_block_input
 
     @property
@@ -241,7 +241,7 @@ class Style:
 
     @property
     def gathers_sequence(self) -> bool:
-        """Whether the output is a slice of the sequence and is gathered, as with `output: gather`: the structure decides between R and I."""
+        """Whether the output is a slice of the sequence and is gathered, as with `output: gather`; the structure decides between R and I."""
         return self.output_source == V(SEQ) and self.output_destination == R
 
     @property
@@ -272,18 +272,18 @@ class Style:
 
     @property
     def moves_one_argument(self) -> bool:
-        """Whether it moves an argument, and does nothing else: then it may be the style of a further one (`arguments:`)."""
+        """Whether it moves an argument and does nothing else; then it may be the style of a further one (`arguments:`)."""
         return self.argument_option and self.is_block_input and self.output_source is None and not self.exchanges_heads
 
     @property
     def seq_option(self) -> bool:
-        """Whether `seq_dim:` is accepted: something is, or by `output:` may be, split along the sequence."""
+        """Whether `seq_dim:` is accepted: something is split along the sequence, or may be by `output:`."""
         return bool(self.options.output) or self.along_sequence
 
     @property
     def read_outside_option(self) -> bool:
-        """Whether `read_outside:` is accepted: outputs that the style does not move are equal on all ranks (R), or of slices of the
-        sequence as its input is."""
+        """Whether `read_outside:` is accepted: outputs that the style does not move are equal on all ranks (R), or
+        follow slices of the sequence, as its input does."""
         return self.input_destination == self.output_source == V(SEQ) or (
             self.kinds is None
             and self.output_source is None
@@ -304,5 +304,5 @@ class Style:
 
     @property
     def is_block_input(self) -> bool:
-        """Whether the style only moves values and owns no parameters: rules for the module's parameters may stand beside it."""
+        """Whether the style only moves values and owns no parameters: the module's parameters may then have rules too."""
         return not self.owns_parameters

@@ -1,4 +1,4 @@
-"""Arguments and buffers that every rank has whole, and of which a module's forward reads the rank's share."""
+"""Arguments and buffers that every rank has whole; a module's forward reads the rank's share of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TensorShare = ArgumentSlice | ParameterProgram
 
 
 def tensor_shares(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> Iterator[TensorShare]:
-    """Those of a module that a rule splits; what does not fit is a finding (compiler/check/declared_heads.py)."""
+    """The arguments and buffers of a module that a rule splits; misfits are findings
+    (compiler/check/declared_heads.py)."""
     for one in rule.shares:
         found = tensor_share(plan, module, one) if one.dim is not None else None
         if isinstance(found, TensorShare):
@@ -27,13 +28,13 @@ def tensor_shares(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> Iterato
 
 
 def tensor_share(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> TensorShare | str | None:
-    """How an argument or a buffer is read; a buffer as a parameter that is stored in these shards would be.
+    """How an argument or a buffer is read: a buffer as a parameter stored in these shards would be.
 
     Args:
-        one: with a dim.
+        one: a share with a dim.
 
     Returns:
-        None where every rank reads all of a buffer (the features of one head that all ranks share), and why it does not fit.
+        None if every rank reads all of a buffer (the features of one head that all ranks share); or why it does not fit.
     """
     known, buffer = module.arguments, one.name in module.buffers
     if buffer and known is not None and one.name in known:

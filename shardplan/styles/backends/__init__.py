@@ -1,4 +1,4 @@
-"""The data-parallel backends: one record for each. Data alone; `shardplan.runtime.apply` has the function of each."""
+"""The data-parallel backends, one record each. This is data; `shardplan.runtime.apply` has the function of each."""
 
 from shardplan.core.mesh import APPLIED, Axis
 
