@@ -1,4 +1,4 @@
-"""Which plans there are, and what a plan splits of a model."""
+"""Which plans exist, and what a plan splits of a model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Coverage:
     """What a plan splits of a model.
 
     Args:
-        model: as it was named.
+        model: its name, as given.
         plan: the plan's name.
         allowed_tp: the sizes of the tp axis that divide all that is split, without and with sequence parallelism.
         split: the share (0 to 1) of the parameters inside the layers that is split over tp.
-        whole: part of a layer, as a pattern -> its share of the parameters inside the layers: the largest modules with
-            matrices of which nothing is split, every rank holds them and computes the same with them.
+        whole: part of a layer, as a pattern -> its share of the parameters inside the layers: the largest modules that
+            have matrices but split nothing; every rank holds them and computes the same with them.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""What was derived for a model: a plan where no built-in one is for it, or the rules for the axis cp that such a plan lacks."""
+"""What was derived for a model: a plan if no built-in one fits it, or the rules for the axis cp that such a plan lacks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DerivedPlan:
-    """A plan that was derived for a model, in the way of `shardplan init`.
+    """A plan derived for a model, in the way of `shardplan init`.
 
     Args:
         text: the plan file, YAML.
-        description: which parts of the model it splits; of a plan that extends another, the rules that it adds.
-        save: the command line, or the call, that writes it.
+        description: the parts of the model that it splits; for a plan that extends another, the rules that it adds.
+        save: the command line or call that writes it.
         split: the share (0 to 1) of the parameters inside the layers that is split over tp.
-        whole: part of a layer, as a pattern -> its share of the parameters inside the layers: what every rank has whole.
-        kept: why it could not be kept for the next time; None where it was.
-        extends: the built-in plan to which rules for the axis cp were added; None where all of it was derived.
+        whole: part of a layer that every rank has whole, as a pattern -> its share of the parameters inside the layers.
+        kept: why it could not be kept for the next time; None if it was.
+        extends: the built-in plan to which rules for the axis cp were added; None if all of it was derived.
     """
 
     text: str
@@ -30,7 +30,7 @@ class DerivedPlan:
 
     @property
     def lines(self) -> Iterator[str]:
-        """What a reader needs to know of it, a line for each fact."""
+        """The facts about it for a reader, one per line."""
         if self.extends is not None:
             yield f"derived for cp, as the plan {self.extends} has no section context_parallel: {self.description}"
             yield f"to keep and edit these rules: {self.save}"

@@ -1,4 +1,4 @@
-"""Findings: what is wrong, where, and what to change."""
+"""Findings: the problem, its place, and what to change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Code = NewType("Code", str)
 
 
 class Severity(StrEnum):
-    """How much a finding weighs: an error refuses the plan, a warning does not (unless `--strict`)."""
+    """The weight of a finding: an error refuses the plan, a warning does not (unless `--strict`)."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -34,13 +34,13 @@ class Location:
     """A place in a plan document.
 
     Stages carry the *path* into the document (`("tensor_parallel", "model.norm")`); only the renderer turns it
-    into a line and a column, through the `SourceMap`. `span` is for what has no path: a syntax error.
+    into a line and a column, through the `SourceMap`. `span` is for places without a path: a syntax error.
 
     Args:
         file: the document's display name: a path as the user wrote it, `plans/llama.yaml`, `<dict>`, `<hf>`.
         path: keys and indices from the document's root.
         part: whether the key or the value of the last path element is meant.
-        span: an exact place, when the document has no structure there.
+        span: an exact place, if the document has no structure there.
     """
 
     file: str
@@ -59,14 +59,14 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of one rule that was tried and fixes a finding, as a change of a plan's text.
+    """A tried change of one rule that fixes a finding, as a change of a plan's text.
 
     Args:
-        section: that the rule stands in, or should.
-        pattern, value: of the rule that should apply; `none` removes an inherited one. None as value: no rule should.
-        location: of the rule that applies now, where it stands in the same section; None: none does.
+        section: the section that has the rule, or should have it.
+        pattern, value: of the rule that should apply; `none` removes an inherited one. A value of None: no rule should.
+        location: of the rule that applies now, if it is in the same section; else None.
         keep: patterns without alternatives for which that rule still applies.
-        override: that rule applies to more than `pattern` and cannot be divided.
+        override: whether that rule applies to more than `pattern` and cannot be divided.
     """
 
     section: str
@@ -82,8 +82,8 @@ class Rewrite:
     """A change of one key or value of a plan, as a help line proposes it.
 
     Args:
-        location: of a key or a value, by its path; the document itself: of a line above all others.
-        word: what takes its place, as YAML has it; None: the entry goes, key and value.
+        location: of a key or a value, by its path; of the document itself: a line above all others.
+        word: its replacement, as YAML has it; None: the entry is removed, key and value.
     """
 
     location: Location
@@ -92,19 +92,19 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One finding. The first line (`severity[code]: message`) stands alone.
+    """One finding. The first line (`severity[code]: message`) is complete by itself.
 
     Args:
-        code: of its kind, never reused; `shardplan explain CODE` prints its page.
+        code: the code of its kind, never reused; `shardplan explain CODE` prints its page.
         severity: error or warning.
-        message: one sentence, without a final full stop, that names what is declared and what is needed.
+        message: one sentence, without a final full stop, that says what is declared and what is needed.
         primary: the line of the plan to change, if there is one.
         related: other lines of the plan that are involved.
         notes: facts, one per line (`model.layers.0.self_attn: num_key_value_heads is 4`).
         help: what to change, as an instruction.
         modules: the modules or parameters concerned; equal findings over layers are one diagnostic.
-        edits: the changes that fix it, where they were tried; empty where there is none.
-        proposals: changes that the help line names and nobody has tried, of which one may fix it: the likeliest first.
+        edits: the changes that fix it, if they were tried; empty if there are none.
+        proposals: untried changes that the help line names; one may fix it, the likeliest first.
     """
 
     code: Code
@@ -141,5 +141,5 @@ class PlanError(ValueError):
         return type(self), (self.diagnostics, str(self))
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the findings. The frames of the call say nothing about a plan."""
+        """The text in a notebook: the findings. The frames of the call say nothing about a plan."""
         return [type(self).__name__, "", *str(self).splitlines()]

@@ -1,4 +1,4 @@
-"""What a plan costs on a mesh, as `estimate` reports it: data, which `report` renders."""
+"""The cost of a plan on a mesh, as `estimate` reports it: data, which `report` renders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .size_bounds import (
 )
 
 Phase = Literal["forward", "backward", "optimizer step"]
-# What may bound the time of a step.
-# "pipeline": the slowest rank's micro-batches one after the other, and what it waits for others.
+# Possible bounds of a step's time.
+# "pipeline": the slowest rank's micro-batches one after the other, and its waiting for others.
 Term = Literal["compute", "memory", "links in a node", "network", "pipeline"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 FitOptimizer = Literal["adamw", "adamw-fused", "adamw-for-loop", "sgd", "none"]
 OptimizerName = Literal[FitOptimizer, "muon", "whole-matrix"]
-# What memory is used for. "gathered parameters" are FSDP's whole copies of units; "activations" are what a forward keeps
-# for its backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "masks and scores" every tensor
+# Uses of memory. "gathered parameters" are FSDP's whole copies of units; "activations" what a forward keeps for its
+# backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "masks and scores" every tensor
 # over pairs of tokens; "temporaries" all else.
 Category = Literal[
     "parameters",
@@ -42,7 +42,7 @@ Category = Literal[
     "temporaries",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-# What `cpu_offload` keeps on the host.
+# Kept on the host by `cpu_offload`.
 OFFLOADED: tuple[Category, ...] = ("parameters", "gradients", "optimizer state")
 
 
@@ -51,18 +51,18 @@ class Device:
     """A device and its links, as its makers state them.
 
     Args:
-        name: as on the command line.
+        name: its name on the command line.
         memory: bytes.
         flops: dtype ("bfloat16") -> dense floating point operations per second.
         memory_bandwidth: bytes per second.
-        node_gpus: how many devices the fast links join.
+        node_gpus: the number of devices that the fast links join.
         node_bandwidth: bytes per second that one device sends over these links (and receives as many).
         network_bandwidth: bytes per second that one device sends to other nodes.
-        source: where the numbers are from.
-        efficiency: the shares of the bound's speed that steps reached on such devices, the least and the most; None: not measured.
+        source: the origin of the numbers.
+        efficiency: the shares of the bound's speed that steps reached on such devices, least and most; None: not measured.
 
     Raises:
-        ValueError: a field of another type, or outside of what any device has.
+        ValueError: a field of another type, or beyond what any device has.
     """
 
     name: str
@@ -96,20 +96,20 @@ class TrainingStep:
     Args:
         seq_len: tokens of a sequence.
         micro_batch: sequences of a data-parallel rank in one forward.
-        precision: the dtype in which parameters, gradients and optimizer state are stored; also as "bfloat16" or
+        precision: the dtype in which parameters, gradients and optimizer state are stored; also written "bfloat16" or
             torch.bfloat16.
-        optimizer: "adamw" (torch's default on a GPU, which updates all parameters at once), "adamw-fused", "adamw-for-loop", "sgd",
-            "muon" (shardplan.optimizers.Muon, and AdamW for what is no matrix; without pp), "whole-matrix" (the same with a `whole_matrix` of one's own,
-            whose work and states are not known) or "none".
-        expert_load: the share of the busiest ep rank of all rows for experts, over the mean of the ranks: the rank whose cost it is.
-            1 is an even load; at most ep.
-        micro_batches: forwards and backwards before the optimizer steps; with pp the number that the schedule runs, else gradients
-            are accumulated.
-        schedule: of the pipeline, where pp is above 1: a name that `shardplan.core.schedules` has, or torch's.
+        optimizer: "adamw" (torch's default on a GPU, which updates all parameters at once), "adamw-fused",
+            "adamw-for-loop", "sgd", "muon" (shardplan.optimizers.Muon, with AdamW for all that is not a matrix; without
+            pp), "whole-matrix" (the same with your own `whole_matrix`, whose work and states are unknown) or "none".
+        expert_load: the busiest ep rank's share of all rows for experts, over the mean of the ranks; the cost is that
+            rank's. 1 is an even load; at most ep.
+        micro_batches: forwards and backwards per optimizer step; with pp the number that the schedule runs, else
+            gradients are accumulated.
+        schedule: the pipeline's, if pp is above 1: a name in `shardplan.core.schedules`, or torch's.
 
     Raises:
-        ValueError: a size that is not a positive integer or above its bound (`shardplan.core.size_bounds`), a load that is no number from 1 on,
-            an unknown word.
+        ValueError: a size that is not a positive integer or is above its bound (`shardplan.core.size_bounds`), a load
+            that is not a number from 1 on, an unknown word.
     """
 
     seq_len: int
@@ -137,16 +137,16 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
-    """The ranks that run a model for inference beside the training, and get its weights after each step (`shardplan.refit`).
+    """The ranks that run a model for inference during training and get its weights after each step (`shardplan.refit`).
 
     Args:
-        plan: of the engine's model: a name, a file or a Plan.
+        plan: that of the engine's model: a name, a file or a Plan.
         mesh: sizes by axis, `{"tp": 4}`.
         precision: the dtype of its weights.
-        first: its first rank in the job: 0, where the trainer's is, or another, such as the number of the trainer's ranks.
+        first: its first rank in the job: 0, the trainer's first, or another, such as the number of the trainer's ranks.
 
     Raises:
-        ValueError: an unknown precision, or a first rank that is no number from 0 on.
+        ValueError: an unknown precision, or a first rank that is not a number from 0 on.
     """
 
     plan: Any
@@ -162,12 +162,12 @@ class EngineRanks:
 
 @dataclass(frozen=True, slots=True)
 class RefitEstimate:
-    """What one refit of an engine costs.
+    """The cost of one refit of an engine.
 
     Args:
-        bytes: that all ranks send.
+        bytes: the number that all ranks send.
         busiest: the most bytes that one rank sends or receives.
-        seconds: the least time, by the slowest link of the device that is used; None without a device.
+        seconds: the least time, by the slowest link used of the device; None without a device.
     """
 
     bytes: int
@@ -177,12 +177,12 @@ class RefitEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is estimated.
+    """The question of an estimate.
 
     Args:
         model, plan: the names.
-        sequence_parallel: with the plan's overlay.
-        step: of which it is the cost.
+        sequence_parallel: whether the plan's overlay applies.
+        step: the step whose cost is estimated.
     """
 
     model: str
@@ -193,13 +193,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of the rank with the largest shards and, of pipeline stages, with the most bytes, in a training step after the first.
+    """The memory of the rank with the largest shards (of pipeline stages, the most bytes) in a training step after the first.
 
     Args:
         peak: category -> bytes on the device at the moment of the largest sum.
-        phase, module: what runs at that moment; the module's full name, "" for the model itself.
+        phase, module: the running phase and module at that moment; the module's full name, "" for the model itself.
         most: category -> the most bytes that it takes at any moment.
-        host: category -> the most bytes on the host, which `cpu_offload` keeps there.
+        host: category -> the most bytes on the host, where `cpu_offload` keeps them.
     """
 
     peak: Mapping[Category, int]
@@ -216,14 +216,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one kind of collective moves over one mesh axis in a step.
+    """The bytes that one kind of collective moves over one mesh axis in a step.
 
     Args:
-        axis: one that estimates know.
+        axis: one of the axes that estimates know.
         collective: "all_gather", "reduce_scatter", "all_reduce", ...
-        calls: how many.
-        bytes: that a rank sends with ring algorithms: 2(n-1)/n of the whole tensor for an all-reduce, (n-1)/n for the others;
-            of an all-to-all the larger of what it sends and receives.
+        calls: their number.
+        bytes: the number that a rank sends with ring algorithms: 2(n-1)/n of the whole tensor for an all-reduce,
+            (n-1)/n for the others; for an all-to-all the larger of what it sends and receives.
     """
 
     axis: Axis
@@ -237,36 +237,36 @@ class Bound:
     """The least time of a step.
 
     Args:
-        terms: what may bound the step -> seconds that it takes at its full speed.
+        terms: possible bounds of the step -> the seconds that each takes at full speed.
     """
 
     terms: Mapping[Term, float]
 
     @property
     def by(self) -> Term:
-        """What bounds the step."""
+        """The term that bounds the step."""
         return max(self.terms, key=lambda term: self.terms[term])
 
     @property
     def seconds(self) -> float:
-        """All of it overlapped perfectly: the longest alone."""
+        """All terms overlap perfectly: the time of the longest."""
         return self.terms[self.by]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineEstimate:
-    """The stages of a pipeline, and what their schedule does.
+    """The stages of a pipeline, and the effect of their schedule.
 
     Args:
         schedule: its name.
-        micro_batches: of a step.
-        sizes: how many blocks each stage has.
-        bubble: the share of the step, over all ranks, in which they wait: 0 to 1. The seconds of stages are those of the device; without one,
-            their operations.
-        peaks: of each pp rank, the bytes at its peak.
-        fullest: the pp rank with the largest one, whose memory is estimated.
-        in_flight: the stages of that rank -> micro-batches whose backward is not done, where these keep the most.
-        busiest: the pp rank that computes the longest, whose operations and communication are estimated.
+        micro_batches: their number in a step.
+        sizes: the number of blocks in each stage.
+        bubble: the share of the step, over all ranks, in which they wait: 0 to 1. It is computed from the stages'
+            seconds on the device, or without one from their operations.
+        peaks: for each pp rank, the bytes at its peak.
+        fullest: the pp rank with the largest peak; its memory is estimated.
+        in_flight: the stages of that rank -> micro-batches whose backward is not done, when these keep the most.
+        busiest: the pp rank that computes the longest; its operations and communication are estimated.
     """
 
     schedule: str
@@ -281,23 +281,23 @@ class PipelineEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a training step of a planned model costs one rank.
+    """The cost of a training step of a planned model for one rank.
 
     Args:
         asked: the question.
         sizes: the mesh.
-        parameters: of the whole model (elements).
-        held: of them, those that a rank stores (elements).
+        parameters: those of the whole model (elements).
+        held: those of them that a rank stores (elements).
         memory: bytes.
         flops: dtype -> floating point operations of a step, recomputation included.
         traffic: by axis and collective; axes of one rank have none.
-        touched: bytes of memory that the step must read or write at least.
-        layers: of the model, as far as they repeat.
-        traced: the depths that were traced; the rest is extrapolated. Just `layers` where nothing is.
-        not_modelled: what the figures leave out.
-        device, bound: where a device was named.
-        pipeline: where pp is above 1.
-        refit: where an engine was named.
+        touched: bytes of memory that the step must at least read or write.
+        layers: those of the model, as far as they repeat.
+        traced: the traced depths; the rest is extrapolated. Equals `layers` if nothing is.
+        not_modelled: costs that the figures leave out.
+        device, bound: set if a device was named.
+        pipeline: set if pp is above 1.
+        refit: set if an engine was named.
     """
 
     asked: Question

@@ -4,13 +4,13 @@
     term       = factor {("*" | "//") factor}
     factor     = whole number | name {"." name} | "(" expression ")"
 
-A condition over its numbers and booleans, such as `num_local_experts > 1 and not q_lora_rank`, adds comparisons (`==`, `!=`,
-`<`, `<=`, `>`, `>=`), `not`, `and` and `or`, which bind as in Python. Each of them is 1 or 0, a boolean of the configuration too,
-and a field that is None counts as 0. A condition holds where its value is not 0.
+A condition over its numbers and booleans, such as `num_local_experts > 1 and not q_lora_rank`, adds comparisons (`==`,
+`!=`, `<`, `<=`, `>`, `>=`), `not`, `and` and `or`, with Python's precedence. Each yields 1 or 0, as does a boolean of
+the configuration; a field that is None counts as 0. A condition holds if its value is not 0.
 
-Python's parser decides what binds to what. It never reads the text of a plan, only a skeleton such as `0*(1//2)` whose
-numbers stand for the operands. Names that Python does not allow (`layers.0.size`), its keywords, warnings and limits
-therefore do not matter.
+Python's parser decides the precedence. It never reads the text of a plan, only a skeleton such as `0*(1//2)` whose
+numbers represent the operands. So names that Python does not allow (`layers.0.size`), its keywords, warnings and limits
+do not matter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARITHMETIC: dict[Operator, Callable[[float, float], float]] = {
     "*": operator.mul,
     "//": operator.floordiv,
 }
-LOGIC: dict[Operator, Callable[[float, float], float]] = {  # in conditions alone
+LOGIC: dict[Operator, Callable[[float, float], float]] = {  # only in conditions
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -46,7 +46,7 @@ LOGIC: dict[Operator, Callable[[float, float], float]] = {  # in conditions alon
 }
 OPERATORS = ARITHMETIC | LOGIC
 NOT = "not"
-WORDS = frozenset(sign for sign in (*LOGIC, NOT) if sign.isalpha())  # names elsewhere
+WORDS = frozenset(sign for sign in (*LOGIC, NOT) if sign.isalpha())  # elsewhere they are names
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class ExpressionError(ValueError):
     """A text that is not an expression.
 
     Args:
-        reason: what is wrong, without a final full stop.
-        start, end: the characters that are meant.
+        reason: the problem, without a final full stop.
+        start, end: the characters that it concerns.
     """
 
     def __init__(self, reason: str, start: int, end: int):
@@ -99,8 +99,8 @@ class EvaluationError(ValueError):
     """An expression that has no value for these numbers.
 
     Args:
-        reason: what is wrong, without a final full stop.
-        unknown: the names that the table does not have.
+        reason: the problem, without a final full stop.
+        unknown: the names missing in the table.
     """
 
     def __init__(self, reason: str, unknown: tuple[str, ...] = ()):
@@ -121,7 +121,7 @@ _parsed = lru_cache(maxsize=1024)(parse_expression)
 
 
 def count_of(expression: str, numbers: Mapping[str, int | float]) -> int | str:
-    """The value of an expression that counts something, or why it has none."""
+    """The value of an expression that counts something, or the reason why it has none."""
     try:
         count = evaluate(_parsed(expression), numbers)
     except EvaluationError as error:
@@ -248,7 +248,7 @@ def _whole(name: str, value: int | float) -> int:
     return int(value)
 
 
-# A word with the blanks before it: an operand, a sign, what has no meaning, or at the end nothing.
+# A word with the blanks before it: an operand, a sign, something without meaning, or nothing at the end.
 _TOKEN = re.compile(
     r"\s*(?P<word>(?P<operand>[0-9]+|[A-Za-z_]\w*(?:\.\w+)*)|//|[=!<>]=|[-+*()<>]|(?P<other>.)|)", re.ASCII | re.DOTALL
 )

@@ -25,11 +25,11 @@ class Choice:
         sizes: the mesh.
         micro_batch: sequences in one forward of a data-parallel rank.
         micro_batches: forwards and backwards in a step.
-        checkpointing: what is computed again in backward.
+        checkpointing: what backward computes again.
         sharded_logits: whether logits are split over tp.
-        sequence_parallel: with the plan's overlay.
-        regather: whether what is gathered along the sequence is gathered again in backward.
-        schedule: of the pipeline; None without one.
+        sequence_parallel: whether the plan's overlay applies.
+        regather: whether values gathered along the sequence are gathered again in backward.
+        schedule: the pipeline's; None without one.
         offload: whether parameters, gradients and the optimizer's states are in the host's memory.
     """
 
@@ -45,12 +45,12 @@ class Choice:
 
 
 class Order(NamedTuple):
-    """What makes a configuration better than another: the first of these that is less.
+    """The criteria by which one configuration is better than another: the first that is less decides.
 
     Args:
         bound: seconds of a step, to three digits.
         waiting: see `Fitted`, to a millisecond.
-        overlapping: the sum of what takes time, to a millisecond, since no step overlaps perfectly.
+        overlapping: the sum of all times, to a millisecond, since no step overlaps perfectly.
         memory: bytes.
     """
 
@@ -66,10 +66,10 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A configuration that was estimated.
+    """An estimated configuration.
 
     Args:
-        flops_of_a_token: of the unsharded model, forward and backward, nothing computed again.
+        flops_of_a_token: those of the unsharded model, forward and backward, without recomputation.
         waiting: seconds of the collectives over tp, cp and ep, whose results the next operation reads.
     """
 
@@ -85,13 +85,13 @@ class Fitted:
 
     @property
     def order(self) -> Order:
-        """By what configurations are compared."""
+        """The criteria by which configurations are compared."""
         assert self.estimate.bound is not None
         return Order.of(self.estimate.bound, self.waiting, self.estimate.memory.total)
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s utilisation at the bound: operations of the model over what the devices could do, 0 to 1."""
+        """Model FLOP/s utilisation at the bound: operations of the model over those possible on the devices, 0 to 1."""
         device = self.estimate.device
         assert device is not None and self.estimate.tokens_per_second is not None
         return (
@@ -100,7 +100,7 @@ class Fitted:
 
     @property
     def largest(self) -> tuple[Category, int]:
-        """What takes the most of the peak."""
+        """The largest use of the peak memory."""
         peak = self.estimate.memory.peak
         category = max(CATEGORIES, key=lambda c: peak.get(c, 0))
         return category, peak.get(category, 0)
@@ -115,14 +115,14 @@ class Fit:
     """The best configurations for a number of devices.
 
     Args:
-        gpus: how many devices.
+        gpus: the number of devices.
         rows: the fastest bound first.
-        screened: how many configurations were compared.
-        too_large: how many of them need more memory than a device has.
-        refused: what was not searched, and why.
-        efficiency: of the device: the shares of the bound that steps reached, the least and the most; None: not measured.
-        tokens: of the whole training, where it was given.
-        derived: the plan, where `auto` derived it.
+        screened: the number of configurations compared.
+        too_large: the number of them that need more memory than a device has.
+        refused: configurations that were not searched, and why.
+        efficiency: the device's: the shares of the bound that steps reached, least and most; None: not measured.
+        tokens: those of the whole training, if given.
+        derived: the plan, if `auto` derived it.
     """
 
     gpus: int

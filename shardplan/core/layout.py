@@ -29,8 +29,8 @@ class Layout:
     """One of I, R, V(dim), P on an axis. `dim` counts as in torch; -1 is the feature dimension, SEQ the sequence.
 
     Args:
-        copies: on how many neighbouring ranks each slice of a V is (key-value heads that several ranks compute with); above 1
-            its gradient is a partial sum over them. A slice that is on all ranks is R.
+        copies: the number of neighbouring ranks that have each slice of a V (key-value heads shared by several ranks).
+            Above 1, its gradient is a partial sum over them. A slice that is on all ranks is R.
     """
 
     kind: LayoutKind
@@ -76,19 +76,19 @@ def V(dim: int | Literal["seq"]) -> Layout:  # noqa: N802 - the literature's nam
 
 
 def over_features(operand: Sequence[int], argument: Sequence[int], *, grouped: bool) -> bool:
-    """Whether the last dim of an operation's operand has the features of its module's first argument: it has the argument's shape,
-    and where features are grouped, one more dim for the one group that they belong to."""
+    """Whether the last dim of an operation's operand has the features of its module's first argument: the operand has
+    the argument's shape and, if features are grouped, one more dim for the group to which they belong."""
     return tuple(operand) == tuple(argument) or (grouped and tuple(operand) == (*argument[:-1], 1, argument[-1]))
 
 
 def in_one_row(argument: Sequence[int] | None, output: Sequence[int], layout: Layout) -> tuple[int, int] | None:
-    """Batch and sequence of a module's output that has the tokens of its argument in one row ([batch * sequence, hidden] of [batch,
-    sequence, hidden], as experts may return them); None of any other. A slice of the sequence is one of each of the batch.
+    """Batch and sequence of a module's output that has its argument's tokens in one row ([batch * sequence, hidden] for [batch,
+    sequence, hidden], as experts may return them); None for any other. A slice of the sequence is one of each in the batch.
 
     Args:
         argument: the shape that the module's forward reads.
         output: the shape that it returns.
-        layout: of the output.
+        layout: the output's.
     """
     if argument is None or layout.kind != "V" or layout.dim != 1 or (len(argument), len(output)) != (3, 2):
         return None

@@ -22,13 +22,13 @@ class Axis(StrEnum):
 
 
 AXES = tuple(Axis)
-BATCHES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # whose ranks have batches of their own
+BATCHES = (Axis.DP_REPLICATE, Axis.DP_SHARD)  # axes whose ranks have batches of their own
 DATA_PARALLEL = (*BATCHES, Axis.CP)  # or other tokens of one batch
-APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
+APPLIED = (*DATA_PARALLEL, Axis.TP)  # axes over which models are sharded
 _OF_THE_WORLD = tuple(axis for axis in AXES if axis is not Axis.EP)
-VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # whose ranks the ep axis is taken from
+VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # axes from whose ranks the ep axis is taken
 
-# Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.
+# Spellings of other projects -> ours. One that covers several axes names the flattened ones.
 AXIS_ALIASES: dict[str, Axis] = {
     "tensor_parallel": Axis.TP,
     "tensor": Axis.TP,
@@ -51,7 +51,7 @@ AXIS_ALIASES: dict[str, Axis] = {
 
 
 def canonical_axis(name: str) -> Axis | None:
-    """The mesh axis of that name, or None where no axis has it."""
+    """The mesh axis of that name, or None if there is none."""
     return Axis(name) if name in AXES else AXIS_ALIASES.get(name)
 
 
@@ -59,14 +59,14 @@ def canonical_axis(name: str) -> Axis | None:
 class MeshSizes:
     """The number of ranks on each axis. `tp` None means that no size is given.
 
-    `ep` is a view of dp_shard x cp x tp, the innermost ranks of them: it takes no ranks of its own.
+    `ep` is a view of dp_shard x cp x tp, of their innermost ranks: it takes no ranks of its own.
 
     Args:
-        shards: how many axes of a DeviceMesh split parameters (dp_shard, cp): with one, a backend wraps the model even over
-            one rank. Other meshes are sizes alone, where an axis of one rank is none.
+        shards: the number of axes of a DeviceMesh that split parameters (dp_shard, cp): with one, a backend wraps the
+            model even over one rank. Other meshes are sizes alone, and an axis of one rank is no axis.
 
     Raises:
-        ValueError: a size that is not a positive integer, or that no mesh has.
+        ValueError: a size that is not a positive integer, or that is too large for any mesh.
     """
 
     tp: int | None = None
@@ -84,16 +84,16 @@ class MeshSizes:
                 check_count(f"the size of mesh axis {axis}", size, MOST_RANKS)
 
     def of(self, axis: Axis) -> int:
-        """The number of ranks on an axis; 1 for a `tp` that is None."""
+        """The number of ranks on an axis; 1 if `tp` is None."""
         return getattr(self, axis) or 1
 
     def text(self, axes: Iterable[Axis] = APPLIED, joined: str = " x ") -> str:
-        """ "dp_shard 64 x tp 8": the axes of more than one rank; "" where there are none."""
+        """ "dp_shard 64 x tp 8": the axes of more than one rank; "" if there are none."""
         return joined.join(f"{axis} {self.of(axis)}" for axis in axes if self.of(axis) > 1)
 
     @property
     def shown(self) -> str:
-        """ "dp_shard 4, ep 2, tp 2": every axis of more than one rank; "tp 1" where there are none."""
+        """ "dp_shard 4, ep 2, tp 2": every axis of more than one rank; "tp 1" if there are none."""
         return self.text(AXES, ", ") or f"{Axis.TP} 1"
 
     @property
@@ -112,38 +112,38 @@ class MeshSizes:
 
     @property
     def splits_layers(self) -> bool:
-        """Whether there is more than data parallelism; without a size of tp it is meant to be above 1."""
+        """Whether there is more than data parallelism; without a size of tp, tp counts as above 1."""
         return self.tp != 1 or self.ep > 1 or self.pp > 1
 
     @property
     def needs_rules(self) -> bool:
-        """Whether a plan for data parallelism alone is not enough: layers are split, or sequences."""
+        """Whether a plan for data parallelism alone is insufficient: layers or sequences are split."""
         return self.splits_layers or self.cp > 1
 
     @property
     def viewed(self) -> int:
-        """The number of ranks that the ep axis is taken from."""
+        """The number of ranks from which the ep axis is taken."""
         return math.prod(map(self.of, VIEWED))
 
     @property
     def ep_shard(self) -> int:
-        """The number of ranks over which FSDP2 shards the experts of one ep rank, where ep fits."""
+        """The number of ranks over which FSDP2 shards the experts of one ep rank, if ep fits."""
         assert self.ep_misfit is None, self.ep_misfit
         return self.viewed // self.ep
 
     @property
     def expert_share(self) -> float:
-        """What the gradients of experts are multiplied by where they are read.
+        """The factor for the gradients of experts where the parameters are read.
 
         All gradients are divided by dp_replicate x dp_shard x cp. Those of experts are sums over the ep axis, and are
-        averaged over dp_replicate x ep_shard; this is the rest.
+        averaged over dp_replicate x ep_shard; this is the remaining factor.
         """
         return self.of(Axis.TP) / self.ep
 
     @property
     def ep_misfit(self) -> str | None:
-        """Why the ep axis cannot be taken from the others; None where it can. It must divide the product of their sizes, and
-        one of ep and tp must divide the other."""
+        """Why the ep axis cannot be taken from the others; None if it can. It must divide the product of their sizes,
+        and one of ep and tp must divide the other."""
         if self.viewed % self.ep:
             return f"ep {self.ep} does not divide {' x '.join(VIEWED)} = {self.viewed}"
         tp = self.of(Axis.TP)
@@ -152,14 +152,14 @@ class MeshSizes:
         return None
 
     def check_world(self) -> None:
-        """Raise ValueError where no machine has as many ranks."""
+        """Raise ValueError if no machine has as many ranks."""
         if self.world_size > MOST_RANKS:
             raise ValueError(
                 f"{self.text(_OF_THE_WORLD)} are {self.world_size:,} ranks: a mesh has at most {MOST_RANKS:,}"
             )
 
     def check_ep(self) -> None:
-        """Raise ValueError where the ep axis cannot be taken from the others."""
+        """Raise ValueError if the ep axis cannot be taken from the others."""
         if (why := self.ep_misfit) is not None:
             raise ValueError(why)
 
@@ -168,7 +168,7 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
     """The sizes of a mesh from axis names, in any of their spellings.
 
     Raises:
-        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer or that no mesh has.
+        ValueError: an unknown axis, two names of one axis, a size that is no positive integer or too large for a mesh.
     """
     given: dict[Axis, int] = {}
     for name, size in mesh.items():
@@ -184,7 +184,7 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
 
 
 def duplicate_axes(names: Iterable[str]) -> tuple[str, ...]:
-    """The canonical axes that several of the given names mean."""
+    """The canonical axes to which several of the given names refer."""
     seen: set[str] = set()
     twice: list[str] = []
     for name in names:

@@ -1,4 +1,4 @@
-"""What a plan becomes for one model and one size of the tp axis: per module, what to store and what to move."""
+"""A plan compiled for one model and one size of the tp axis: per module, what to store and what to move."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .layout import I, Layout, R
 from .mesh import Axis
 from .moves import Ranges, move_ops
 
-StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place of a bias
-# Whose random numbers a module's own code draws: "common" are the same on all tp ranks, "own" are this rank's. "unseen": it
-# drew none when the plan was checked, and may draw none. "inside": those of the compiled module around it.
+StandIn = Literal["none", "zeros"]  # a module's forward sees it in place of a bias
+# Whose random numbers a module's own code draws: "common" are the same on all tp ranks, "own" are this rank's.
+# "unseen": it drew none when the plan was checked, and may draw none. "inside": those of the compiled module around it.
 Draws = Literal["common", "own", "unseen", "inside"]
-# How tokens are sent to the ranks of their experts: "once" to each rank that has some of them, which adds up their weighted
-# results; "pairs": once for each of their experts.
+# How tokens are sent to the ranks of their experts: "once" to each rank that has some of them, which adds up their
+# weighted results; "pairs": once for each of their experts.
 Exchange = Literal["once", "pairs"]
 
 
@@ -25,16 +25,16 @@ class ParameterProgram:
     """How one parameter is stored and read. The read is a move from the stored layout to the computed one.
 
     Args:
-        name: its name in its module, dotted where it is a part of an adapted layer (`lora_A.default.weight`).
-        stored: what the state_dict, the optimizer, FSDP2 and checkpoints see: I (a whole copy) or V(dim), dim from 0.
-        computed: what the module's code reads: `stored`; R of a whole copy, whose gradient is a partial sum; P, 1/tp of it on
-            each rank; I or R of a split one, which is gathered from all ranks; V(dim)/r of one, which is gathered from the
-            r neighbouring ranks of each slice.
-        parts: sizes of the packed parts along the split dim; empty where the dim is one part. Every rank holds its share of
-            each part, in the order of the parts.
-        copies: of each packed part, on how many neighbouring ranks each slice is where it is computed with; empty: on one.
-        withheld: the parameter (a bias) takes no part in the module's own forward, which sees None or zeros instead;
-            it is added after the output's reduction.
+        name: its name in its module, dotted in an adapted layer (`lora_A.default.weight`).
+        stored: the layout for state_dict, optimizer, FSDP2 and checkpoints: I (a whole copy) or V(dim), dim from 0.
+        computed: the layout that the module's code reads: `stored`; for a whole copy also R, with a partial sum as
+            gradient, or P, 1/tp of it on each rank; for a split one also I or R, gathered from all ranks, or V(dim)/r,
+            gathered from the r neighbouring ranks of each slice.
+        parts: sizes of the packed parts along the split dim; empty if the dim is one part. Every rank holds its share
+            of each part, in the order of the parts.
+        copies: for each packed part, the number of neighbouring ranks that compute with each slice; empty: one.
+        withheld: whether the parameter (a bias) takes no part in the module's own forward, which sees None or zeros
+            instead; it is added after the output's reduction.
     """
 
     name: str
@@ -57,17 +57,17 @@ class ParameterProgram:
 
     @property
     def gathered(self) -> bool:
-        """Whether the shards of all ranks are gathered where it is read."""
+        """Whether the shards of all ranks are gathered when it is read."""
         return self.stored.kind == "V" and self.computed.kind != "V"
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks compute with the same slices, so that the gradient is a partial sum over them: rows are gathered
-        where it is read, and the gradient is reduce-scattered."""
+        """Whether several ranks compute with the same slices, so that the gradient is a partial sum over them: rows are
+        gathered when it is read, and the gradient is reduce-scattered."""
         return (self.gathered and self.computed.kind == "R") or self.computed.copies > 1 or bool(self.copies)
 
     def pieces(self, ranks: int, size: int) -> tuple[tuple[int, int], ...]:
-        """What a rank stores along the split dim, in order: (length, from how many ranks it is gathered).
+        """A rank's stored pieces along the split dim, in order: (length, number of ranks from which it is gathered).
 
         Args:
             ranks: the size of the axis.
@@ -79,10 +79,10 @@ class ParameterProgram:
         return ((size, ranks if self.gathered else self.computed.copies),)
 
     def ranges(self, size: int, ranks: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """What of the whole split dim a rank computes with, in order: (start, length).
+        """The ranges of the whole split dim that a rank computes with, in order: (start, length).
 
         Args:
-            size: the length of the whole dim, a multiple of the ranks where it is one part.
+            size: the length of the whole dim, a multiple of the ranks if it is one part.
         """
         parts = self.parts or (size,)
         copies = self.copies or (ranks if self.gathered else self.computed.copies,) * len(parts)
@@ -95,13 +95,13 @@ class ParameterProgram:
 
     @property
     def moved(self) -> bool:
-        """Whether its read is a move of its own: it is gathered, or divided. (The sums of I -> R, and what several ranks
-        share, are the block's.)"""
+        """Whether its read is a move of its own: it is gathered or divided. (The sums of I -> R, and the moves of
+        shared rows, are the block's.)"""
         return self.stored.kind != self.computed.kind and not self.summed and not self.shared
 
     @property
     def summed(self) -> bool:
-        """Whether the ranks' gradients of a whole copy are partial sums, which an all-reduce of their block adds up."""
+        """Whether the ranks' gradients of a whole copy are partial sums, summed by an all-reduce of their block."""
         return self.stored.kind == "I" and self.computed.kind == "R"
 
 
@@ -124,9 +124,9 @@ class SharedGroup:
 
     Args:
         parameters: (module name relative to the block, parameter name).
-        copies: from how many neighbouring ranks.
-        trained: whether some of them are: their gradients are reduce-scattered together.
-        axis: of these ranks.
+        copies: the number of neighbouring ranks to gather from.
+        trained: whether some of them are trained: their gradients are reduce-scattered together.
+        axis: the axis of these ranks.
     """
 
     parameters: tuple[tuple[str, str], ...]
@@ -137,15 +137,15 @@ class SharedGroup:
 
 @dataclass(frozen=True, slots=True)
 class InputMove:
-    """A move of arguments on the way into a module.
+    """A move of arguments on their way into a module.
 
     Args:
-        src: the input's layout. At a module whose `link` is "block_input" a P is the output of the plan's own embedding; a
-            complete value in its place (`inputs_embeds`) is moved as I.
+        src: the input's layout. At a module whose `link` is "block_input" a P is the output of the plan's own
+            embedding; a complete value in its place (`inputs_embeds`) is moved as I.
         dst: the layout that the module's forward reads.
         argument: the argument's name; None is the first; "*" every floating-point tensor.
-        regather: what is gathered is not kept for backward, but gathered again there.
-        shared_with: the module that the layout check saw move the same tensor before: its result is used, which costs nothing.
+        regather: whether gathered values are not kept for backward but gathered again there.
+        shared_with: the module that the layout check saw move the same tensor earlier: its result is reused at no cost.
             For counting; when the model runs, the tensors themselves are compared.
     """
 
@@ -157,18 +157,18 @@ class InputMove:
 
     @property
     def once(self) -> bool:
-        """Whether it is done once for all that read one tensor in the same block (I -> R)."""
+        """Whether it is done once for all readers of one tensor in the same block (I -> R)."""
         return self.src == I and self.dst == R
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSlice:
-    """An argument that is R outside of the module (masks and biases of all heads), of which its forward reads V(dim).
+    """An argument that is R outside of the module (masks and biases of all heads); its forward reads V(dim) of it.
 
     Args:
         argument: its name.
-        dim: that has the heads.
-        heads: how many of them follow each other in the dim, where it is [batch * heads]; None: all of the dim.
+        dim: the dim that has the heads.
+        heads: the number of consecutive heads in the dim, if it is [batch * heads]; None: all of the dim.
     """
 
     argument: str
@@ -176,7 +176,7 @@ class ArgumentSlice:
     heads: int | None = None
 
     def rows(self, shape: Sequence[int], ranks: int) -> tuple[int, int]:
-        """How often the dim repeats the heads, and how many they are.
+        """The number of times that the dim repeats the heads, and the number of heads.
 
         Raises:
             ValueError: the argument has no such dim, or its heads cannot be split over the ranks.
@@ -197,7 +197,7 @@ class OutputMove:
     """A move of the module's output (of the first element, if it is a tuple).
 
     Args:
-        size: the length of the whole dim where `src` is a V that may be uneven.
+        size: the length of the whole dim if `src` is a V that may be uneven.
     """
 
     src: Layout
@@ -207,13 +207,13 @@ class OutputMove:
 
 @dataclass(frozen=True, slots=True)
 class OutsideReads:
-    """Results of a module that are read outside of its block, whole: each is moved to I.
+    """Results of a module that are read whole outside of its block: each is moved to I.
 
     Args:
-        positions: in the module's output.
-        source: their layout: R; I where every rank has all tokens, and nothing is moved; V(0) where each has a slice of them.
-        by_hooks: only hooks of the module read them (a recorder of a router's logits), as far as was seen: slices are gathered while
-            it has some.
+        positions: those in the module's output.
+        source: their layout: R; I if every rank has all tokens, and nothing is moved; V(0) if each has a slice of them.
+        by_hooks: as far as was seen, only hooks of the module read them (a recorder of a router's logits): slices are
+            gathered while it has hooks.
     """
 
     positions: tuple[int, ...]
@@ -223,12 +223,12 @@ class OutsideReads:
 
 @dataclass(frozen=True, slots=True)
 class FeatureMeans:
-    """A mean over features of which several ranks have a part each.
+    """A mean over features that are spread over several ranks.
 
     Args:
-        features: their number, each counted as often as ranks have it.
-        ranks: how many neighbouring ranks have them.
-        grouped: whether they are one group of several, or may be reshaped to one.
+        features: their number; each counts once per rank that has it.
+        ranks: the number of neighbouring ranks that have them.
+        grouped: whether they are one of several groups, or may be reshaped to one.
     """
 
     features: int
@@ -238,13 +238,13 @@ class FeatureMeans:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProgram:
-    """How a module runs that is a stack of experts, of which every rank has some, whole.
+    """How a module runs that is a stack of experts; every rank has some, whole.
 
     Args:
-        count: of all experts, on all ranks together.
-        exchange: how tokens come to the ranks of their experts; None: every rank of the tp axis has all tokens, and what it
-            computes is a partial sum over the axis.
-        sliced: with an exchange: tokens are the same on all tp ranks, each of which takes its slice of them; the results are
+        count: the number of experts on all ranks together.
+        exchange: how tokens reach the ranks of their experts; None: every rank of the tp axis has all tokens, and its
+            result is a partial sum over the axis.
+        sliced: with an exchange: tokens are the same on all tp ranks. Each takes its slice of them, and the results are
             gathered.
     """
 
@@ -255,14 +255,14 @@ class ExpertsProgram:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """What a rank of cp has of features or heads, of which a rank of tp has its own.
+    """The features or heads that a rank of cp has out of those of its tp rank.
 
     Args:
-        over_both: as a parameter is read that is split over an axis of tp * cp ranks.
-        over_tp: as it is read on tp; None where it has all.
-        size: of the whole dim.
+        over_both: how a parameter is read that is split over an axis of tp * cp ranks.
+        over_tp: how it is read on tp; None if a rank of tp has all of it.
+        size: the length of the whole dim.
         tp, cp: the sizes of the axes.
-        owner: the module that has it, relative to the one that reads its share.
+        owner: the module that has it, relative to the module that reads its share.
         buffer: whether it is a buffer.
     """
 
@@ -276,13 +276,13 @@ class HeadShare:
 
     @property
     def dim(self) -> int:
-        """The dim of it that has them."""
+        """The dim that has them."""
         dim = self.over_both.computed.dim if self.over_both.computed.kind == "V" else self.over_both.dim
         assert isinstance(dim, int), self
         return dim
 
     def of_ranks(self, tp_rank: int) -> tuple[Ranges, ...]:
-        """What each rank of cp has, by rank: places in what the rank of tp has."""
+        """The places that each rank of cp has, by rank, within those of the tp rank."""
         held = ((0, self.size),) if self.over_tp is None else self.over_tp.ranges(self.size, self.tp, tp_rank)
         starts = [*accumulate((length for _, length in held), initial=0)]
 
@@ -301,18 +301,18 @@ class ContextProgram:
     """The moves of one module on the axis cp, where parameters are whole.
 
     Args:
-        style: the style of its rule; of the module around it, where that one's moves stand here.
+        style: the style of its rule, or of the rule of the module around it if that one's moves are placed here.
         enter: moves of arguments, in order.
         leave: the move of the output.
-        outside: where positions in the output are read outside of the block.
-        hollow: the argument of a module whose heads are exchanged: its code sees the shape of the whole sequence, and what is declared
-            below it reads the rank's tokens. None: there is none; "": the first.
-        takes: whether it is one of these. An argument that has all tokens is read as it is; then `leave` moves nothing, and the module
-            computes the rank's features with its `shares`.
-        features: of the moves between slices of the sequence and of the features: what a rank has of these.
-        shares: parameters and buffers, here and below, of which the rank reads its share.
-        slices: arguments of which it does.
-        means: where a mean over features of which each rank has some is that over all of them; those of tp take a part in it.
+        outside: the positions in the output that are read outside of the block.
+        hollow: the argument of a module whose heads are exchanged: its code sees the shape of the whole sequence, and
+            the modules below with rules read the rank's tokens. None: there is none; "": the first.
+        takes: whether it is such a module. An argument with all tokens is read as it is; then `leave` moves nothing,
+            and the module computes the rank's features with its `shares`.
+        features: the rank's features in the moves between slices of the sequence and slices of the features.
+        shares: parameters and buffers, here and below, that the rank reads its share of.
+        slices: arguments that it reads its share of.
+        means: if a mean over features that are spread over the ranks covers those of all; the ranks of tp take part in it.
     """
 
     style: str
@@ -328,50 +328,49 @@ class ContextProgram:
 
     @property
     def enters(self) -> bool:
-        """Whether an argument is another one inside."""
+        """Whether an argument changes on the way in."""
         return bool(self.enter or self.takes or self.slices) or self.hollow is not None
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleProgram:
-    """What happens at one module.
+    """The program of one module.
 
     Args:
         name: its full name.
-        style: the style that its rule names, or None where no rule does.
+        style: the style in its rule, or None if no rule names one.
         parameters: every parameter that it owns.
         enter: moves of arguments, in order.
         leave: the move of the output.
-        vocabulary: the number of rows of the whole table, where rows are looked up by id.
-        means: where a mean over features of which each rank has some is that over all of them.
+        vocabulary: the number of rows of the whole table, if rows are looked up by id.
+        means: if a mean over features that are spread over the ranks covers those of all.
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
-            an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose forward
-            holds both.
-        read: of the "scope", the positions in its output that code of the model reads: what tuples at others have of the sequence is made whole.
-        joins: the module at which the output, a partial sum, is reduced together with that module's; the module outputs zeros
-            instead.
+            an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose
+            forward holds both.
+        read: for the "scope": the output positions that code of the model reads; tuples at others have their parts of the sequence made whole.
+        joins: the module with whose output this output, a partial sum, is reduced; this module outputs zeros instead.
         joined: the modules whose outputs are reduced with this one's.
-        collects: those of the modules below this block at which others join: nothing waits after its forward.
-        sum_rule: at a module at which others join, the plan's text that declares it.
-        reads_in: the module around this one in each call of which a tensor is moved I -> R once for all that read it.
-        logits: the length of the whole vocabulary, where the output is a DTensor Shard(-1).
-        later: the output is not made, but a chunk of tokens at a time by the loss that reads it.
-        tail: how many trailing output features pass a move I -> R; 0: none do.
-        outside: where positions in the output are read outside of the block.
-        divide: attributes of the instance, and by what each is divided; `config.x` is a number of this instance's config.
-        settings: attributes of the instance, and what each is on a rank.
+        collects: the modules below this block that others join: no sum waits after the block's forward.
+        sum_rule: for a module that others join: the plan's text that declares it.
+        reads_in: the module around this one that in each call moves a tensor I -> R once for all its readers.
+        logits: the length of the whole vocabulary, if the output is a DTensor Shard(-1).
+        later: whether the loss that reads the output computes it, a chunk of tokens at a time.
+        tail: the number of trailing output features that pass a move I -> R; 0: none.
+        outside: the positions in the output that are read outside of the block.
+        divide: attributes of the instance, and the divisor of each; `config.x` is a number of this instance's config.
+        settings: attributes of the instance, and the value of each on a rank.
         fused: whether its code may compute modules below it in one kernel.
-        layer: the path to the layer itself inside this module, where adapters wrap it.
-        group: the parameters below this module, itself included, whose partial gradients are summed together.
-        shared: those whose rows are gathered together.
+        layer: the path to the layer itself inside this module, if adapters wrap it.
+        group: the parameters of this module and those below it whose partial gradients are summed together.
+        shared: the parameters whose rows are gathered together.
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
             reads its out_proj): (module name relative to this one, parameter).
         draws: whose random numbers its own code draws in training; None: it draws none.
-        experts: of a module of experts that are distributed whole.
-        slices: arguments of which the rank reads its share.
-        buffers: those of which the rank reads its share, each as a parameter that is stored in these shards would be read; they are
-            stored whole.
-        on_cp: what happens here on the axis cp. `core.nesting` says in which order the moves of both axes run.
+        experts: for a module of distributed whole experts.
+        slices: arguments that the rank reads its share of.
+        buffers: buffers that the rank reads its share of, each like a parameter stored in these shards; they are stored
+            whole.
+        on_cp: the program on the axis cp. `core.nesting` gives the order of the moves of both axes.
     """
 
     name: str
@@ -407,5 +406,5 @@ class ModuleProgram:
 
     @property
     def over_ep(self) -> bool:
-        """Whether it has parameters that are stored over the ep axis: it is a unit of its own for FSDP2."""
+        """Whether it has parameters that are stored over the ep axis; it is then its own unit for FSDP2."""
         return any(parameter.stored.axis is Axis.EP for parameter in self.parameters)

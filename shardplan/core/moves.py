@@ -1,4 +1,4 @@
-"""The one primitive: a move of a value from one layout to another, and what it costs.
+"""The one primitive: a move of a value from one layout to another, and its cost.
 
 A move's backward reads the gradient in the layout that the destination's readers produce and returns it in the layout
 of the source's gradient. Two layouts therefore define a move.
@@ -13,22 +13,22 @@ from typing import Literal
 from .layout import Layout
 
 Operation = Literal["identity", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad", "divide"]
-Ranges = tuple[tuple[int, int], ...]  # of a dim: (start, length), in the order in which a rank has them
+Ranges = tuple[tuple[int, int], ...]  # of a dim: (start, length), in the order on a rank
 
 
 @dataclass(frozen=True, slots=True)
 class MoveOps:
-    """What a move does to the value and to its gradient."""
+    """The effect of a move on the value and on its gradient."""
 
     forward: Operation
     backward: Operation
 
 
-SHARED = "V/r"  # a V whose slices are each on r neighbouring ranks, over which its collectives run
+SHARED = "V/r"  # a V with each slice on r neighbouring ranks; its collectives run over them
 OTHER = "V(e)"  # a V of another dim than the source's
 OTHER_SHARED = "V(e)/r"
 
-# (kind of source, kind of destination) -> what happens. A pair that is not here is not a move.
+# (kind of source, kind of destination) -> the operations. A pair that is missing is not a move.
 MOVES: dict[tuple[str, str], MoveOps] = {
     ("I", "R"): MoveOps("identity", "all_reduce"),
     ("I", "V"): MoveOps("slice", "all_gather"),
@@ -50,7 +50,7 @@ MOVES: dict[tuple[str, str], MoveOps] = {
 
 
 def move_ops(src: Layout, dst: Layout) -> MoveOps | None:
-    """What moving `src` to `dst` does, on the axis of both; None where there is no such move."""
+    """The operations that move `src` to `dst`, on the axis of both; None if there is no such move."""
     assert src.axis is dst.axis, (src, dst)
     if src == dst:
         return MoveOps("identity", "identity")
@@ -61,7 +61,7 @@ def move_ops(src: Layout, dst: Layout) -> MoveOps | None:
 
 
 def ranges_of(layout: Layout, size: int, ranks: int) -> tuple[Ranges, ...]:
-    """What each rank has of the dim that a V splits, in ceil-chunks.
+    """The ranges that each rank has of the dim that a V splits, in ceil-chunks.
 
     Args:
         layout: a V.
@@ -75,10 +75,10 @@ def ranges_of(layout: Layout, size: int, ranks: int) -> tuple[Ranges, ...]:
 
 
 def length_of(ranges: Ranges) -> int:
-    """How long all of them are."""
+    """Their total length."""
     return sum(length for _, length in ranges)
 
 
 def covered(shares: Sequence[Ranges]) -> int:
-    """The length of the whole dim that all ranks' ranges are of."""
+    """The length of the whole dim that all ranks' ranges cover."""
     return max(start + length for ranges in shares for start, length in ranges)

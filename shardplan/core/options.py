@@ -1,4 +1,4 @@
-"""A field of a section: its text, examples and bounds, beside its type and default."""
+"""A field of a section: its text, examples and bounds, in addition to its type and default."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Option:
     """The description of a field.
 
     Args:
-        text: what it is for, in sentences; empty where its words are records, which have texts.
-        examples: values, as a document has them.
+        text: its purpose, in sentences; empty if its words are records, which have texts.
+        examples: values, as written in a document.
         least, most: the bounds of a number, or of the length of a text; None is no bound.
-        number: what a number stands for, in a message about a field that accepts words too.
+        number: the meaning of a number, in a message about a field that accepts words too.
     """
 
     text: str

@@ -21,29 +21,29 @@ from .tree import ModuleTree
 Overlay = Literal["sequence_parallel", "expert_parallel", "context_parallel"]
 # A section inside another is written as both names with a dot, and applies where both do.
 Section = Literal["tensor_parallel", Overlay, "expert_parallel.sequence_parallel"]
-# What applies together, by `variant_name`.
+# Sections that apply together, by `variant_name`.
 Variant = Literal[
     Section,
     "context_parallel.sequence_parallel",
     "context_parallel.expert_parallel",
     "context_parallel.expert_parallel.sequence_parallel",
 ]
-SECTIONS: tuple[Section, ...] = get_args(Section)  # of one axis each is laid over those before it
-# The axis that a section's rules are for, where it is not tp: they stand beside those of tp, and are not laid over them.
+SECTIONS: tuple[Section, ...] = get_args(Section)  # for one axis, each overrides those before it
+# The axis of a section's rules, if it is not tp: they apply in addition to those of tp, and do not override them.
 _AXIS_OF: Mapping[Section, Axis] = {"context_parallel": Axis.CP}
 
 Overlays = frozenset[Overlay]  # a variant of a plan: the sections that apply besides `tensor_parallel`
 NO_OVERLAYS: Overlays = frozenset()
-BESIDE_TP: Overlays = frozenset({"expert_parallel", "context_parallel"})  # what splits something at tp 1 too
+BESIDE_TP: Overlays = frozenset({"expert_parallel", "context_parallel"})  # these split something at tp 1 too
 
 
 def section_path(section: Section) -> tuple[str, ...]:
-    """Where a section stands in a document."""
+    """The place of a section in a document."""
     return tuple(section.split("."))
 
 
 def section_at(path: Sequence[str | int]) -> Section | None:
-    """The section that a place in a document is in."""
+    """The section that contains a place in a document."""
     return next(
         (section for section in reversed(SECTIONS) if tuple(path[: section.count(".") + 1]) == section_path(section)),
         None,
@@ -51,7 +51,7 @@ def section_at(path: Sequence[str | int]) -> Section | None:
 
 
 def axis_of(section: Section) -> Axis:
-    """The axis of the mesh that a section's rules are for."""
+    """The mesh axis of a section's rules."""
     return _AXIS_OF.get(section, Axis.TP)
 
 
@@ -59,8 +59,8 @@ def overlays_of(sequence_parallel: bool, sizes: MeshSizes | None = None, *, cont
     """The variant that a user asks for.
 
     Args:
-        sizes: of the mesh; with several ranks on its ep axis, experts are distributed.
-        context: whether the plan has rules for the axis cp; with several ranks on it they apply.
+        sizes: those of the mesh; with several ranks on its ep axis, experts are distributed.
+        context: whether the plan has rules for the axis cp; they apply with several ranks on it.
     """
     asked: dict[Overlay, bool] = {
         "sequence_parallel": sequence_parallel,
@@ -71,13 +71,13 @@ def overlays_of(sequence_parallel: bool, sizes: MeshSizes | None = None, *, cont
 
 
 def sections_of(overlays: Overlays, axis: Axis = Axis.TP) -> tuple[Section, ...]:
-    """The sections of a variant for an axis, each laid over those before it."""
+    """The sections of a variant for an axis; each overrides those before it."""
     applying = (section for section in SECTIONS if set(section_path(section)) <= {"tensor_parallel", *overlays})
     return tuple(section for section in applying if axis_of(section) is axis)
 
 
 def variant_name(overlays: Overlays) -> Variant:
-    """A variant by its sections, in the order of the alphabet."""
+    """A variant's name: its sections in alphabetical order."""
     return cast(Variant, ".".join(sorted(overlays)) or "tensor_parallel")
 
 
@@ -97,35 +97,35 @@ Output = Literal["gather", "all_reduce", "reduce_scatter"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry of a section: a glob and what to do with the modules or parameters that it matches.
+    """One entry of a section: a glob, and what to do with the modules or parameters that it matches.
 
     Args:
         pattern: the glob.
         style: the canonical name of a style (an alias is resolved while parsing), or "none" (remove an inherited rule).
-        location: where it stands.
-        optional: matching nothing is not an error.
-        override: may differ from an earlier rule of the same section for the same module.
-        argument: the argument of `forward` that a block input moves; None is its first.
+        location: its place.
+        optional: whether it may match nothing.
+        override: whether it may differ from an earlier rule of the same section for the same module.
+        argument: the argument of `forward` that a block input moves; None: the first.
         arguments: further arguments that it moves, and the style of each.
-        grad: the gradient that the readers of a gathered value return: "partial" (R) or "complete" (I); None: the structure
-            decides (whether a head that accepts R follows).
+        grad: the gradient that the readers of a gathered value return: "partial" (R) or "complete" (I); None: the
+            structure decides (R if a head that accepts R follows).
         output: the move of the module's output: "gather", "all_reduce", "reduce_scatter".
-        packed: the sizes of the parts of a packed dimension, as expressions over config numbers, or the number of equal parts, a
-            number or such an expression.
-        heads: how many heads each part has (the dimension, where it is one), as expressions over config numbers; empty: the
-            structure tells.
-        shares: numbers, arguments and buffers of the module of which each rank has, or reads, its share.
+        packed: the sizes of the parts of a packed dimension, as expressions over config numbers; or the number of equal
+            parts, as a number or such an expression.
+        heads: the number of heads in each part (in the dimension, if it is one part), as expressions over config
+            numbers; empty: the structure decides.
+        shares: numbers, arguments and buffers of the module; each rank has, or reads, its share of them.
         fused: whether the module may take a path for training that computes modules below it in one kernel.
         divides: numbers (expressions over config numbers) that tp must divide.
-        seq_dim: the sequence dimension of what the rule moves.
-        read_outside: positions in the module's output that are read outside the tensor-parallel region by something
-            every rank computes in full (router logits of an auxiliary loss).
-        exchange: how tokens are sent to the ranks of their experts; None: as the style does by default.
-        regather: what is gathered along the sequence is not kept for backward: its shard is, which is gathered again there.
-        having: only for modules below which a module or parameter of this name is, or that have a number of it; None: for all.
-        when: a condition over the configuration: without it, the rule is none. A bool: whether it holds.
-        stated: the names of the options that the document states.
-        under: the rule that this one is laid over, and keeps options of.
+        seq_dim: the sequence dimension of the values that the rule moves.
+        read_outside: positions in the module's output that are read outside the tensor-parallel region by code that
+            every rank runs in full (router logits of an auxiliary loss).
+        exchange: how tokens are sent to the ranks of their experts; None: the style's default.
+        regather: whether backward keeps only the shard of values gathered along the sequence, and gathers it again.
+        having: only for modules with a module or parameter of this name below them, or a number of it; None: for all.
+        when: a condition over the configuration: if it fails, there is no such rule. A bool: whether it holds.
+        stated: the names of the options in the document.
+        under: the rule that this one overrides, and keeps options of.
     """
 
     pattern: str
@@ -157,7 +157,7 @@ class Rule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What two rules must agree on, besides the style, to declare the same."""
+        """The options, besides the style, that two rules must agree on to declare the same."""
         return {
             "argument": self.argument,
             "arguments": self.arguments,
@@ -182,12 +182,12 @@ class Rule:
 
     @property
     def groups(self) -> str | None:
-        """Into how many groups, each with a mean of its own, a norm's features are split; None: one."""
+        """The number of groups of a norm's split features, each with its own mean; None: one."""
         return next((one.groups for one in self.shares if one.groups is not None), None)
 
 
 def as_written(option: str, value: object) -> Any:
-    """The value of a rule's option as a document has it."""
+    """The value of a rule's option, as written in a document."""
     if option == "arguments":
         return dict(cast(tuple[tuple[str, str], ...], value))
     if option == "shares":
@@ -196,7 +196,7 @@ def as_written(option: str, value: object) -> Any:
 
 
 def stated_options(rule: Rule) -> dict[str, Any]:
-    """Those options of a rule that differ from what a rule without them has, as a document has them."""
+    """The options of a rule that differ from their defaults, as written in a document."""
     return {name: as_written(name, value) for name, value in rule.options.items() if value != getattr(PLAIN, name)}
 
 
@@ -217,16 +217,16 @@ class PlanFile:
     """A plan as written, after validation of its form, before it meets a model.
 
     Args:
-        name: as the plan calls itself, else its file's name without the ending.
+        name: its own name, else its file's name without the ending.
         file: the document's display name, as in `Location.file`.
-        data_parallel, activation_checkpointing, compile, pipeline_parallel: as this document has them; `language` gives what applies after `extends`.
-        parent: what it extends.
-        configurations: a condition over the configuration, of models that the plan is for.
-        expert_sequence_parallel: of the section `sequence_parallel` inside `expert_parallel`.
-        lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
+        data_parallel, activation_checkpointing, compile, pipeline_parallel: as in this document; `language` gives what applies after `extends`.
+        parent: the plan that it extends.
+        configurations: a condition over the configuration of models that the plan is for.
+        expert_sequence_parallel: those of the section `sequence_parallel` inside `expert_parallel`.
+        lenient_dead_rules: a rule that matches nothing is a warning (for a plan that another project wrote for a family
             of models).
         sums: by section, the `sum_outputs` of its rules.
-        built_in: it comes with shardplan: who uses it does not edit it.
+        built_in: whether it comes with shardplan: its users do not edit it.
     """
 
     name: str
@@ -251,14 +251,14 @@ class PlanFile:
 
     @property
     def lineage(self) -> tuple[PlanFile, ...]:
-        """The plan and what it extends, the oldest ancestor first."""
+        """The plan and its ancestors, the oldest first."""
         return (*(self.parent.lineage if self.parent else ()), self)
 
     def rules(self, section: Section) -> tuple[Rule, ...]:
         return getattr(self, FIELD_OF[section])
 
     def with_rules(self, change: Callable[[Section, Rule], Rule]) -> PlanFile:
-        """The same with a change to each rule of its own."""
+        """The same with a change to each of its own rules."""
         changed: dict[str, Any] = {
             FIELD_OF[section]: tuple(change(section, rule) for rule in self.rules(section)) for section in SECTIONS
         }
@@ -298,7 +298,7 @@ class Assignment:
         name: the full dotted name in the model (without the base prefix).
         is_parameter: whether the rule names a parameter rather than a module.
         rule: the rule.
-        section: the section that the rule stands in.
+        section: the section that contains the rule.
     """
 
     name: str
@@ -312,34 +312,34 @@ class ResolvedPlan:
     """A plan bound to a model: one assignment for each module or parameter that a rule reaches.
 
     Args:
-        overlays: the variant: the sections that are laid over the tensor-parallel rules.
+        overlays: the variant: the sections that override the tensor-parallel rules.
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
         data_parallel, activation_checkpointing, compile, pipeline_parallel: the sections that apply after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
-        dp_parts: modules that are FSDP units of their own beside the plan's: frozen ones, and those of a dtype of their own.
-        dp_experts: the modules of experts that are distributed over the axis ep: FSDP units of their own, over other ranks.
+        dp_parts: further modules that are FSDP units of their own: frozen ones, and those with a dtype of their own.
+        dp_experts: the modules of experts distributed over the axis ep: FSDP units of their own, over other ranks.
         dp_ignored: the parameters that data parallelism leaves alone, by full name.
-        incoming: the incoming layout (I or R) of each module that accepts both, and the output layout of each module with
-            `output: gather`, as the layout check saw them; None where it did not run.
-        cross_module_reads: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
-            name.
+        incoming: the incoming layout (I or R) of each module that accepts both, and the output layout of each module
+            with `output: gather`, as the layout check saw them; None if it did not run.
+        cross_module_reads: each module that was seen to run -> the parameters of modules below it that its own code
+            reads, by full name.
         sums: the outputs that are added up before they are reduced.
-        shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every call of
-            the block around both that the layout check saw. What is moved when the model runs does not depend on it
-            (the tensors themselves are compared then); the expected number of collectives does.
-        same_arguments: module -> argument that its rule moves -> others that were the same tensor in each call that the layout check saw, ""
-            for the first argument: they move together. For counting, as `shared_reads`.
+        shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every
+            call that the layout check saw of the block around both. The moves at run time do not depend on it (the
+            tensors themselves are compared then); the expected number of collectives does.
+        same_arguments: module -> argument that its rule moves -> others that were the same tensor in each call that the
+            layout check saw, "" for the first argument: they move together. For counting, like `shared_reads`.
         read_results: module that was seen to run -> positions of its results that code of the model was seen to read.
         draws: module whose own code draws random numbers in training -> whose numbers.
         pp_blocks: the repeated blocks that pipeline stages divide, in order.
         pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
-            plan names, and once a recorded run was looked at (`compiler.layout.pipeline_ends`) all others that have parameters.
+            plan names and, after a recorded run was examined (`compiler.layout.pipeline_ends`), all others with parameters.
         pp_carried: the modules whose output later stages get too.
-        pp_handed: what of it, as that run shows.
-        pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
-        pp_written: as `PipelineCut.written`, likewise.
-        axis: the axis of the mesh that the rules are for. For another one than tp, `sizes.tp` is its size.
-        on_cp: the same plan with its rules for the axis cp, where they apply: several assignments for a module, one for each axis.
+        pp_handed: the parts of that output, as that run shows.
+        pp_results: the length of a block's result tuple; 0: one tensor. Seen in that run.
+        pp_written: as `PipelineCut.written`, from that run.
+        axis: the mesh axis of the rules. For an axis other than tp, `sizes.tp` is its size.
+        on_cp: the same plan with its rules for the axis cp, if they apply: a module has several assignments, one per axis.
     """
 
     plan: PlanFile
@@ -379,7 +379,7 @@ class ResolvedPlan:
         return "sequence_parallel" in self.overlays
 
     def only_hooks_read(self, module: str, positions: Sequence[int]) -> bool:
-        """Whether a module was seen to run, and no code of the model to read these of its results."""
+        """Whether a module was seen to run, and no code of the model to read these results."""
         return self.read_results.get(module, frozenset(positions)).isdisjoint(positions)
 
     @property
@@ -388,7 +388,7 @@ class ResolvedPlan:
 
     @cached_property
     def fsdp_units(self) -> tuple[str, ...]:
-        """All modules that FSDP2 gathers on their own: the plan's units and those that follow from the model."""
+        """All modules that FSDP2 gathers separately: the plan's units and those that follow from the model."""
         return (*self.dp_units, *self.dp_parts, *(name for name in self.dp_experts if name not in self.dp_units))
 
     @cached_property

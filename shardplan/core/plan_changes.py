@@ -1,4 +1,4 @@
-"""What two plans do differently: data, which `report` renders."""
+"""The differences between two plans: data, which `report` renders."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .estimates import Estimate
 from .mesh import MeshSizes
 from .plan import Variant
 
-Collectives = Mapping[str, Mapping[str, int]]  # forward or backward -> collective -> how many
+Collectives = Mapping[str, Mapping[str, int]]  # forward or backward -> collective -> number
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a plan says of a module or parameter.
+    """A plan's rule for a module or parameter.
 
     Args:
-        text: its style and options, as a plan would have them.
-        location: where.
+        text: its style and options, as written in a plan.
+        location: its place.
     """
 
     text: str
@@ -28,12 +28,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    """Modules or parameters that two plans have different rules for.
+    """Modules or parameters with different rules in two plans.
 
     Args:
-        section: the section that the rules stand in; with a model, the variant whose modules are compared.
+        section: the section that contains the rules; with a model, the variant whose modules are compared.
         names: full names of modules and parameters; without a model, patterns without alternatives.
-        old, new: what the rules say; empty where there is none.
+        old, new: the text of the rules; empty if there is none.
     """
 
     section: Variant
@@ -44,11 +44,11 @@ class RuleChange:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """A field of a section that two plans set to different values, or modules that it names.
+    """A field of a section that two plans set to different values, or to other modules.
 
     Args:
         name: `data_parallel.backend`.
-        old, new: as a plan would have it, "-" where it is not there; or the modules that it names.
+        old, new: the value as written in a plan, "-" if it is missing; or the modules that it names.
     """
 
     name: str
@@ -62,8 +62,8 @@ class ModuleChange:
 
     Args:
         section: the variant.
-        names: full names, of modules with the same change.
-        gone, added: facts as `Program.describe` has them, of the first of the modules.
+        names: full names of modules with the same change.
+        gone, added: facts as `Program.describe` has them, about the first of the modules.
     """
 
     section: Variant
@@ -74,13 +74,13 @@ class ModuleChange:
 
 @dataclass(frozen=True, slots=True)
 class VariantCost:
-    """What one variant of a plan costs a rank.
+    """The cost of one variant of a plan for a rank.
 
     Args:
-        parameters: that it stores of the model split over tp (and ep), before data parallelism.
-        size: of these, bytes.
-        collectives: of a step on the tp axis.
-        estimate: of a step, where one was asked for.
+        parameters: the number it stores of the model split over tp (and ep), before data parallelism.
+        size: their bytes.
+        collectives: those of a step on the tp axis.
+        estimate: that of a step, if one was requested.
     """
 
     parameters: int
@@ -91,7 +91,7 @@ class VariantCost:
 
 @dataclass(frozen=True, slots=True)
 class CostChange:
-    """What a variant costs with each of two plans; None where a plan does not have it."""
+    """The cost of a variant with each of two plans; None if a plan lacks the variant."""
 
     section: Variant
     old: VariantCost | None
@@ -103,9 +103,9 @@ class Checkpoints:
     """Whether what was saved with one plan can be read with the other.
 
     Args:
-        weights: Hugging Face folders.
-        states: training states, with the optimizer's.
-        reason: why not, or why so.
+        weights: for Hugging Face folders.
+        states: for training states, with the optimizer's.
+        reason: the reason for the answer.
     """
 
     weights: bool
@@ -119,11 +119,11 @@ class PlanDiff:
 
     Args:
         old, new: the plans' names, as the user wrote them.
-        rules: that say different things; for each variant of which they are bound, or without a model as text.
-        fields: of the sections besides the rules; without a model also `models` and `for`.
-        modules: that are stored or run differently; needs a model.
-        costs: of each variant; needs a model.
-        model: the model's name; None where plans were compared without one.
+        rules: the rules that differ; for each variant as bound, or without a model as text.
+        fields: those of the sections besides the rules; without a model also `models` and `for`.
+        modules: those stored or run differently; needs a model.
+        costs: for each variant; needs a model.
+        model: the model's name; None if the plans were compared without one.
         sizes: the mesh for which they were bound.
         checkpoints: needs a model.
     """
@@ -140,7 +140,7 @@ class PlanDiff:
 
     @property
     def differs(self) -> bool:
-        """Whether training would differ: what a rank stores, computes, sends or keeps. Of plans without a model, whether their
-        rules or sections do."""
+        """Whether training would differ: what a rank stores, computes, sends or keeps. Without a model: whether rules
+        or sections differ."""
         variants = any((cost.old is None) != (cost.new is None) for cost in self.costs)
         return bool(self.fields or self.modules or variants or (self.model is None and self.rules))

@@ -1,4 +1,4 @@
-"""A plan as it was bound to a model, to be compared with what it is bound to later."""
+"""A plan as bound to a model, for comparison with a later binding."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .diagnostics import Diagnostic
 from .plan import Variant
 from .sources import SourceMap
 
-Facts = Mapping[str, tuple[str, ...]]  # folded names of modules -> what happens there
+Facts = Mapping[str, tuple[str, ...]]  # folded names of modules -> their program's facts
 
 
 @dataclass(frozen=True, slots=True)
 class LockedQuestion:
-    """What was bound: the words of the command line.
+    """What was bound, in the words of the command line.
 
     Args:
         model, plan: the names. A file is named from the folder in which the command ran.
         mesh: axis -> its size.
-        sequence_parallel: None: every variant that the plan has.
-        settings: numbers of the model's configuration that were changed.
+        sequence_parallel: None: every variant of the plan.
+        settings: changed numbers of the model's configuration.
         inputs, reduced: `module:callable`.
     """
 
@@ -42,11 +42,11 @@ class PlanLock:
 
     Args:
         asked: what was bound.
-        versions: of Python and of the packages, for whoever reads a difference.
-        files: SHA-256 of the text of each plan file that was read, by its name.
+        versions: those of Python and of the packages, for readers of a difference.
+        files: SHA-256 of the text of each plan file read, by its name.
         parameters: folded names -> shape and dtype.
-        variants: of each variant, what happens at its modules.
-        sections: fields of the sections, the modules that they name folded.
+        variants: for each variant, the facts about its modules.
+        sections: fields of the sections, with module names folded.
         digest: SHA-256 of parameters, variants and sections.
     """
 
@@ -64,13 +64,13 @@ class LockCheck:
     """What `check_lock` returns.
 
     Args:
-        lock: as it was.
-        now: what is bound today; None where the plan has errors with the model of today.
+        lock: the saved lock.
+        now: today's binding; None if the plan has errors with today's model.
         parameters: parameters of the model that are gone or new, or have another shape or dtype, as lines.
-        modules: of each variant the modules that are stored or run differently, as lines.
+        modules: for each variant, the modules that are stored or run differently, as lines.
         sections: fields that differ, as lines.
-        about: versions and plan files that are not those of the lock; they decide nothing.
-        findings: of the plan with the model of today.
+        about: versions and plan files that differ from the lock's; they decide nothing.
+        findings: those of the plan with today's model.
         sources: the texts that these point into.
     """
 
@@ -90,12 +90,12 @@ class LockCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the plan is bound as it was: nothing that the lock lists differs, nor the digest."""
+        """Whether the plan is bound as before: neither what the lock lists nor the digest differs."""
         listed = self.parameters or self.modules or self.sections
         return self.now is not None and not listed and self.now.digest == self.lock.digest
 
     @property
     def unexplained(self) -> bool:
-        """Whether the digest alone differs: that, or what it is of, was edited, or the lock is of another shardplan."""
+        """Whether only the digest differs: it, or its content, was edited, or the lock is of another shardplan."""
         listed = self.parameters or self.modules or self.sections
         return self.now is not None and not listed and self.now.digest != self.lock.digest

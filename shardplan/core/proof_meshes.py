@@ -1,4 +1,4 @@
-"""The meshes on which a plan for a mesh is proven: every axis above 1, and every pair of them in one run, at the smallest sizes that tell."""
+"""The meshes on which a plan for a mesh is proven: every axis above 1, and every pair of them in one run, at the smallest telling sizes."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from itertools import combinations
 
 from .mesh import Axis, MeshSizes
 
-MOST = 8  # ranks at once, where tp itself is no larger
-# In the order in which they are taken into one run; tp is in each.
+MOST = 8  # ranks at once, unless tp alone is larger
+# In the order in which they join a run; tp is in each.
 _BESIDE = (Axis.CP, Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
 
 
 def ranks_over_cp(shared: Mapping[int, int]) -> int:
-    """How many ranks of cp tell what the rules for it do: two, or two for each key-value head that several have.
+    """The number of ranks of cp that shows what its rules do: two, or two for each key-value head that several have.
 
     Args:
-        shared: numbers of such heads -> how many of them a rank of tp has.
+        shared: numbers of such heads -> the number of them on a rank of tp.
     """
     return 2 * max(shared.values(), default=1)
 
 
 def proof_meshes(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]:
-    """The meshes that stand for a mesh.
+    """The meshes that represent a mesh in the proof.
 
-    The first has tp as asked, since the relation of tp to numbers of heads decides what runs; where more axes are above 1 than fit
-    beside it, further ones have the smallest tp above 1 that divides it. Every other axis is the smallest that tells: 2, or the
-    smallest divisor above 1. ep stays below tp, equal to it or above it, as asked, but where tp as asked leaves no room for ep above it.
-    A data-parallel axis is there where something else is split: with nothing beside it a plan splits nothing.
+    The first has tp as requested, since the relation of tp to numbers of heads decides what runs. If more axes are above 1 than
+    fit with it, further meshes have the smallest tp above 1 that divides it. Every other axis has its smallest telling size: 2,
+    or the smallest divisor above 1. ep stays below, equal to or above tp, as requested, unless the requested tp leaves no room
+    for ep above it. A data-parallel axis is included only if another axis splits something: without one, a plan splits nothing.
 
     Args:
         sizes: with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
-        over_cp: how many ranks of cp tell what the plan's rules for it do.
+        over_cp: the number of ranks of cp that shows what the plan's rules for it do.
 
     Returns:
-        At least one; none has more than `MOST` ranks where that is possible with tp and two more axes.
+        At least one; none has more than `MOST` ranks if that is possible with tp and two more axes.
     """
     if not sizes.needs_rules:
         return (MeshSizes(tp=sizes.of(Axis.TP)),)
@@ -58,8 +58,8 @@ def proof_meshes(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]
 
 
 def stage_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
-    """The meshes on which pipeline stages are proven for a mesh: tp too is the smallest size that tells, as `proof_meshes` has tp as asked
-    for the whole model. The first has a middle stage where the mesh has one and there is room.
+    """The meshes on which pipeline stages are proven for a mesh. Here tp too has the smallest telling size, while
+    `proof_meshes` has the requested tp for the whole model. The first has a middle stage if the mesh has one and there is room.
 
     Args:
         sizes: with several pp ranks and a size of tp.
@@ -79,18 +79,18 @@ def _has(mesh: MeshSizes, axes: Iterable[Axis]) -> bool:
 
 
 def _order(sizes: MeshSizes) -> int:
-    """0 without ep; 1, 2, 3: it is below tp, equal to it, above."""
+    """0 without ep; 1, 2, 3: ep is below tp, equal to it, above it."""
     tp, ep = sizes.of(Axis.TP), sizes.ep
     return 0 if ep == 1 else 1 if ep < tp else 2 if ep == tp else 3
 
 
 def _least(size: int) -> int:
-    """The smallest divisor above 1; 1 of 1."""
+    """The smallest divisor above 1; 1 for 1."""
     return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
 def _whole(sizes: MeshSizes) -> MeshSizes:
-    """tp as asked, and ep with what it needs of dp_shard, where there is room."""
+    """tp as requested, and ep with the dp_shard it needs, if there is room."""
     tp, order = sizes.of(Axis.TP), _order(sizes)
     if order < 3:
         return MeshSizes(tp=tp, ep=sizes.ep)
@@ -99,7 +99,7 @@ def _whole(sizes: MeshSizes) -> MeshSizes:
 
 
 def _small(sizes: MeshSizes) -> list[MeshSizes]:
-    """The smallest meshes of tp and ep: first those with ep to tp as asked, last those without tp."""
+    """The smallest meshes of tp and ep: first those with the requested relation of ep to tp, last those without tp."""
     tp, ep, order = sizes.of(Axis.TP), _least(sizes.ep), _order(sizes)
     if order == 0:
         return [MeshSizes(tp=_least(tp)), MeshSizes(tp=1)]
@@ -113,8 +113,8 @@ def _small(sizes: MeshSizes) -> list[MeshSizes]:
 def _with(
     mesh: MeshSizes, sizes: MeshSizes, asked: Iterable[Axis], over_cp: int, needed: Iterable[Axis] = ()
 ) -> MeshSizes:
-    """The mesh with the axes that are needed, and with as many of those asked for as fit; of dp_shard too, where ranks of the mesh asked
-    for have the same experts."""
+    """The mesh with the needed axes, and as many of the requested ones as fit; with dp_shard too, if ranks of the
+    requested mesh have the same experts."""
     for axis in needed:
         if axis in _BESIDE and mesh.of(axis) == 1:
             mesh = replace(mesh, **{axis.value: over_cp if axis is Axis.CP else 2})

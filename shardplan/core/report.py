@@ -19,15 +19,14 @@ Verdict = Literal["equal", "differs", "unproven"]
 
 
 def count_text(diagnostics: Iterable[Diagnostic]) -> str:
-    """ "2 errors, 1 warning"; "no findings" where there are none."""
+    """ "2 errors, 1 warning"; "no findings" if there are none."""
     counts = Counter(d.severity for d in diagnostics)
     parts = [f"{n} {severity}{'' if n == 1 else 's'}" for severity in Severity if (n := counts[severity])]
     return ", ".join(parts) or "no findings"
 
 
 def ordered(diagnostics: Iterable[Diagnostic], sources: SourceMap) -> tuple[Diagnostic, ...]:
-    """Each distinct finding once: by file (in the order in which they were read), line and column, those
-    without a place last."""
+    """Each distinct finding once: by file (in reading order), line and column; those without a place last."""
     files = {name: i for i, name in enumerate(sources.files)}
 
     def key(diagnostic: Diagnostic) -> tuple[int, int, int, str]:
@@ -42,13 +41,13 @@ def ordered(diagnostics: Iterable[Diagnostic], sources: SourceMap) -> tuple[Diag
 
 
 def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The same findings, every warning an error (`--strict`)."""
+    """The same findings, with every warning an error (`--strict`)."""
     return tuple(replace(d, severity=Severity.ERROR) for d in diagnostics)
 
 
 def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings of a plan without and with its sequence-parallel overlay, each once: a finding of both
-    at different lines names both lines, and a finding of only one names the variant unless its line shows it."""
+    """The findings of a plan without and with its sequence-parallel overlay, each once. A finding of both at different
+    lines names both lines; a finding of only one names the variant unless its line shows it."""
     tensor, sequence = ({_content(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
     both = [_of_both(d, sequence.get(content)) for content, d in tensor.items()]
     return (*both, *(_of_overlay(d, "sequence_parallel") for content, d in sequence.items() if content not in tensor))
@@ -57,8 +56,8 @@ def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagn
 def with_overlay_alone(
     without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...], section: Overlay
 ) -> tuple[Diagnostic, ...]:
-    """The findings of a plan without and with another overlay, each once: what only the overlay has says so, unless its
-    line shows it."""
+    """The findings of a plan without and with another overlay, each once. A finding of the overlay alone says so,
+    unless its line shows it."""
     known = {_content(d) for d in without}
     return (*without, *(_of_overlay(d, section) for d in with_overlay if _content(d) not in known))
 
@@ -90,21 +89,21 @@ class Report:
 
     Args:
         diagnostics: every finding, in the order of the plan's lines.
-        secondary: what follows from the mistakes in `diagnostics`.
+        secondary: findings that follow from the mistakes in `diagnostics`.
         sources: the texts that the findings point into.
         plans: the names of the plans, as the user wrote them.
         model: the model's name, or None where plans were read without one.
-        sizes: the mesh sizes that were asked for; `tp` None where every size was meant.
-        checked_tp: the tp size at which the size-dependent checks ran; None where there was none.
-        variants: which variants of the plan were checked.
-        allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
-            computed. Layouts are checked at `checked_tp`; for the others it is only known that they divide what is split.
-        stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
-            layouts of its reduced model; its numbers; a training step. Where a stage finds errors, the later ones are not reached.
-        proof: the numeric proof, where that stage was reached.
-        derived: the plan, where `auto` derived it.
+        sizes: the requested mesh sizes; `tp` None if every size was meant.
+        checked_tp: the tp size of the size-dependent checks; None if there was none.
+        variants: the checked variants of the plan.
+        allowed_tp: the tp sizes that the model allows with this plan, ascending; None if not computed. Layouts are
+            checked at `checked_tp`; the others are only known to divide what is split.
+        stages: the stages reached: the plan alone; the names and sizes in a checkpoint's files; the model's structure;
+            the layouts of its reduced model; its numbers; a training step. A stage with errors is the last.
+        proof: the numeric proof, if that stage was reached.
+        derived: the plan, if `auto` derived it.
         step: the file of a training step that leaves on every rank what it leaves on one process.
-        step_apart: what it keeps from step to step and ranks have otherwise than one process, such as a rank's own losses, which is no error.
+        step_apart: state kept between steps that differs between ranks and one process, such as a rank's own losses; this is no error.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -124,7 +123,7 @@ class Report:
 
     @property
     def proven(self) -> bool:
-        """Whether every variant that was checked is proven numerically."""
+        """Whether every checked variant is proven numerically."""
         return self.ok and self.proof is not None and self.proof.ok
 
     @property
@@ -150,7 +149,7 @@ class Report:
 
     @property
     def tp_lines(self) -> tuple[str, ...]:
-        """The tp sizes that divide what the plan splits, and what was looked at besides; nothing where they were not computed."""
+        """The tp sizes that divide what the plan splits, and the other checks made; empty if not computed."""
         if self.allowed_tp is None:
             return ()
         line = f"tp: {', '.join(map(str, self.allowed_tp)) or 'none'}"
@@ -166,15 +165,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One tensor of the sharded model against the same tensor of the unsharded one.
+    """One tensor of the sharded model, compared with the unsharded model's.
 
     Args:
-        name: of an output its path in what the model returns ("loss", "logits", "0"), of all else the full name.
-        kind: what the tensor is.
-        error: the largest difference over the largest reference value, the worst over all ranks; without a
-            unit.
+        name: for an output its path in the model's result ("loss", "logits", "0"), for others the full name.
+        kind: the kind of tensor.
+        error: the largest difference over the largest reference value, the worst over all ranks; without a unit.
         where: the rank of the worst error ("rank 1", "dp_shard 0, tp 1").
-        verdict: "unproven" where the reference is too small everywhere to decide, or there is none.
+        verdict: "unproven" if the reference is too small everywhere to decide, or there is none.
         dtype: the precision in which the verdict was reached.
     """
 
@@ -191,13 +189,13 @@ class VariantProof:
     """The comparison of one variant of a plan.
 
     Args:
-        variant: which one.
-        rows: what was compared: every output, every gradient, every buffer, every parameter that a forward changes.
-        parameters: the number of parameters (elements) of the model that was compared.
-        sharded: how many of them are split over tp.
-        unreached: full names of the model's parameters and modules that no run reached and that the plan does not change.
-        unproven: those that no run reached and that the plan splits, or that lie in a block in which it moves values.
-        schedule, micro_batches: of a pipeline, where one ran.
+        variant: its name.
+        rows: the comparisons: every output, every gradient, every buffer, every parameter that a forward changes.
+        parameters: the number of parameters (elements) of the compared model.
+        sharded: the number of them that are split over tp.
+        unreached: full names of the model's parameters and modules that no run reached and the plan does not change.
+        unproven: those that no run reached and that the plan splits, or that are in a block where it moves values.
+        schedule, micro_batches: those of a pipeline, if one ran.
         own_tokens: whether each rank of cp returns the results of its own tokens.
     """
 
@@ -233,9 +231,9 @@ class PipelineProof:
     """The comparison of pipeline stages on simulated ranks with the whole model.
 
     Args:
-        sizes: how many blocks of the reduced model each stage has.
-        carried: its modules whose output is handed on besides the blocks' first results.
-        rows: what was compared; `Comparison.where` is the stage, with tp the rank too.
+        sizes: the number of blocks of the reduced model in each stage.
+        carried: its modules whose output is handed on, besides the blocks' first results.
+        rows: the comparisons; `Comparison.where` is the stage, and with tp the rank.
     """
 
     sizes: tuple[int, ...]
@@ -256,15 +254,15 @@ class PipelineProof:
 
 @dataclass(frozen=True, slots=True)
 class ProvenCalls:
-    """How the model was called in the proof, with one kind of input.
+    """The calls of the model in the proof, with one kind of input.
 
     Args:
-        kind: of input: "text", "image", ...; "own" for a user's.
-        shapes: of the tensors in it but the labels.
-        steps: how many there were, in train mode.
-        switched: what the second call was told besides: switches of the forward, padding.
-        replaced: what one more call was given in place of ids.
-        left_out: what the unsharded model does not run with, and why; nothing is proven of such calls.
+        kind: the kind of input: "text", "image", ...; "own" for a user's.
+        shapes: those of its tensors, except the labels.
+        steps: their number, in train mode.
+        switched: additions in the second call: switches of the forward, padding.
+        replaced: the input of one more call in place of ids.
+        left_out: calls that fail on the unsharded model, and why; nothing is proven of them.
     """
 
     kind: str
@@ -277,17 +275,17 @@ class ProvenCalls:
 
 @dataclass(frozen=True, slots=True)
 class NumericProof:
-    """The numeric proof of a plan: each variant's small sharded model against the unsharded one.
+    """The numeric proof of a plan: each variant's small sharded model compared with the unsharded one.
 
     Args:
-        sizes: the mesh that was asked for.
-        variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, and no
-            processes, none.
+        sizes: the requested mesh.
+        variants: one proof for each variant of the plan (or each requested one); none with pipeline stages alone and no
+            processes.
         pipeline: the proof of the pipeline stages, with several pp ranks.
-        calls: how the model was called, with each kind of input.
-        meshes: on which the variants ran: of several axes the smallest that tell, or the one asked for.
+        calls: the calls of the model, for each kind of input.
+        meshes: those on which the variants ran: for several axes the smallest telling ones, or the requested one.
         processes: whether it ran in real processes rather than simulated in one.
-        seconds: the time that it took.
+        seconds: its duration.
     """
 
     sizes: MeshSizes
@@ -300,8 +298,8 @@ class NumericProof:
 
     @property
     def ok(self) -> bool:
-        """Every variant is proven, and with tp or ep above 1 something is really split, over ep where there is one: whole copies prove
-        nothing."""
+        """Every variant is proven, and with tp or ep above 1 something is really split, over ep if there is one: whole
+        copies prove nothing."""
         splits, experts = (self.sizes.tp or 1) > 1 or self.sizes.ep > 1, self.sizes.ep > 1
         staged = self.pipeline is None or self.pipeline.ok
         proven = all(

@@ -1,4 +1,4 @@
-"""Pipeline schedules: how many stages a rank has, and what they ask of the call. One record for each class of
+"""Pipeline schedules: the stages per rank, and the demands on the call. One record for each class of
 torch.distributed.pipelining, which runs them."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Schedule:
     Args:
         name: as users write it.
         torch_class: the name for `torch.distributed.pipelining.schedules.get_schedule_class`.
-        stages_per_rank: how many stages each rank has. Where it is above 1, the user may ask for another number, and
-            micro-batches go in rounds of about as many as there are ranks, which must be of one size.
+        stages_per_rank: the number of stages on each rank. Above 1, the user may request another number, and
+            micro-batches go in rounds of about as many as there are ranks; rounds must be of one size.
         full: whether there must be a micro-batch for each stage.
     """
 
@@ -31,7 +31,7 @@ class Schedule:
         return self.stages_per_rank > 1
 
     def misfit(self, pp: int, micro_batches: int, stages_per_rank: int | None = None) -> str | None:
-        """Why the schedule cannot run so many micro-batches on so many ranks and stages; None where it can."""
+        """Why the schedule cannot run so many micro-batches on so many ranks and stages; None if it can."""
         count = stages_per_rank or self.stages_per_rank
         if count != self.stages_per_rank and not self.multiple:
             return f"{self.name} has 1 stage on each rank, not {count}"
@@ -56,10 +56,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule_of(word: str) -> Schedule:
-    """The schedule of that name, ours or the one of torch's class; letters may be of either case, and `-` is `_`.
+    """The schedule of that name, ours or that of torch's class; case does not matter, and `-` is `_`.
 
     Raises:
-        TypeError: no text.
+        TypeError: not a text.
         ValueError: no such schedule.
     """
     if not isinstance(word, str):

@@ -1,5 +1,5 @@
-"""The sections of a plan besides its rules. Each field is defined only here: the models that read a document, the JSON Schema
-and the configs of other projects' names are made from it."""
+"""The sections of a plan besides its rules. Each field is defined only here: the models that read a document, the JSON
+Schema and the configs of other projects' names are made from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Section:
     """The base of all sections.
 
     Args:
-        location: where it stands; None where that is in no document.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`shardplan.language.inherit`).
+        location: its place; None if it is in no document.
+        given: the fields that the document sets, with the place of each. They decide what a child plan inherits
+            (`shardplan.language.inherit`). The others have their defaults.
     """
 
     location: Location | None = field(default=None, compare=False)

@@ -1,4 +1,4 @@
-"""What has a share on each rank: numbers that a module's code reads, arguments of all heads, buffers of all heads."""
+"""Values with a share on each rank: numbers that a module's code reads, arguments and buffers of all heads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One entry of a rule's `shares`. With nothing but a name, it is a number of the module that is divided evenly.
+    """One entry of a rule's `shares`. With only a name, it is a number of the module that is divided evenly.
 
     Args:
-        name: of a number of the module (`num_heads`; `config.num_attention_heads`, of its configuration); with `dim`, of an
-            argument of its forward or of a buffer.
-        value: what the number is on a rank, where it is no quotient: an expression over the module's own numbers, those with an even
-            share a rank's.
-        groups: the number is the length of one of so many groups of a norm's features, or how many there are; each has a mean of
-            its own. An expression over config numbers.
-        dim: of a tensor that every rank has whole and of which it reads its share: the dim that has the heads or features.
-        heads: of an argument whose dim is [batch * heads]: how many heads, an expression over config numbers.
-        like: of a buffer: the module below whose output features the dim has, which says how they are split; None: evenly.
+        name: of a number of the module (`num_heads`; `config.num_attention_heads`, of its configuration); with `dim`,
+            of an argument of its forward or of a buffer.
+        value: the number's value on a rank, if it is no quotient: an expression over the module's own numbers, with a
+            rank's value for those with an even share.
+        groups: the number is the length of one group of a norm's features, or the number of groups; each group has its
+            own mean. An expression over config numbers.
+        dim: for a tensor that every rank has whole and reads its share of: the dim that has the heads or features.
+        heads: for an argument with a dim [batch * heads]: the number of heads, an expression over config numbers.
+        like: for a buffer: the module below whose output features the dim has; they are split alike. None: evenly.
     """
 
     name: str

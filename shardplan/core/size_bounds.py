@@ -1,11 +1,11 @@
-"""The bounds of sizes and counts that users name. Each is met before anything is computed with the number."""
+"""The bounds of sizes and counts that users name. Each is checked before anything is computed with the number."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MOST_RANKS = 2**20  # of a mesh and of each of its axes: the largest machines have some 100,000 devices
-MOST_PROCESSES = 1024  # that are started on this machine
+MOST_PROCESSES = 1024  # started on this machine
 MOST_TOKENS = 2**26  # of a sequence: the longest that models are made for have 10 million
 MOST_OF_A_NUMBER = 1e24  # bytes, operations or tokens: a million times what the fastest device does in a second
 LEAST_SHARE = 1e-6  # of a bound's speed
@@ -14,7 +14,7 @@ MOST_MICRO_BATCHES = 2**16  # of a step: torch lists the actions of each
 
 
 def check_count(what: str, value: object, most: int) -> None:
-    """Raise ValueError for a value that is no integer from 1 to `most`.
+    """Raise ValueError for a value that is not an integer from 1 to `most`.
 
     Args:
         what: the number's name, at the beginning of the sentence.
@@ -26,7 +26,7 @@ def check_count(what: str, value: object, most: int) -> None:
 
 
 def check_amount(what: str, value: object, least: float = 1) -> None:
-    """Raise ValueError for a value that is no number from `least` to 1e24."""
+    """Raise ValueError for a value that is not a number from `least` to 1e24."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MOST_OF_A_NUMBER:
         raise ValueError(
             f"{what} must be a positive number, from {least:g} to {MOST_OF_A_NUMBER:g}, not {_shown(value)}"
@@ -34,7 +34,7 @@ def check_amount(what: str, value: object, least: float = 1) -> None:
 
 
 def check_shares(what: str, value: Any) -> None:
-    """Raise ValueError for what is no two shares of a bound, the least first."""
+    """Raise ValueError for a value that is not two shares of a bound, the lesser first."""
     two = isinstance(value, tuple) and len(value) == 2
     if (
         not two

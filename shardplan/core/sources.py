@@ -1,4 +1,4 @@
-"""Where each element of a plan document stands in its text."""
+"""The place of each element of a plan document in its text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SourceMap:
     files: Mapping[str, SourceFile] = field(default_factory=dict)
 
     def span(self, location: Location) -> Span | None:
-        """The span of a location, or of its nearest enclosing element; None where the document has no text."""
+        """The span of a location, or of its nearest enclosing element; None if the document has no text."""
         if location.span is not None:
             return location.span
         source = self.files.get(location.file)
@@ -42,5 +42,5 @@ class SourceMap:
         return None
 
     def placed(self, location: Location) -> Location:
-        """The location with its span, which needs this map no more."""
+        """The location with its span, which no longer needs this map."""
         return replace(location, span=self.span(location))

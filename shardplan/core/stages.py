@@ -1,5 +1,5 @@
-"""How a model is cut into pipeline stages: an interval of its repeated blocks for each stage, and what stands before and after
-them."""
+"""How a model is cut into pipeline stages: an interval of its repeated blocks for each stage, and the modules before
+and after them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HandedOn:
-    """What later stages get of a module's output.
+    """The part of a module's output that later stages get.
 
     Args:
         module: its full name.
-        positions: of the tensors in its output, where that is a tuple; else (0,).
-        length: of the tuple; 0: the output is one tensor.
-        unread: no code was seen to read it: it is handed on where a hook reads it (of transformers, for an auxiliary loss).
+        positions: those of the tensors in its output, if it is a tuple; else (0,).
+        length: the tuple's; 0: the output is one tensor.
+        unread: no code was seen to read it: it is handed on if a hook reads it (of transformers, for an auxiliary loss).
     """
 
     module: str
@@ -27,18 +27,18 @@ class HandedOn:
 class PipelineCut:
     """Stages 0, 1, ... in the order in which a batch runs through them; each module with parameters belongs to one.
 
-    A stage is the whole model in which the modules of other stages are replaced by stubs, so that its own forward runs there.
-    What has no parameters and stands outside of the blocks (masks, rotary tables) runs in every stage.
+    A stage is the whole model with stubs in place of the modules of other stages, so that its own forward runs there. A
+    module without parameters outside of the blocks (masks, rotary tables) runs in every stage.
 
     Args:
         blocks: the repeated blocks by full name, in the order in which they run.
-        sizes: how many blocks each stage has; one or more.
+        sizes: the number of blocks in each stage; one or more.
         first, last: modules and parameters outside of the blocks that belong to the first and to the last stage.
-        handed: of each carried module, what later stages read of its output, besides the block's first result: it is handed on,
-            and the module's stub returns it there.
-        ties: the names of each parameter that stands in several stages; each has a copy, and their gradients are added.
-        results: how many results a block returns, in a tuple or list; 0: one tensor.
-        written: modules of the first stage whose result the model's code changes in place: their stubs return zeros that have memory.
+        handed: for each carried module, what later stages read of its output, besides the block's first result: it is
+            handed on, and the module's stub returns it there.
+        ties: the names of each parameter that is in several stages; each has a copy, and their gradients are added.
+        results: the length of a block's result tuple or list; 0: one tensor.
+        written: modules of the first stage whose result the model's code changes in place; their stubs return zeros with memory.
     """
 
     blocks: tuple[str, ...]
@@ -63,7 +63,7 @@ class PipelineCut:
         return tuple(one.module for one in self.handed if not one.unread)
 
     def handed_at(self, stage: int) -> tuple[HandedOn, ...]:
-        """What a stage hands to the next besides its last block's first result: of its own modules and of earlier ones."""
+        """What a stage hands to the next besides its last block's first result: from its own modules and earlier ones."""
         stages = ((self.stage_of(one.module), one) for one in self.handed)
         return tuple(one for at, one in stages if at is not None and at <= stage)
 
@@ -73,7 +73,7 @@ class PipelineCut:
         return self.blocks[start : start + self.sizes[stage]]
 
     def roots_of(self, stage: int) -> tuple[str, ...]:
-        """The modules and parameters that a stage has, by full name; what is below them is its own too."""
+        """The modules and parameters that a stage has, by full name; those below them are its own too."""
         first = self.first if stage == 0 else ()
         last = self.last if stage == self.stages - 1 else ()
         return (*first, *self.blocks_of(stage), *last)
@@ -84,7 +84,7 @@ class PipelineCut:
         return tuple(name for name in (*self.first, *self.blocks, *self.last) if name not in own)
 
     def stage_of(self, name: str) -> int | None:
-        """The stage that has a module or parameter; None for what runs in every stage."""
+        """The stage that has a module or parameter; None for one that runs in every stage."""
         for stage in range(self.stages):
             if any(f"{name}.".startswith(f"{root}.") for root in self.roots_of(stage)):
                 return stage

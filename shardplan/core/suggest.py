@@ -10,7 +10,7 @@ LONGEST = 80  # characters: longer texts are not misspelled words, and comparing
 
 
 def closest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The choice that is most like the word, upper and lower case aside; None where none is near.
+    """The choice most like the word, ignoring case; None if none is near.
 
     Args:
         cutoff: how near it must be, 0 to 1 (difflib's ratio).
@@ -23,7 +23,7 @@ def closest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | 
 
 
 def did_you_mean(word: str, near: str) -> str:
-    """The help line of a misspelled word. Letters that only look like Latin ones are named, as nobody sees the difference."""
+    """The help line for a misspelled word. Letters that only look Latin are named, as nobody sees the difference."""
     strange = [c for c in dict.fromkeys(word) if c.isalpha() and not c.isascii()]
     names = [f"`{c}` is {unicodedata.name(c, 'a letter without a name')}" for c in strange[:3]]
     return f"did you mean `{near}`?" + (f" ({', '.join(names)})" if names else "")

@@ -9,16 +9,16 @@ from .diagnostics import Location
 
 @dataclass(frozen=True, slots=True)
 class SumRule:
-    """The `sum_outputs` of a rule. It stands beside the rule's style, and overrides only other `sum_outputs`.
+    """The `sum_outputs` of a rule. It is independent of the rule's style, and overrides only other `sum_outputs`.
 
     Args:
         pattern: the glob of the modules in whose forward the outputs are added up: blocks.
-        outputs: globs of the modules below such a block, named from it, in the order in which they run; none: an
-            earlier rule's list no longer applies.
-        location: of the list.
-        styled: the same rule has a style.
-        optional: it need not fit the model: where it matches nothing, or the layout check does not see the block only add
-            up the outputs, each is reduced by itself.
+        outputs: globs of the modules below such a block, named from it, in running order; none: an earlier rule's list
+            no longer applies.
+        location: the list's.
+        styled: whether the same rule has a style.
+        optional: whether it need not fit the model: if it matches nothing, or the layout check does not see that the
+            block only adds up the outputs, each is reduced by itself.
         when, having: as of `Rule`.
     """
 
@@ -42,7 +42,7 @@ class SummedOutputs:
 
     Args:
         block: the module in whose forward they are added up.
-        members: their full names, in the order in which they run; the sum is reduced at the last.
+        members: their full names, in running order; the sum is reduced at the last.
         rule: the rule that declares it.
     """
 
@@ -52,7 +52,7 @@ class SummedOutputs:
 
     @property
     def carriers(self) -> tuple[str, ...]:
-        """Those whose partial sums wait for the last one's."""
+        """The members whose partial sums wait for the last one's."""
         return self.members[:-1]
 
     @property

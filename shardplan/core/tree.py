@@ -1,4 +1,4 @@
-"""The picture of a model that binding and the structural checks read: names, kinds, shapes, config numbers."""
+"""The module tree of a model that binding and the structural checks read: names, kinds, shapes, config numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Literal, TypeGuard
 #   other      everything else (blocks, attention, activation functions, packed experts, ...)
 ModuleKind = Literal["linear", "conv1d", "depthwise", "embedding", "norm", "dropout", "list", "other"]
 
-# What a parameter of an adapter (LoRA, arXiv 2106.09685) is to the layer that it adapts: y = W x + B A x.
+# The role of an adapter's parameter (LoRA, arXiv 2106.09685) in the layer that it adapts: y = W x + B A x.
 #   A            nn.Linear.weight [r, in]             B                nn.Linear.weight [out, r], or its bias [out]
 #   embedding_A  [r, rows]                            embedding_B      [features, r]
 #   magnitude    [out], of DoRA (arXiv 2402.09353)    parameter        of an adapter that exchanges one parameter
@@ -24,7 +24,7 @@ ModuleKind = Literal["linear", "conv1d", "depthwise", "embedding", "norm", "drop
 AdapterPart = Literal["A", "B", "embedding_A", "embedding_B", "magnitude", "parameter", "other"]
 
 
-LIST_OF_WORDS = "a list of words"  # what a field such as `layer_types` is
+LIST_OF_WORDS = "a list of words"  # the description of a field such as `layer_types`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class ParameterInfo:
     """A parameter as its module owns it.
 
     Args:
-        name: its name in the module; dotted where the module is an adapted layer (`base_layer.weight`,
+        name: its name in the module; dotted if the module is an adapted layer (`base_layer.weight`,
             `lora_A.default.weight`).
         shape, dtype: `"float32"`.
         requires_grad: whether it is trained.
-        adapter: what it is to the adapted layer; None for a parameter of the layer itself.
+        adapter: its role in the adapted layer; None for a parameter of the layer itself.
         hooked: whether the user registered hooks on it.
     """
 
@@ -49,7 +49,7 @@ class ParameterInfo:
 
     @property
     def short(self) -> str:
-        """The name without the path: what plans and styles call it."""
+        """The name without the path: the one in plans and styles."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -68,14 +68,14 @@ class ModuleInfo:
         name: dotted name in the model; "" is the root.
         class_name: `LlamaAttention`.
         kind: see `ModuleKind`.
-        parameters: those that it owns itself; of a layer that adapters wrap, also the adapters'.
+        parameters: its own; for a layer that adapters wrap, also the adapters'.
         numbers: int, float and bool attributes of the instance (`num_heads`, `padding_idx`, `p`, `attention_dropout`).
-        config: the numbers of the configuration that it holds as `self.config`, empty without one; None: not known.
-        buffers: the shapes of those that it owns itself, by name.
-        arguments: the names of those of its forward; None: not known, or it takes any.
-        training_reads: modules below it whose parameters its code hands to a function in a branch that only training takes.
-        layer: the path to the layer itself inside this module, where adapters wrap it (`base_layer`). The module then
-            stands for that layer: it has its kind, its numbers and its parameters.
+        config: the numbers of the configuration in `self.config`, empty without one; None: not known.
+        buffers: the shapes of its own buffers, by name.
+        arguments: the names of its forward's arguments; None: not known, or it takes any.
+        training_reads: modules below it whose parameters its code passes to a function in a branch for training only.
+        layer: the path to the layer itself inside this module, if adapters wrap it (`base_layer`). The module then
+            represents that layer: it has its kind, its numbers and its parameters.
     """
 
     name: str
@@ -109,26 +109,26 @@ def full_name(module: str, parameter: str) -> str:
 class ModuleTree:
     """The modules of a model in the order of `named_modules()`.
 
-    A layer that adapters wrap is one module, under the name that it has without them; what the wrapper is made of is in
-    `inside`, and owns nothing.
+    A layer that adapters wrap is one module, under its name without them. The wrapper's parts are in `inside`, and own
+    nothing.
 
     Args:
         class_names: the model's class and its bases, nearest first, the bases up to torch's own.
         model_type: `config.model_type`, or None without a config.
         modules: by dotted name, the root ("") first.
-        numbers: the numbers of the text config under their own names (`num_attention_heads`, and where an
-            `attribute_map` renames them, under both names), those of nested configs also dotted
-            (`vision_config.hidden_size`). Lists of numbers that are equal throughout count as that number.
-        shared: groups of names of modules with parameters that are one object, the outermost alone; `modules` has the first name.
-        fields: all fields of the configuration under the same names: their number, None, or what else they are in words
-            ("a text"). Of a list of words also how often each word is in it (`layer_types.full_attention`).
+        numbers: the numbers of the text config under their own names (`num_attention_heads`; if an `attribute_map`
+            renames them, under both names), those of nested configs also dotted (`vision_config.hidden_size`). Lists of
+            equal numbers count as that number.
+        shared: groups of names of modules with parameters that are one object, only the outermost; `modules` has the first name.
+        fields: all fields of the configuration under the same names: their number, None, or their type in words ("a
+            text"). For a list of words also the count of each word (`layer_types.full_attention`).
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
-        base_prefix: what to put before a module's name to get the name it has in the model with a head: "model" for a
+        base_prefix: the prefix that turns a module's name into its name in the model with a head: "model" for a
             LlamaModel on its own, "" otherwise. Rules are matched against the prefixed names (`address`).
-        inside: the modules that adapted layers are made of: no rule sees them.
-        copies: module -> whole copies of it that stand inside it, each of which may run in its place (the frozen original
-            of an output head, and the one that is trained). Rules for the module are rules for its copies.
-        trains: whether dropout acts as configured: the module is in training mode (always, when built from a
+        inside: the parts of adapted layers: no rule sees them.
+        copies: module -> whole copies of it that are inside it; each may run in its place (the frozen original of an
+            output head, and the one that is trained). Rules for the module are rules for its copies.
+        trains: whether dropout acts as configured: the module is in training mode (always, if built from a
             configuration).
     """
 
@@ -151,7 +151,7 @@ class ModuleTree:
         return f"{self.base_prefix}.{name}" if self.base_prefix and name else (self.base_prefix or name)
 
     def _unwrapped(self, name: str) -> str:
-        """The name as it is without adapters: copies are their original, parameters their layer's."""
+        """The name without adapters: that of the original for copies, that of the layer for its parameters."""
         owner = name
         if name in self.parameters:
             module, parameter = self.parameters[name]
@@ -193,8 +193,8 @@ class ModuleTree:
         }
 
     def pattern(self, name: str) -> str:
-        """The name with its list indices starred, those of a list of unlike elements kept: a plan's words for it and all that
-        is like it (`model.layers.*.mlp.up_proj`, `blocks.*.to_out.0`)."""
+        """The name with its list indices starred, except in lists of unlike elements: a plan's words for it and for all
+        like it (`model.layers.*.mlp.up_proj`, `blocks.*.to_out.0`)."""
         if name not in self._patterns:
             parts, above = [], ""
             for part in name.split("."):
@@ -213,7 +213,7 @@ class ModuleTree:
 
     @cached_property
     def _numbered(self) -> frozenset[str]:
-        """The lists whose elements are unlike: Sequentials of several classes, and lists in which a star would name different
+        """The lists of unlike elements: Sequentials of several classes, and lists in which a star would name different
         things. Blocks of several classes are alike: `having` tells them apart."""
         lists = (name for name, module in self.modules.items() if module.kind == "list" and self.children[name])
         return frozenset(name for name in lists if self._unlike(name))
@@ -235,7 +235,7 @@ class ModuleTree:
         return element(name) or self._clash(elements)  # a block that is a list has parts, each of its own kind
 
     def _clash(self, elements: tuple[str, ...]) -> bool:
-        """Whether modules with parameters that stand at one place in two elements are of different classes or shapes."""
+        """Whether modules with parameters at one place in two elements differ in class or shape."""
         found: dict[str, set[tuple[str, tuple[tuple[int, ...], ...]]]] = {}
         owners: set[str] = set()
         for one in elements:
@@ -280,11 +280,11 @@ class ModuleTree:
         return {name: tuple(names) for name, names in children.items()}
 
 
-WITHOUT_FORWARD = ("ModuleList", "ModuleDict")  # classes of lists: nothing happens when they would be called
+WITHOUT_FORWARD = ("ModuleList", "ModuleDict")  # classes of lists: calling them would do nothing
 
 
 def parent(name: str) -> str:
-    """The name of the module that contains this one; "" for what stands at the root."""
+    """The name of the module that contains this one; "" for a module at the root."""
     return name.rpartition(".")[0]
 
 
@@ -298,7 +298,7 @@ def ancestors(name: str) -> tuple[str, ...]:
 
 
 def block(name: str) -> str:
-    """The outermost element of a list that a module stands in (`model.layers.3`), else the module itself."""
+    """The outermost list element that contains a module (`model.layers.3`), else the module itself."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -312,7 +312,7 @@ def element(name: str) -> bool:
 
 
 def part(name: str) -> str | None:
-    """The child of a block that a module stands in or is (`model.layers.3.mlp`); None outside of these."""
+    """The child of a block that a module is or is in (`model.layers.3.mlp`); None outside of these."""
     return next((one for one in (name, *ancestors(name)) if element(parent(one))), None)
 
 
@@ -322,8 +322,8 @@ def starred(name: str) -> str:
 
 
 def named(names: Iterable[str], pattern: Callable[[str], str] = starred) -> str:
-    """Words for names of repeated layers: itself, where it is one; else the distinct starred ones, those that differ in
-    one part written as one: "model.layers.*.mlp.{gate_proj,up_proj} and lm_head"."""
+    """Words for names of repeated layers: the name itself, if it is one; else the distinct starred ones, with those
+    that differ in one part written as one: "model.layers.*.mlp.{gate_proj,up_proj} and lm_head"."""
     names = tuple(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]
@@ -335,7 +335,7 @@ def named(names: Iterable[str], pattern: Callable[[str], str] = starred) -> str:
 
 
 def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
-    """Rows that differ in one part only as one row with `{a,b}` there; names of a single part stay apart."""
+    """Rows that differ in only one part as one row with `{a,b}` there; names of a single part stay apart."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         foldable = 1 < len(row) > position
@@ -348,8 +348,8 @@ def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
 
 
 def homes(tree: ModuleTree, names: Iterable[str]) -> dict[str, str]:
-    """Module -> its home: the block that it stands in; for modules that stand in no block, the innermost module around all
-    of these. A block itself and the root have none.
+    """Module -> its home: its block; for modules in no block, the innermost module around all of these. A block itself
+    and the root have none.
 
     Args:
         names: modules of the tree.

@@ -1,4 +1,4 @@
-"""Files that users name: read up to a bound, and written whole or not at all."""
+"""Files that users name: read up to a limit, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 BYTE_ORDER_MARK = "\ufeff"
-STREAMS = ("/dev/", "/proc/")  # where regular files are the process's own streams
+STREAMS = ("/dev/", "/proc/")  # regular files here are the process's own streams
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 class CannotRead(Exception):
-    """A file that is not what it should be.
+    """A file that cannot be read as required.
 
     Args:
-        reason: what is wrong with it, without a final full stop.
+        reason: the problem, without a final full stop.
         missing: whether there is no such file.
         too_large: whether only its size is wrong.
     """
@@ -32,15 +32,15 @@ class CannotRead(Exception):
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a file. Nothing but a regular file is ever opened, and no more than `most` bytes are read.
+    """The content of a file. Only regular files are opened, and at most `most` bytes are read.
 
     Raises:
-        CannotRead: there is none, it may not be read, it is no regular file, it is too large.
+        CannotRead: it does not exist, may not be read, is not a regular file, or is too large.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CannotRead("is a folder" if os.path.isdir(path) else "is not a regular file")
-        # Should it be replaced by a pipe in between, opening must not wait for a writer.
+        # If it is replaced by a pipe in between, opening must not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -48,7 +48,7 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
             content = file.read(most + 1)
     except FileNotFoundError:
         raise CannotRead("does not exist", missing=True) from None
-    except (OSError, ValueError) as error:  # a ValueError for what no path can hold
+    except (OSError, ValueError) as error:  # a ValueError for a string that no path can be
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CannotRead(f"cannot be opened: {reason[:1].lower()}{reason[1:]}") from None
     if len(content) > most:
@@ -62,7 +62,7 @@ def decode(content: bytes) -> str:
     """UTF-8 text without its byte order mark.
 
     Raises:
-        CannotRead: it is no UTF-8 text.
+        CannotRead: it is not UTF-8 text.
     """
     try:
         return content.decode("utf-8-sig")
@@ -76,16 +76,16 @@ def read_json(path: str | os.PathLike[str], most: int) -> Any:
     """The data of a JSON file.
 
     Raises:
-        CannotRead: as `read_bytes`; it is no JSON text.
+        CannotRead: as `read_bytes`; or it is not JSON text.
     """
     return parse_json(decode(read_bytes(path, most)))
 
 
 def parse_json(text: str) -> Any:
-    """The data of a JSON text, whose numbers are finite.
+    """The data of a JSON text with finite numbers.
 
     Raises:
-        CannotRead: it is none, is nested too deeply, or has a number that JSON does not have.
+        CannotRead: it is not JSON, is nested too deeply, or has a number that JSON does not have.
     """
     try:
         return json.loads(text, parse_constant=_no_number)
@@ -101,7 +101,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def line_ends_of(text: str) -> str:
-    """How most lines of a text end; "\\n" where there is one line."""
+    """The most frequent line end of a text; "\\n" for a single line."""
     found = Counter(_LINE_END.findall(text))
     return found.most_common(1)[0][0] if found else "\n"
 
@@ -112,20 +112,20 @@ def with_unix_ends(text: str) -> str:
 
 
 def in_form_of(old: bytes, text: str) -> str:
-    """A text with line ends of one character in the form of a file's content: with its line ends (where it has several, the most
-    frequent), and with its byte order mark."""
+    """A text with line ends of one character in the form of a file's content: with the content's line ends (if several,
+    the most frequent) and its byte order mark."""
     was = old.decode("utf-8", "replace")
     mark = BYTE_ORDER_MARK if was.startswith(BYTE_ORDER_MARK) else ""
     return mark + text.replace("\n", line_ends_of(was))
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file whole or not at all: it is written beside its place, and then put there. Where that fails, or the process is killed,
-    the old file is as it was. A link stays a link; the mode stays, and the owner where that is allowed. Hard links part. What is no
-    regular file (a pipe, a terminal, /dev/stdout) is written as it is.
+    """Write a file whole or not at all: it is written next to its place, then moved there. If that fails, or the
+    process is killed, the old file is unchanged. A link stays a link; the mode stays, and the owner if allowed. Hard
+    links part. Other than regular files (a pipe, a terminal, /dev/stdout) are written directly.
 
     Args:
-        content: a text is written as UTF-8, its line ends as they are.
+        content: a text is written as UTF-8, with its line ends unchanged.
 
     Raises:
         OSError: it cannot be written.
@@ -135,7 +135,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         old = os.stat(path)
     except FileNotFoundError:
         old = None
-    except ValueError as error:  # what no path can hold
+    except ValueError as error:  # a string that no path can be
         raise OSError(str(error)) from None
     if (old is not None and not stat.S_ISREG(old.st_mode)) or os.fspath(path).startswith(STREAMS):
         with open(path, "wb") as stream:
@@ -159,7 +159,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def _as_before(path: str, old: os.stat_result | None) -> None:
-    """Give a new file the owner and mode of the one that it replaces, or those of any new file."""
+    """Give a new file the owner and mode of the file that it replaces, or those of any new file."""
     if old is None:
         mask = os.umask(0)
         os.umask(mask)

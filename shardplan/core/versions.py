@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that decide what a plan means. Nothing is imported for them."""
+"""Versions of Python and of the packages that decide what a plan means, found without importing any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MISSING = "not installed"
 
 
 def installed_versions() -> dict[str, str]:
-    """Package -> its version, or that it is not installed."""
+    """Package -> its version, or the words that it is not installed."""
     return {
         "shardplan": __version__,
         **{name: _version(name) for name in PACKAGES},
