@@ -125,7 +125,7 @@ def bound_fields(plan: ResolvedPlan) -> dict[str, Value]:
 
 
 def checkpoints(old: ResolvedPlan, new: ResolvedPlan) -> Checkpoints:
-    """Whether what was saved with one plan can be read with the other. Weights and training states have the unsharded
+    """Whether weights and training states saved with one plan can be read with the other. Both have the unsharded
     model's names and order whatever the plan is."""
     before, after = (_backend(plan.data_parallel) for plan in (old, new))
     if before == after or {before, after} <= _PORTABLE:

@@ -1,4 +1,4 @@
-"""Keyword arguments of `apply_plan` laid over a plan's sections."""
+"""Keyword arguments of `apply_plan` that override a plan's sections."""
 
 from __future__ import annotations
 

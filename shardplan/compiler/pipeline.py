@@ -153,10 +153,10 @@ class Compiled:
     Args:
         program: None where a stage found errors.
         findings: those of all stages up to that one.
-        given: what was compiled.
+        given: the compiled model and plan.
         reduced_model: the reduced model, if there is something to prove and it can be made.
         staged: the pipeline stages of the reduced model, with several pp ranks.
-        variants, overlays: what the program was lowered from; None if there is no program.
+        variants, overlays: the inputs of the lowering; None if there is no program.
     """
 
     program: Program | None

@@ -96,7 +96,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
 
     Args:
         model: the model at the size of tp that is checked.
-        allow_unproven: make what keeps a plan from being proven a warning instead of an error.
+        allow_unproven: report obstacles to the proof as warnings, not errors.
     """
     sizes = next(iter(variants.resolved.values())).sizes
     reports = {

@@ -41,7 +41,7 @@ class PlanLock:
     """A plan bound to a model.
 
     Args:
-        asked: what was bound.
+        asked: the plan and the model that were bound.
         versions: those of Python and of the packages, for readers of a difference.
         files: SHA-256 of the text of each plan file read, by its name.
         parameters: folded names -> shape and dtype.

@@ -37,7 +37,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision(Section):
-    """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
+    """The dtypes of FSDP2's mixed precision. An omitted one stays the model's dtype."""
 
     param: Dtype | None = option(None, "The dtype in which layers compute.", "bfloat16")
     reduce: Dtype | None = option(None, "The dtype in which gradients are added up.", "float32")

@@ -35,7 +35,7 @@ def bind(
         plan: the plan, with what it extends. This tree's configuration decides the conditions that are still open.
         tree: the model's module tree.
         sizes: of the mesh.
-        overlays: the sections that are laid over the tensor-parallel rules.
+        overlays: the sections that override the tensor-parallel rules.
     """
     optional = may_match_nothing(plan)
     plan, undecided = decided(plan, tree)

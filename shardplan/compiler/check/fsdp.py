@@ -1,4 +1,4 @@
-"""What FSDP2 refuses, reported before it is called.
+"""Plans that FSDP2 would refuse, reported before it is called.
 
 From torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py. Dim 0 is padded,
 also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is refused. Parameters without

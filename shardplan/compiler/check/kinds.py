@@ -1,4 +1,4 @@
-"""A style fits the kind of what its rule names: by structure, never by name."""
+"""A style fits the kind of module or parameter that its rule names: by structure, never by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _reason(facts: Facts, assignment: Assignment) -> tuple[Code, str]:
-    """The code, and the kind of what is named."""
+    """The code, and the kind of the named module or parameter."""
     if assignment.is_parameter:
         return (DIMENSION if facts.style(assignment).on_parameters else PARAMETER), ""
     module = facts.resolved.tree.modules[assignment.name]

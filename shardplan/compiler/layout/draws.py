@@ -58,7 +58,7 @@ class Noise:
     """The run with dropout.
 
     Args:
-        drawings: what drew, each once.
+        drawings: the operations that drew, each once.
         lost: (modules, attribute) with a probability above 0 that is missing in the reduced model.
         unmanaged: operations other than dropout that draw and act: module, words, whether torch's generator is used.
     """
@@ -187,10 +187,10 @@ class _Drawn(TorchFunctionMode):
 
 @dataclass
 class _Decision:
-    """The streams that the operations of one module ask for, and what is wrong with them."""
+    """The streams that the operations of one module ask for, and the problems with them."""
 
     streams: set[Draws] = field(default_factory=set)
-    wrong: dict[str, str] = field(default_factory=dict)  # reason -> what to do
+    wrong: dict[str, str] = field(default_factory=dict)  # reason -> remedy
     places: dict[str, None] = field(default_factory=dict)
 
 

@@ -63,7 +63,7 @@ class Finding:
         subject: a parameter's full name or a module's name.
         operation: the torch function, if it is one.
         source: the line of the model's code.
-        operands: what it reads.
+        operands: the values that it reads.
         actual, wanted: the layouts at a boundary.
         message: of an exception.
         follows: whether it concerns a value that an earlier finding concerns.

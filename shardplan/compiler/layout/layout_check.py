@@ -255,7 +255,7 @@ def _explain(
 
 
 def revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair | None] | None:
-    """The earlier change that a later one of the same rule replaces, and both as one; None where it is undone."""
+    """The earlier change that a later one of the same rule replaces, and both as one; None if they cancel out."""
     if repair is None:
         return None
     same = ((i, one) for i, one in enumerate(changes) if one is not None and one.names == repair.names)

@@ -277,8 +277,8 @@ class ModelLayouts:
         Args:
             of_model: the variant bound to the model itself; it says what is compiled.
             help: look for the changes that fix the findings.
-            allow_unproven: report what keeps the check from running as a warning, not an error. An unproven plan does
-                not count as right.
+            allow_unproven: report obstacles to the check as warnings, not errors: an unproven plan does not count as
+                right.
         """
         if (too_many := self._too_many(plan)) is not None:
             return LayoutReport((too_many,))

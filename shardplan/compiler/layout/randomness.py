@@ -61,7 +61,7 @@ class Site:
 
 
 Key = tuple[str, str, SourceLine | None]
-Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (what draws, its bounds if it is uniform) -> numbers
+Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (the draw, its bounds if it is uniform) -> numbers
 
 
 class DrawnAlike(_DispatchMode):

@@ -66,7 +66,7 @@ def same_arguments(model: nn.Module, run: Trace) -> dict[str, dict[str, frozense
     """Module -> argument -> the others that were the same tensor in each of its calls; "" is its first argument.
 
     Args:
-        model: what was run.
+        model: the model that was run.
         run: unsharded.
     """
     found: dict[str, dict[str, frozenset[str]]] = {}

@@ -49,12 +49,12 @@ class CutFacts:
 
     @property
     def proven(self) -> bool:
-        """Whether exactly what is declared crosses each cut."""
+        """Whether exactly the declared values cross each cut."""
         wrong = (self.crossings, self.order, self.apart, self.shared, self.unnamed, self.ends.inside, self.ends.both)
         return not any(wrong) and self.results is not None and not self.ends.unread
 
     def suggested_carry(self) -> tuple[str, ...]:
-        """Modules to carry so that what crosses is declared; empty where no module returns one of the values."""
+        """Modules to carry so that all crossing values are declared; empty where no module returns one of the values."""
         assert self.run is not None
         found: dict[str, None] = {}
         for crossing in self.crossings:

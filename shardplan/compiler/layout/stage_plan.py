@@ -47,7 +47,7 @@ def staged_plan(
 
     Args:
         severity: of the findings about the cut.
-        allow_unproven: report what keeps the reduced model from being made or called as a warning.
+        allow_unproven: report obstacles to making or calling the reduced model as warnings.
     """
     try:
         benches = model.benches

@@ -53,7 +53,7 @@ class Reads:
     Args:
         missing: the values that it does not have, each once.
         used: (module, position) of a carried value -> whether it is read.
-        connected: whether the first own block reads what was received.
+        connected: whether the first own block reads the received value.
     """
 
     missing: dict[int, Crossing] = field(default_factory=dict)
