@@ -1,7 +1,7 @@
 """The memory of logits that stay split over the vocabulary and of fused ones: `python -m benchmarks.fused [cuda]`.
 
-By `estimate` for a step of a model at tp 8; by the allocator for the head and the loss of one of its ranks, forward and backward: on a
-CUDA device at the same size, on the CPU at a sixty-fourth of the tokens and of the hidden size, with chunks in proportion.
+`estimate` tells it for a step of a model at tp 8; the allocator for the head and the loss of one of its ranks, forward and backward:
+on a CUDA device at the same size, on the CPU at a sixty-fourth of the tokens and of the hidden size, with chunks in proportion.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Each case runs steps of a small model in processes (gloo on the CPU). The allocator reports every block that it gives and takes
 back to torch's profiler; the peak of a step is the largest sum while it runs. The profiler sees the main thread alone: what a
-thread of gloo gives back seems to stay. So pauses let gloo's threads end first, a step begins with what Python knows to be
-alive, and the least of all steps but the first, and of all ranks, which hold equal shards, counts.
+thread of gloo gives back seems to stay. So pauses let gloo's threads end first, and a step begins with what Python
+knows to be alive. The least over all steps but the first, and over all ranks, which hold equal shards, counts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A plan is applied to a model of its type's default dimensions, with the layers that the reduced model has (each kind once), and a
 training step is traced on tensors without memory, as `shardplan estimate` does: every collective of the tp axis, with its
-real size. What it sends is a number for each token and one whatever the number of tokens; a third shape shows that nothing
-else is in it. The least is derived from the unsharded run of the reduced model and the model's dimensions, by code that does not
+real size. It sends a number of elements for each token and one for each step; a third shape shows that it sends nothing
+else. The least is derived from the unsharded run of the reduced model and the model's dimensions, by code that does not
 read the program (tests/zoo/least.py).
 """
 

@@ -139,8 +139,8 @@ def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tupl
 def prove_decided(
     asked: Asked, decided: Decided, mesh: DeviceMesh, *, prove: bool
 ) -> tuple[tuple[Diagnostic, ...], str]:
-    """Prove what the program splits over tp or ep, and the stages, on the mesh's first rank for all: the warnings, and how the program
-    is known to be right, in words.
+    """Prove what the program splits over tp or ep, and the stages, on the mesh's first rank for all. Returns the
+    warnings, and how the program is known to be right, in words.
 
     Raises:
         PlanError: the proof found errors.

@@ -60,8 +60,8 @@ def deriving(
     Args:
         model: as the user named it.
         derive: whether it may.
-        sizes: the mesh's. It is derived for their tp, without one above 1 for the smallest; with a section that distributes the
-            experts where ep is above 1, and with rules for cp where that is above 1.
+        sizes: the mesh's. The plan is derived for their tp, or for the smallest where tp is not above 1; with a section
+            that distributes the experts where ep is above 1, and with rules for cp where cp is above 1.
         sequence_parallel: whether it has an overlay.
         progress: called with what is being done.
         share: calls a function on one of several ranks, and returns its result on all.

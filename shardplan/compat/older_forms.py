@@ -35,8 +35,8 @@ ITS_AXES = {"data_parallel", "tensor_parallel", "context_parallel", "dp_cp"}
 
 
 def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Let a function take the older form as well. The form is read off what is given: a dtype in the third place, where today's has
-    a policy, or an argument that one of them alone has, or a mesh with the older names of axes.
+    """Let a function take the older form as well. The arguments tell the form: a dtype in the third place, where
+    today's has a policy, or an argument that one of them alone has, or a mesh with the older names of axes.
 
     Raises (the function):
         ValueError: what is given belongs to both forms.

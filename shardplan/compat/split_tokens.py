@@ -78,7 +78,7 @@ def _axes(logits: DTensor) -> tuple[str, str]:
 
 
 def _size(own: Tensor, mesh: DeviceMesh) -> int:
-    """The size of the whole vocabulary. A DTensor that was made of local parts takes them all for as large as its own."""
+    """The size of the whole vocabulary. A DTensor made from local parts assumes that all are as large as its own."""
     counts = _gathered(torch.tensor([own.shape[-1]], device=own.device), mesh, 0).tolist()
     size = sum(counts)
     chunk = -(-size // mesh.size())

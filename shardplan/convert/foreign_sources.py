@@ -45,7 +45,7 @@ class Source:
 
 
 def read_source(source: Any) -> Source:
-    """A JSON or YAML file, a dictionary, or transformers' `DistributedConfig`. Of what cannot be read the findings say why (SP101 to SP103, SP111).
+    """A JSON or YAML file, a dictionary, or transformers' `DistributedConfig`. Findings say why it cannot be read (SP101 to SP103, SP111).
 
     Raises:
         TypeError: something else.

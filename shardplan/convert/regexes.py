@@ -23,7 +23,7 @@ class NoGlob(Exception):
 
 def globs_of(expression: str) -> tuple[str, ...]:
     """The globs of the modules whose `<name>.weight` an expression matches from the first character on (`re.match`); none
-    where it matches no weight. That a module itself is called `weight` is left out of account.
+    where it matches no weight. Modules that are themselves called `weight` are not considered.
 
     Raises:
         NoGlob: a part of it has no counterpart.

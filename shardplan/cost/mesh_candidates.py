@@ -11,8 +11,8 @@ from shardplan.core.size_bounds import MOST_RANKS, check_count
 def meshes_of(
     gpus: int, ep: Sequence[int] = (1,), pp: Sequence[int] = (1,), cp: Sequence[int] = (1,)
 ) -> tuple[MeshSizes, ...]:
-    """Each way to write a number as pp x dp_replicate x dp_shard x cp x tp, the smallest tp first, with each ep that fits it. Of pp
-    and cp one is 1.
+    """Each way to write a number as pp x dp_replicate x dp_shard x cp x tp, the smallest tp first, with each ep that
+    fits it. At least one of pp and cp is 1.
 
     Args:
         pp, cp: the sizes of that axis.

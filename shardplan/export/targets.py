@@ -24,7 +24,7 @@ CANNOT_CROSS = Code("SP549")
 
 # Options of rules that say nothing of what a rank computes there: the target's style does the same without them.
 SILENT = frozenset({"heads", "divides", "having", "fused"})
-# It adds up the gradient of what split matrices read, once for all of them; the targets' matrices do it each by itself.
+# It adds up the gradient of the input of split matrices, once for all of them; the targets' matrices do so one by one.
 INPUT = "input_with_grad_allreduce"
 LEFT_OUT = (INPUT, "replicate", "none")
 EXPERTS = "moe_tp_experts"
@@ -110,7 +110,7 @@ def lower_to(target: Target, program: Program, own: Mapping[str, str]) -> Lowere
 def _on_owners(
     made: Lowered, alike: Mapping[str, list[str]], resolved: ResolvedPlan, assigned: Mapping[str, Assignment]
 ) -> None:
-    """Bare parameters whose gradients are added up: transformers hooks a module, and adds up those of all its own parameters."""
+    """Bare parameters whose gradients are added up: transformers hooks a module, and adds up the gradients of all its own parameters."""
     tree = resolved.tree
     shared = [key for key in made.entries if made.entries[key] == SUMMED and alike[key][0] in tree.parameters]
     for pattern in shared:

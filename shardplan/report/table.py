@@ -14,7 +14,7 @@ def table(rows: Iterable[Sequence[str]], *, right: Collection[int] = (), width: 
         rows: the cells, all rows alike in number: printable text with `Paint`'s colours. Blanks before a cell's text indent all
             its lines.
         right: the columns that are set to the right.
-        width: what no line exceeds: cells that are too long are folded, at blanks where they have some. None for as many as they need.
+        width: the columns that no line exceeds: longer cells are folded, at blanks where they have some. None for as many as they need.
     """
     from rich.console import Console  # takes longer than linting a plan
     from rich.padding import Padding

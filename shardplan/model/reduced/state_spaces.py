@@ -44,7 +44,7 @@ def small_state_heads(
 
 
 def ranks_of_a_group(groups: Iterable[int], tp: int) -> int:
-    """The number of ranks that share a group: the numbers of its state are shared out to them."""
+    """The number of ranks that a group is on: the numbers of its state are shared out to them."""
     return max((tp // count for count in groups if count < tp and tp % count == 0), default=1)
 
 
