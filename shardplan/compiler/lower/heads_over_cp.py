@@ -1,6 +1,6 @@
 """The meaning of the rules for tp below a module whose heads are exchanged over cp.
 
-Projections compute with whole weights on a rank's own tokens; moves at them change between slices of the sequence and
+Projections compute with whole weights on a rank's own tokens; moves around them change between slices of the sequence and
 slices of the features. Values that the module's code reads itself, it reads by share. Numbers, features and channels
 are those of a rank of an axis of tp * cp ranks: tp divides them first.
 """

@@ -1,4 +1,4 @@
-"""The module where a module's parameters are gathered with others."""
+"""The module where a module's parameters are together with others."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Map
 
 
 def _with_draws(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """Give each module that draws random numbers their owner."""
+    """Record whose random numbers each drawing module draws."""
     found = dict(programs)
     for name, draws in plan.draws.items():
         found[name] = replace(found.get(name) or ModuleProgram(name), draws=draws)
