@@ -1,4 +1,4 @@
-"""The numeric proof: a reduced model, sharded, against the same model unsharded.
+"""The numeric proof: compares a sharded reduced model with the same model unsharded.
 
 Importing this package does not import torch; using its files does.
 """

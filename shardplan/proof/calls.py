@@ -1,5 +1,5 @@
-"""How a model is called in the steps of a proof: the plain call, one with every switch of its forward and padding, one with embeddings in
-place of ids."""
+"""The calls of a model in the steps of a proof: the plain call, one with every switch of its forward and padding, one with embeddings
+instead of ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardplan.runtime.apply.refusals import REFUSED_SWITCHES
 
 from .steps import STEPS, seed_of
 
-# Switches of the form in which the same values are returned, or for code that no training step runs.
+# Switches of the returned form of the same values, or of code that no training step runs.
 FORMS = frozenset(("return_dict", "training"))
 MASK, IDS, EMBEDDINGS, LABELS = "attention_mask", "input_ids", "inputs_embeds", "labels"
 
@@ -41,9 +41,9 @@ class Calls:
 
     Args:
         inputs: seed -> the plain call.
-        second: how the last plain step is called otherwise, by what it is.
+        second: name -> change, for the call of the last plain step.
         third: the same for one more step.
-        left_out: what the unsharded model does not run with, and why.
+        left_out: the changes that the unsharded model does not run with, and why.
     """
 
     kind: str
@@ -58,11 +58,11 @@ class Calls:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """In what the steps' calls differ from the plain one."""
+        """The names of the changes to the plain call."""
         return (*self.second, *self.third)
 
     def only(self, names: Collection[str]) -> Calls:
-        """The plain call, with these changes alone."""
+        """The plain call with only these changes."""
         second, third = ({n: one for n, one in all_.items() if n in names} for all_ in (self.second, self.third))
         return replace(self, second=second, third=third)
 
@@ -70,8 +70,8 @@ class Calls:
         """The keyword arguments of every step.
 
         Args:
-            replica: of which data-parallel rank. Others have other tokens, labels of other numbers of tokens, and every second one
-                a batch of one token alone, which goes to few experts.
+            replica: the data-parallel rank. Ranks other than 0 have other tokens and other numbers of labels; with text, their
+                last plain step has a batch of one repeated token, which goes to few experts.
         """
         return [self._batch(step, replica) for step in range(self.steps)]
 
@@ -86,13 +86,13 @@ class Calls:
 
     @property
     def proven(self) -> ProvenCalls:
-        """What the report says."""
+        """The report's record of the calls."""
         shapes = {n: tuple(x.shape) for n, x in self.inputs(0).items() if isinstance(x, Tensor) and n != LABELS}
         return ProvenCalls(self.kind, shapes, self.steps, tuple(self.second), tuple(self.third), dict(self.left_out))
 
 
 def _of_replica(ids: Tensor, labels: Tensor, replica: int, *, alone: bool) -> tuple[Tensor, Tensor]:
-    """Ids and labels of a data-parallel rank; with `alone` all ids are one."""
+    """The ids and labels of a data-parallel rank; with `alone` all ids are the same."""
     labels = labels.clone()
     if alone:
         ids = torch.full_like(ids, int(ids[0, -1]))
@@ -103,10 +103,10 @@ def _of_replica(ids: Tensor, labels: Tensor, replica: int, *, alone: bool) -> tu
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """The modules of a reduced model that a plan checkpoints, and how; none without a section.
+    """The modules of a reduced model that a plan checkpoints, and how; empty without a section.
 
     Args:
-        own_heads: whether each rank of cp computes its own heads only.
+        own_heads: whether each rank of cp computes only its own heads.
     """
 
     modules: tuple[str, ...]
@@ -115,7 +115,7 @@ class Checkpointed:
 
 
 def checkpointed_by(program: Program) -> Checkpointed:
-    """What a program checkpoints."""
+    """The modules that a program checkpoints."""
     resolved = program.resolved
     section = resolved.activation_checkpointing
     checkpointed = NOTHING if section is None else Checkpointed(tuple(resolved.ac_modules), section)
@@ -131,11 +131,11 @@ def calls_of(
 ) -> Calls:
     """The calls of one kind of input; they are tried once.
 
-    What is said in one call is tried together, on the unsharded model, and one after the other only where that does not run.
+    The changes of one call are tried together on the unsharded model, and one by one only if that does not run.
 
     Args:
-        under: with which the unsharded model has to run too: a second run of its modules does not find a cache as the first one did.
-        only: with these changes to the plain call alone; None: with all.
+        under: checkpoints that the unsharded model must also run with: the second run of a module does not find a cache as the first run did.
+        only: the changes to the plain call; None: all.
     """
     if only is not None and not only:
         return Calls(kind, _inputs_of(reduced_model, kind), {}, {}, {})
@@ -161,13 +161,13 @@ def calls_of(
 
 
 def _inputs_of(reduced_model: ReducedModel, kind: str) -> Callable[[int], Inputs]:
-    feed = reduced_model.feeder  # the reduced model is a key of what keeps this
+    feed = reduced_model.feeder  # the reduced model is the key of the cache of this
     return lambda seed: feed(kind, seed, None)
 
 
 def switches(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
-    """What a forward is told to do otherwise: its arguments that are True or False, and the fields `output_...` of its configuration
-    where it takes any keyword; each with the value that it has not by itself."""
+    """A forward's switches: its boolean arguments, and the fields `output_...` of its configuration if it takes any keyword; each
+    with the value opposite to its default."""
     config = getattr(model, "config", None)
     parameters = inspect.signature(model.forward).parameters
     values: dict[str, bool] = {}
@@ -214,7 +214,7 @@ def _padding(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
 
 
 def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
-    """Random embeddings in place of ids."""
+    """Random embeddings instead of ids."""
     ids = given.get(IDS)
     if EMBEDDINGS not in inspect.signature(model.forward).parameters or not isinstance(ids, Tensor):
         return {}
@@ -234,7 +234,7 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]
 def _running(
     model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str]
 ) -> Mapping[str, Change]:
-    """Those with which a model runs in one call: all, or one after the other those that run with the ones before."""
+    """The changes with which a model runs in one call: all, or, tried one by one, those that run with the ones before."""
     obstacle = partial(_obstacle, model, given)
     if not changes or not obstacle(changes.values()):
         return changes
@@ -254,7 +254,7 @@ def _running(
 def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change]) -> str:
     """Why the unsharded model does not run with changes to its call, forward and backward; empty where it does.
 
-    Backward, as checkpointed modules run again there, and as a hook may have kept what a module returned that this call does not run.
+    It runs backward too: checkpointed modules run again there, and a hook may keep a module's output that this call does not compute.
     """
     made = dict(given)
     try:
@@ -266,7 +266,7 @@ def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change]) -> str
             drew = not torch.equal(before, torch.get_rng_state())
             if trained := [value.sum() for value in results.values() if value.requires_grad]:
                 torch.autograd.backward(trained)
-    except Exception as error:  # whatever the modelling code raises
+    except Exception as error:  # modelling code may raise anything
         return f"the model raises {reason(error)}"
     if drew:
         return "it draws random numbers"

@@ -13,22 +13,22 @@ from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
 from .rank import Left
 from .steps import Steps
 
-NEGLIGIBLE = 1e-12  # of the model's largest gradient: a reference below it everywhere proves nothing
+NEGLIGIBLE = 1e-12  # times the model's largest gradient: a reference that is smaller everywhere proves nothing
 ALL = "all ranks"
 
-Ranked = Iterable[tuple[str, Tensor]]  # (the rank in words, the tensor that it has, whole)
+Ranked = Iterable[tuple[str, Tensor]]  # (the rank in words, its tensor, whole)
 
 
 def compare(
     name: str, kind: Compared, values: Ranked, reference: Tensor, floor: float = 0.0, alike: str = ""
 ) -> Comparison:
-    """Compare what each rank has with the reference.
+    """Compare the values of all ranks with the reference.
 
     Args:
         values: a tensor that several ranks share is compared once.
-        floor: a reference whose largest value is at most this proves nothing, where the values are no larger either than
+        floor: a reference with a largest value of at most this proves nothing, if the values are also no larger than
             rounding could make them.
-        alike: what is said in place of a rank where several have the same error.
+        alike: the text in place of a rank if several ranks have the same error.
     """
     dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
     values, scale = list(values), magnitude(reference)
@@ -46,13 +46,13 @@ def compare(
 
 
 def compare_steps(reference: Steps, ranks: Mapping[str, Left]) -> tuple[Comparison, ...]:
-    """Compare what ranks have with the unsharded steps: every output of each, every gradient, every buffer, and every parameter that
-    a forward changed, whole.
+    """Compare the ranks' results with the unsharded steps: every output of each step, every gradient, every buffer, and every
+    parameter that a forward changed, whole.
 
     A tensor that only one of the two models has counts as different.
 
     Args:
-        ranks: what each has, by its name.
+        ranks: rank, by name -> its results.
     """
     floor = NEGLIGIBLE * max((magnitude(g) for g in reference.gradients.values()), default=0.0)
     rows: list[Comparison] = []
@@ -84,7 +84,7 @@ def _all(
 
 
 def worst_of(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """The worst of the rows about each tensor."""
+    """The worst row for each tensor."""
     found: dict[tuple[str, str], Comparison] = {}
     for row in rows:
         known = found.get((row.kind, row.name))

@@ -21,7 +21,7 @@ STARTS = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.gra
 
 
 class _Doubled(TorchFunctionMode):
-    """Replaces lower precisions by float64 in every call, also in those that a backward makes."""
+    """Replaces lower precisions by float64 in every call, also in calls of a backward."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if _AS_WRITTEN:
@@ -39,11 +39,11 @@ class _Doubled(TorchFunctionMode):
         return func(*args, **{name: _raised(value) for name, value in kwargs.items()})
 
 
-_AS_WRITTEN: list[None] = []  # how many calls run in the precisions that they ask for
+_AS_WRITTEN: list[None] = []  # one entry for each running call that keeps its own precisions
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in the precisions that its code has: of kernels that take float32 alone."""
+    """The function with the precisions of its code, for kernels that only take float32."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ def _of_backward(
 
 
 def _started_under(mode: TorchFunctionMode, function: Any) -> Callable[..., Any]:
-    """A function of torch.autograd whose engine starts while the mode is active. Torch leaves a mode before it calls the function,
-    and the engine keeps the modes of its start for all that it calls: hooks, backwards in Python, the second run of a checkpoint.
-    A copy of the function, since ranks that are threads share torch's own; it knows itself by its name, as it hands itself to the
-    other modes that are active."""
+    """A copy of a function of torch.autograd whose engine starts while the mode is active. Torch leaves a mode before it calls the
+    function, but the engine keeps the modes of its start for all its calls: hooks, backwards in Python, the second run of a
+    checkpoint. It is a copy because ranks that are threads share torch's own. It finds itself by its name, as it passes itself to
+    the other active modes."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -86,8 +86,8 @@ def _raised(value: Any) -> Any:
 
 @contextmanager
 def in_precision_of(model: nn.Module | Parted) -> Iterator[None]:
-    """While a float64 model runs, its own casts to float32 (norms, routers, softmax, the loss) stay in float64: such a
-    cast would leave float32 roundoff in a run that must distinguish roundoff from a wrong layout. Other models run
+    """Keep a float64 model's own casts to float32 (norms, routers, softmax, the loss) in float64 while it runs. These
+    casts would leave float32 roundoff in a run that must tell roundoff from a wrong layout. Other models run
     unchanged."""
     if any(p.dtype != torch.float64 for p in model.parameters() if p.is_floating_point()):
         yield

@@ -1,4 +1,4 @@
-"""A sharded run that raises: a finding, unless the exception is a mistake of ours."""
+"""A sharded run that raises: a finding, unless the exception is our own mistake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = str(Path(__file__).parent.parent)
 
 @contextmanager
 def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
-    """Around the sharded run of a reduced model whose unsharded run was fine.
+    """Wraps the sharded run of a reduced model whose unsharded run succeeded.
 
     Args:
         known: the findings of the layout check, which explain more than the exception.
@@ -39,7 +39,7 @@ def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
 
 
 def raised(error: Exception) -> Diagnostic:
-    """The finding about an exception of the sharded run."""
+    """The finding for an exception of the sharded run."""
     cause, where = cause_of(error)
     return Diagnostic(
         code=RAISES,
@@ -50,7 +50,7 @@ def raised(error: Exception) -> Diagnostic:
 
 
 def cause_of(error: Exception) -> tuple[Exception, tuple[str, ...]]:
-    """The exception that others were raised from, and a note with the line of the model's code that raised it, where there is one."""
+    """The original exception of a chain, and a note with the line of the model's code that raised it, if there is one."""
     cause = error
     while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__

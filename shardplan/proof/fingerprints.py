@@ -1,4 +1,4 @@
-"""A digest of all that decides what a model computes: values, and code with what it reads."""
+"""A digest of everything that determines what a model computes: values, and code with what it reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
-# Reads and calls by names that are made while the code runs, and what stands in files.
+# Reads and calls by names that are made while the code runs, and reads of files.
 UNSEEN = frozenset(("eval", "exec", "globals", "locals", "__import__", "import_module", "open"))
 INSTALLED = (str(Path(logging.__file__).parent.parent), str(Path(__file__).parents[1]), "<frozen")
 PACKAGES = ("/site-packages/", "/dist-packages/")
@@ -27,31 +27,31 @@ _CODES: dict[int, tuple[int, CodeType]] = {}
 
 
 class NotStable(Exception):
-    """A value of which nothing says whether it is the same another time."""
+    """A value that cannot be shown to be the same another time."""
 
 
 class Fingerprint:
-    """Adds values to a digest, each with all that can be reached from it: elements, attributes, the code of functions and of classes, what
-    they captured, their defaults, and the globals that they name. Code of installed packages is the same as long as a process runs,
-    where nobody puts other functions in its place: of it the code itself counts and what it captured, but not the globals.
+    """Adds values to a digest, each with all that can be reached from it: elements, attributes, the code of functions and classes, their
+    captured values, defaults, and the globals that they name. Code of installed packages stays the same within a process, unless somebody
+    replaces its functions: so the digest has its code and captured values, but not its globals.
     """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self._seen: dict[int, int] = {}
-        self._kept: list[object] = []  # an id is another object's as soon as its own is gone
+        self._kept: list[object] = []  # an id is reused as soon as its object is gone
 
     def hexdigest(self) -> str:
-        """The digest of all that was added."""
+        """The digest of all added values."""
         return self._digest.hexdigest()
 
     def add(self, *values: Any) -> None:
         """Add values, of any types.
 
         Raises:
-            NotStable: one of them holds what cannot be read: a file, a lock, code that evaluates a text.
+            NotStable: one of them holds something that cannot be read: a file, a lock, code that evaluates a text.
         """
-        stack = [iter(values)]  # models are nested more deeply than Python's own stack
+        stack = [iter(values)]  # models are nested more deeply than Python's own stack allows
         while stack:
             value = next(stack[-1], stack)
             if value is stack:
@@ -72,7 +72,7 @@ class Fingerprint:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What a value consists of."""
+    """The parts of a value."""
     if isinstance(value, Tensor):
         yield from _tensor(value)
     elif isinstance(value, nn.Module):
@@ -83,7 +83,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.shape, value.dtype.str, value.tolist() if value.dtype.hasobject else value.tobytes())
     elif isinstance(value, FunctionType):
         yield from _function(value)
-    elif isinstance(value, CodeType):  # no code is ever changed, and one that is kept is no other's
+    elif isinstance(value, CodeType):  # code never changes, and a kept one keeps its id
         yield _CODES.setdefault(id(value), (len(_CODES), value))[0]
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
@@ -123,7 +123,7 @@ def _tensor(value: Tensor) -> Iterator[Any]:
 
 
 def _hooks(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """Without the numbers, which are given once in a process."""
+    """Hooks without their numbers, which are used once in a process."""
     return list((hooks or {}).values())
 
 
@@ -141,7 +141,7 @@ def _function(value: FunctionType) -> Iterator[Any]:
 def _named(
     space: Mapping[str, Any], names: Iterable[str], attributes: frozenset[str], inside: tuple[str, ...] = ()
 ) -> Iterator[Any]:
-    """The values of names; of a module those that it has under the names of attributes."""
+    """The values of these names; for a module also its values under the attributes' names."""
     for name in sorted(names):
         if name in space:
             value = space[name]
@@ -152,7 +152,7 @@ def _named(
 
 @cache
 def _reads(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals and the attributes that code names, that of functions inside it too."""
+    """The globals and the attributes that code names, including functions inside it."""
     names, attributes = set(), set()
     for one in dis.get_instructions(code):
         if one.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
@@ -167,7 +167,7 @@ def _reads(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _class(value: type) -> Iterator[Any]:
-    """What an instance reads of its class; of an installed one the code of its functions, and functions of the user's in it."""
+    """The parts of a class that its instances use; of an installed class, its functions' code, and the user's functions in it."""
     module = sys.modules.get(value.__module__)
     file = getattr(module, "__file__", None)
     own = module is None or value.__module__ == "__main__" or (file is not None and is_own(file))
@@ -182,7 +182,7 @@ def _class(value: type) -> Iterator[Any]:
 
 
 def _object(value: Any) -> Iterator[Any]:
-    """An instance of any other class: its class, its elements, its attributes, and what a copy of it is made from, where that is more."""
+    """The parts of any other instance: its class, elements and attributes, and the parts that a copy is made from, if there are more."""
     yield type(value)
     if isinstance(value, (list, tuple)):
         yield from value
@@ -192,7 +192,7 @@ def _object(value: Any) -> Iterator[Any]:
     else:
         try:
             copied = value.__reduce_ex__(4)
-        except Exception as error:  # of the class, which may be the user's
+        except Exception as error:  # raised by the class, which may be the user's
             raise NotStable(f"a {type(value).__qualname__}") from error
         if isinstance(copied, str):
             yield copied
@@ -203,12 +203,12 @@ def _object(value: Any) -> Iterator[Any]:
 
 @cache
 def is_own(file: str) -> bool:
-    """Whether code stands in a file of the user's, and of no installed package."""
+    """Whether code is in a file of the user's, not of an installed package."""
     return not file.startswith(INSTALLED) and not any(one in file for one in PACKAGES) and not _in_a_target(Path(file))
 
 
 def _in_a_target(file: Path) -> bool:
-    """Whether `pip install --target` wrote it: a list of files beside the outermost folder of its package names that folder."""
+    """Whether `pip install --target` wrote it: then a list of files, next to its outermost package folder, names that folder."""
     outermost = file
     while (outermost.parent / "__init__.py").is_file():
         outermost = outermost.parent
@@ -217,6 +217,6 @@ def _in_a_target(file: Path) -> bool:
 
 @cache
 def _installed_in(folder: Path) -> frozenset[str]:
-    """What pip noted to have put in a folder: the names of files and folders in it."""
+    """The files and folders that pip recorded as installed in a folder."""
     lists = (one.read_text().splitlines() for one in folder.glob("*.dist-info/RECORD"))
     return frozenset(line.partition("/")[0] for lines in lists for line in lines)

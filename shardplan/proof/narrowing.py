@@ -14,13 +14,13 @@ Run = Callable[[OnRanks, Collection[str]], Sequence[Comparison]]
 
 
 def only_with(run: Run, changes: Sequence[str], ranks: int) -> str:
-    """What the model has to be called with for what a proof found: each change by itself, or the least set of them where no single one
-    is enough. Empty where the plain call is wrong too.
+    """Which calls of the model show what a proof found: each single change that does, or, if none does alone, the smallest set of
+    them. Empty where the plain call is wrong too.
 
     Args:
-        run: the sharded steps, with these changes to the call alone.
-        changes: with which all together something is wrong.
-        ranks: simulated ones.
+        run: the sharded steps, with only these changes to the call.
+        changes: all changes; together they show something wrong.
+        ranks: the number of simulated ranks.
     """
 
     def wrong(told: Collection[str]) -> bool:

@@ -1,6 +1,6 @@
-"""Branches of the user's own code that a reduced model does not take: it compares a length, a width, a number of a layer or a count of its
-calls with a constant, and reduced models are short, narrow, have few layers and run few steps. With another constant the reduced model takes
-the other branch, which is proven too."""
+"""Branches of the user's own code that a reduced model does not take. The code compares a length, a width, a layer's number or a count of
+its calls with a constant, and reduced models are short, narrow, have few layers and run few steps. With another constant the reduced model
+takes the other branch, which is proven too."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ MIRRORED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
 MARK = "shardplan compares "
 
 Place = tuple[str, int, int]  # file, line, column
-Others = Mapping[Place, float]  # a comparison -> what it compares with instead of its constant
+Others = Mapping[Place, float]  # a comparison -> the number that replaces its constant
 
 
 @dataclass(frozen=True)
 class OtherSides:
-    """What a reduced model takes no side of.
+    """The sides of comparisons that a reduced model does not take.
 
     Args:
         models: reduced models that take other sides.
-        untaken: the lines of comparisons of which a side cannot be taken.
+        untaken: the lines of comparisons with a side that cannot be taken.
     """
 
     models: tuple[ReducedModel, ...] = ()
     untaken: tuple[str, ...] = ()
 
     def warning(self) -> tuple[Diagnostic, ...]:
-        """SP423, where there is any."""
+        """SP423, if there are any such lines."""
         if not self.untaken:
             return ()
         return (
@@ -74,15 +74,15 @@ class OtherSides:
         )
 
 
-@dataclass(eq=False)  # a constant of code, which is hashed
+@dataclass(eq=False)  # it is a constant of code, which must be hashable
 class _Side:
-    """A comparison while the model runs. In the place of the comparison it is called with both operands.
+    """A comparison while the model runs. It replaces the comparison, and is called with both operands.
 
     Args:
-        varies: whether the operand is known to be other for the model itself; else it counts where it is a length of the inputs.
-        width: whether it is the same share on all ranks of a model of any size, unlike a length.
-        counts: whether it is what the module's own code changes from call to call.
-        other: what it compares with, in the place of the constant.
+        varies: whether the operand is known to differ in the model itself; else it counts if it is a length of the inputs.
+        width: whether the operand is the same share on all ranks of a model of any size, unlike a length.
+        counts: whether the module's own code changes the operand from call to call.
+        other: the number that replaces the constant.
     """
 
     place: Place
@@ -104,7 +104,7 @@ class _Side:
         return result if number is operand else torch.tensor(result)
 
     def flipped(self) -> float | None:
-        """A constant with which the other branch is taken; None where both were, or neither."""
+        """A constant that makes it take the other branch; None where it took both, or neither."""
         if len({result for _, result in self.seen}) != 1:
             return None
         values, result = [value for value, _ in self.seen], self.seen[0][1]
@@ -124,7 +124,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
     """Reduced models that take the branches which this one does not take, as far as they run.
 
     Args:
-        built: what it builds; it is not changed.
+        built: the model that it builds; it is not changed.
     """
     unread = _unread(built)
     if not _instrument(built, {}, shrunk=model.config is not None, in_place=False):
@@ -141,7 +141,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
             lines[side.place] = side.line
         chosen = ((side.place, side.flipped()) for side in sides if len(taken[side.place]) == 1)
         new = {place: other for place, other in chosen if other is not None and place not in others.keys() | failing}
-        if new and _observed(model, others | new) is None:  # together first
+        if new and _observed(model, others | new) is None:  # first together
             failing |= {place for place in new if _observed(model, {**others, place: new[place]}) is None}
             new = {place: other for place, other in new.items() if place not in failing}
             if new and _observed(model, others | new) is None:
@@ -161,7 +161,7 @@ def _with(model: ReducedModel, others: Others) -> nn.Module:
 
 
 def _unread(built: nn.Module) -> tuple[str, ...]:
-    """The functions that compare a length, and in whose places nothing can be put: without a source, with decorators, of a module's globals."""
+    """The functions that compare a length but cannot be replaced: without source, with decorators, or global functions of a module."""
     methods = {function.__code__: function for module in built.modules() for _, function in _functions(module)}
     wrapped = (one for module in built.modules() for _, one in _functions(module, unwrapped=True))
     queue = {one.__code__: one for one in wrapped}
@@ -182,7 +182,7 @@ def _unread(built: nn.Module) -> tuple[str, ...]:
 
 
 def _observed(model: ReducedModel, others: Others) -> list[_Side] | None:
-    """The comparisons that its forwards make, on each kind of input; None where one raises."""
+    """The comparisons that the model's forwards make, on each kind of input; None where one raises."""
     built = model.build()
     sides = _instrument(built, others, shrunk=model.config is not None)
     lengths: set[int] = set()
@@ -194,7 +194,7 @@ def _observed(model: ReducedModel, others: Others) -> list[_Side] | None:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 built(**inputs)
-        except Exception:  # of the model's code, in a branch that is not made for these inputs
+        except Exception:  # from the model's code, in a branch not made for these inputs
             return None
     merged: dict[Place, _Side] = {}
     for side in sides:
@@ -203,10 +203,10 @@ def _observed(model: ReducedModel, others: Others) -> list[_Side] | None:
 
 
 def _functions(module: nn.Module, *, unwrapped: bool = False) -> Iterator[tuple[str, FunctionType]]:
-    """The functions of the user's own among a module's methods and attributes.
+    """The user's own functions among a module's methods and attributes.
 
     Args:
-        unwrapped: those that decorators are around too.
+        unwrapped: include those inside of decorators.
     """
     found: dict[str, Any] = {}
     for base in reversed(type(module).__mro__):
@@ -220,7 +220,7 @@ def _functions(module: nn.Module, *, unwrapped: bool = False) -> Iterator[tuple[
 
 
 def _instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: bool = True) -> list[_Side]:
-    """Put functions that note what they compare in the places of own ones of all modules, in place; or see which there are."""
+    """Replace the user's own functions of all modules by functions that record comparisons; or only find them, if not `in_place`."""
     sides: list[_Side] = []
     for module in model.modules():
         functions = list(_functions(module))
@@ -232,7 +232,7 @@ def _instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: boo
                 for side in found:
                     side.other = others.get(side.place)
                 sides += found
-                # A function that was set on the instance knows its module, or is a method of it.
+                # a function set on the instance knows its module, or is a method of it
                 if in_place:
                     own = vars(module).get(name)
                     vars(module)[name] = changed if isinstance(own, FunctionType) else MethodType(changed, module)
@@ -240,7 +240,7 @@ def _instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: boo
 
 
 def _node(function: FunctionType) -> ast.FunctionDef | None:
-    """A function as its file has it; None for one without a file, and for a part of a line."""
+    """A function's definition in its file; None for one without a file, and for a part of a line."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, SyntaxError, IndexError, TypeError):
@@ -253,7 +253,7 @@ def _node(function: FunctionType) -> ast.FunctionDef | None:
 
 @cache
 def _written(code: CodeType) -> frozenset[str]:
-    """The attributes of its module that a function changes: by assignment, or by a method of a tensor that writes (`self.calls.add_(1)`)."""
+    """The attributes of its module that a function changes: by assignment, or by a tensor's in-place method (`self.calls.add_(1)`)."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
@@ -272,7 +272,7 @@ def _written(code: CodeType) -> frozenset[str]:
 def _changed(
     function: FunctionType, found: list[_Side], counters: frozenset[str], *, shrunk: bool
 ) -> FunctionType | None:
-    """The same function, which calls a `_Side` in the place of each comparison with a constant.
+    """The same function with a call of a `_Side` in place of each comparison with a constant.
 
     Args:
         counters: attributes that the module's functions change.
@@ -288,7 +288,7 @@ def _changed(
     if hasattr(ast, "TypeAlias"):  # Python 3.12
         outer.type_params = []  # type: ignore[attr-defined]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # a text is called
+        warnings.simplefilter("ignore", SyntaxWarning)  # a string is called
         made = compile(ast.fix_missing_locations(ast.Module([outer], [])), code.co_filename, "exec")
     inner = _inner(_inner(made, "outer"), node.name)
     if inner.co_freevars != code.co_freevars:
@@ -317,7 +317,7 @@ def _with_sides(code: CodeType, found: list[_Side]) -> CodeType:
 
 
 class _Comparisons(ast.NodeTransformer):
-    """Exchanges the comparisons of a function's code."""
+    """Replaces the comparisons in a function's code."""
 
     def __init__(
         self, function: ast.FunctionDef, code: CodeType, found: list[_Side], counters: frozenset[str], *, shrunk: bool
@@ -366,8 +366,8 @@ class _Comparisons(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _constancy(self, node: ast.AST) -> int:
-        """3: a number in the code, or a name that the function only reads; 2: a number of the module; 1: one that it changes; 0: what is
-        computed."""
+        """3: a number in the code, or a name that the function only reads; 2: a number of the module; 1: one that it changes; 0: a
+        computed value."""
         if isinstance(node, ast.Constant):
             return 3 * (type(node.value) in (int, float))
         if isinstance(node, ast.Name):
@@ -384,7 +384,7 @@ class _Comparisons(ast.NodeTransformer):
 
 
 def _compared(test: ast.expr) -> ast.expr:
-    """A condition that is a number (`length % 2`) as the comparison that it is."""
+    """Turn a condition that is a number (`length % 2`) into an explicit comparison."""
     if not (isinstance(test, ast.BinOp) and isinstance(test.op, ast.Mod)):
         return test
     zero = ast.copy_location(ast.Constant(0), test)
@@ -392,7 +392,7 @@ def _compared(test: ast.expr) -> ast.expr:
 
 
 def _parts(node: ast.Compare) -> ast.BoolOp | None:
-    """`a < b < c` and `a in (1, 2)` as comparisons of two operands, where these call nothing but what a tensor's sizes are read with."""
+    """`a < b < c` and `a in (1, 2)` as comparisons of two operands, if these call nothing except functions that read a tensor's sizes."""
     calls = (one for one in ast.walk(node) if isinstance(one, ast.Call))
     if any(_dim(one) is None for one in calls):
         return None
@@ -408,7 +408,7 @@ def _parts(node: ast.Compare) -> ast.BoolOp | None:
 
 
 def _dim(node: ast.AST) -> bool | None:
-    """Whether an expression is the last dim of a tensor; None where it is none. `x.shape` is all of them."""
+    """Whether an expression is the last dim of a tensor; None where it is no dim. `x.shape` is all dims."""
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
         return ast.unparse(node.slice) == "-1"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":

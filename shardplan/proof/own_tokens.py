@@ -1,4 +1,4 @@
-"""Steps of a plan with which each rank of cp returns the results of its own tokens, as a training loop makes them."""
+"""Steps of a plan with which each cp rank returns its own tokens' results, as a training loop makes them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .steps import Steps, made
 
 
 class OwnTokens:
-    """Calls the model inside of `context_parallel`, and makes what it returns whole: the loss is the mean of the ranks' losses.
+    """Calls the model inside of `context_parallel`, and makes its outputs whole: the loss is the mean of the ranks' losses.
 
     Args:
-        mesh: with an axis cp.
+        mesh: one with a cp axis.
         reference: the unsharded steps.
     """
 

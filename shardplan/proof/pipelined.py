@@ -1,5 +1,5 @@
-"""The proof of pipeline stages: the run-time's own on every rank of a mesh, each sharded as the plan says, in a schedule, against the
-same micro-batches in the unsharded model. The ranks are threads, or processes."""
+"""The proof of pipeline stages: the run-time's own stages on every rank of a mesh, sharded by the plan, in a schedule, compared with
+the unsharded model on the same micro-batches. The ranks are threads, or processes."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ AXES = (Axis.PP, *(axis for axis in APPLIED if axis is not Axis.CP))  # a mesh w
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What runs.
+    """A schedule and its stages for a proof.
 
     Args:
-        cut: of the reduced model, with as many stages as the schedule has.
-        kinds: of inputs whose tensors have a row for each row of the batch.
+        cut: the reduced model's, with the schedule's number of stages.
+        kinds: the kinds of inputs whose tensors have one row for each row of the batch.
     """
 
     cut: PipelineCut
@@ -68,15 +68,15 @@ class Scheduled:
 def scheduled_for(
     layouts: ModelLayouts, staged: StagedPlan, schedule: Schedule, micro_batches: int | None
 ) -> Scheduled:
-    """What runs of a plan on a reduced model.
+    """The run of a plan on a reduced model.
 
     Args:
-        layouts: of a reduced model for as many stages as the schedule has on all ranks, with a block for each.
+        layouts: those of a reduced model with a block for each of the schedule's stages on all ranks.
         staged: without errors.
-        micro_batches: None: twice as many as stages.
+        micro_batches: None: twice the number of stages.
 
     Raises:
-        PlanError: SP438: no inputs that micro-batches can be made of.
+        PlanError: SP438: no kind of input can be divided into micro-batches.
         ValueError: the reduced model has fewer blocks than stages.
     """
     kinds = kinds_with_rows(layouts)
@@ -89,7 +89,7 @@ def scheduled_for(
 
 
 def kinds_with_rows(layouts: ModelLayouts) -> tuple[str, ...]:
-    """The kinds of inputs that micro-batches can be made of. Raises PlanError where there are none: SP438."""
+    """The kinds of inputs that can be divided into micro-batches. Raises PlanError where there are none: SP438."""
     kinds = rowwise_kinds(layouts.reduced_model)
     if not kinds:
         raise PlanError((_no_rows(layouts),))
@@ -112,13 +112,13 @@ _REDISTRIBUTE = "torch.distributed.tensor._redistribute"
 
 @dataclass(frozen=True)
 class ScheduledCase:
-    """A schedule's run on every rank of a mesh, whatever the ranks are.
+    """A schedule's run on every rank of a mesh; ranks may be processes or threads.
 
     Args:
         build: makes the unsharded model, the same everywhere.
         inputs: (seed, kind) -> one micro-batch.
-        program: of the whole model; each stage's is a part of it.
-        sizes: of the mesh, pp included.
+        program: the whole model's; each stage's is a part of it.
+        sizes: the mesh's, with pp.
     """
 
     build: Callable[[], nn.Module]
@@ -129,11 +129,11 @@ class ScheduledCase:
     dtype: torch.dtype
 
     def rows(self) -> tuple[Comparison, ...]:
-        """The run on this rank, which is a process: one of mesh axes of any size, with FSDP2. All ranks call it together."""
+        """The run on this rank, a process: mesh axes of any size, with FSDP2. All ranks call it together."""
         return self.of_rank(self.expected(STEPS), self.built(), AXES)
 
     def simulated(self, on_ranks: OnRanks) -> tuple[Comparison, ...]:
-        """The run on ranks that are threads; each row is the worst of them. Where no forward changes a buffer it is one step."""
+        """The run on ranks that are threads; each row is the worst of them. One step, unless a forward changes a buffer."""
         expected, first = self.expected(1), self.built()
         models = [first, *(copy_of(first, expected.written) for _ in range(self.sizes.world_size - 1))]
         axes = [axis for axis in AXES if axis is Axis.PP or self.sizes.of(axis) > 1]
@@ -142,7 +142,7 @@ class ScheduledCase:
             with CheckedSizes():
                 return self.of_rank(expected, models[rank], axes)
 
-        silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # that whole tensors are slow to make
+        silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # warns about slow whole tensors
         with silent, common_to_ranks(expected.models[0]):
             return worst_of(row for rows in on_ranks(run) for row in rows)
 
@@ -150,11 +150,10 @@ class ScheduledCase:
         return in_dtype(self.build(), self.dtype)
 
     def expected(self, steps: int) -> _Expected:
-        """What the unsharded model makes of the micro-batches. Where it draws random numbers, it runs once more, and draws those that
-        ranks draw.
+        """The unsharded model's results on the micro-batches. If it draws random numbers, it runs once more with the ranks' draws.
 
         Args:
-            steps: at least; STEPS where a forward changes buffers or parameters.
+            steps: the least number; STEPS where a forward changes buffers or parameters.
         """
         batches = MicroBatches(self.inputs, self.scheduled.micro_batches, self.sizes.replicas, self.dtype)
         before = torch.get_rng_state()
@@ -174,7 +173,7 @@ class ScheduledCase:
             if evaluates:
                 try:
                     evaluated = _evaluation(models, batches, own=own)
-                except Exception:  # whatever the modelling code raises: there is nothing to compare with
+                except Exception:  # modelling code may raise anything: there is nothing to compare with
                     return self._expected(batches, steps, drew=drew, evaluates=False)
         return _Expected(batches, own, models, tuple(made), changed, evaluated, drew)
 
@@ -183,7 +182,7 @@ class ScheduledCase:
 
         Args:
             model: this rank's own; it is used up.
-            axes: as for `mesh_of`.
+            axes: as in `mesh_of`.
         """
         mesh = mesh_of(self.sizes, axes)
         index = data_parallel_rank(mesh)
@@ -218,7 +217,7 @@ class ScheduledCase:
     def _whole(
         self, part: nn.Module, of: Callable[[nn.Parameter], Tensor | None], names: Container[str] | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """What belongs to some parameters, whole. A collective over the ranks of the stage."""
+        """A whole tensor for some parameters each. A collective over the ranks of the stage."""
         packed, tp = packed_parameters(self.program), self.sizes.tp or 1
         for name, parameter in part.named_parameters(remove_duplicate=False):
             if names is None or name in names:
@@ -238,17 +237,17 @@ class ScheduledCase:
         )
 
     def _gradients(self, pipeline: Pipeline, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
-        """Of the parameters that this rank's stages have."""
+        """Compare the gradients of the parameters of this rank's stages."""
         floor = NEGLIGIBLE * max((magnitude(g) for g in expected.values()), default=0.0)
         held = _held(pipeline, lambda part: self._whole(part, lambda parameter: parameter.grad))
         return _own("gradient", expected, held, floor)
 
 
-Held = Mapping[str, Sequence[tuple[str, Tensor | None]]]  # by name: where it is, and what it is there
+Held = Mapping[str, Sequence[tuple[str, Tensor | None]]]  # name -> (place, tensor there)
 
 
 def _held(pipeline: Pipeline, tensors: Callable[[nn.Module], Iterable[tuple[str, Tensor | None]]]) -> Held:
-    """What each stage of this rank has."""
+    """The tensors of each stage of this rank."""
     found: dict[str, list[tuple[str, Tensor | None]]] = defaultdict(list)
     for stage, part in pipeline.by_stage.items():
         for name, value in tensors(unwrapped(pipeline.module_of(part))):
@@ -262,7 +261,7 @@ def _place(pipeline: Pipeline, stage: int) -> str:
 
 
 def _own(kind: Compared, expected: Mapping[str, Tensor], held: Held, floor: float = 0.0) -> Iterator[Comparison]:
-    """What this rank has, against what it should have; what no rank has is missing on all. A collective."""
+    """Compare this rank's tensors with the expected ones; a tensor that no rank has is missing on all. A collective."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, sorted(held))
     nowhere = expected.keys() - {name for some in every for name in some}
@@ -290,13 +289,13 @@ class _Reference:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the unsharded model has made.
+    """The unsharded model's results.
 
     Args:
-        own: whether by its own loss.
-        models: one for each data-parallel rank, with what its micro-batches have left.
+        own: whether they use the model's own loss.
+        models: one for each data-parallel rank, with the state that its micro-batches left.
         written: the names of buffers and parameters that forwards change.
-        evaluated: the loss of the first step's micro-batches in evaluation mode, after the steps; None where the model does not run so.
+        evaluated: the loss of the first step's micro-batches in evaluation mode, after the steps; None if the model does not run in it.
         drew: whether it draws random numbers.
     """
 
@@ -310,11 +309,11 @@ class _Expected:
 
 
 def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
-    """Each rank goes back from its share times the number of ranks, and the gradients are averaged, as data parallelism does it: what
-    changes a gradient inside the model (clips, normalises it) sees the one that it has in training.
+    """Each rank differentiates its share times the number of ranks, and the gradients are averaged, as data parallelism does it: code
+    that changes a gradient inside the model (clips, normalises it) sees the same one as in training.
 
     Args:
-        models: one for each data-parallel rank, of the same weights: each has buffers of its own.
+        models: one for each data-parallel rank, with the same weights: each has its own buffers.
     """
     gradients: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
@@ -335,7 +334,7 @@ def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *,
 
 @torch.no_grad()
 def _evaluation(models: Sequence[nn.Module], batches: MicroBatches, *, own: bool) -> Tensor:
-    """The loss of the first step's micro-batches in evaluation mode, in which the models are left."""
+    """The loss of the first step's micro-batches in evaluation mode; the models stay in that mode."""
     total = torch.zeros((), dtype=torch.float64)
     for index, model in enumerate(models):
         with in_precision_of(model.eval()):
@@ -346,7 +345,7 @@ def _evaluation(models: Sequence[nn.Module], batches: MicroBatches, *, own: bool
 
 @dataclass(frozen=True)
 class ScheduledRecipe:
-    """The cases, for each kind of input: each process makes the reduced model anew.
+    """The cases, one for each kind of input: each process makes the reduced model anew.
 
     Args:
         source: the model itself.
@@ -362,7 +361,7 @@ class ScheduledRecipe:
 
     def cases(self, dtype: torch.dtype) -> Iterator[ScheduledCase]:
         found, sizes = self.source.find(), self.sizes
-        assert sizes.tp is not None  # a proof is of one size
+        assert sizes.tp is not None  # a proof has one size
         layouts = ModelLayouts(found, sizes.tp, sizes.ep, self.heads_times, sizes.pp, self.blocks)
         reduced = layouts.reduced_model
         for kind in self.scheduled.kinds:

@@ -33,13 +33,13 @@ from .compare import compare_steps, worst_of
 from .rank import data_parallel_rank, mesh_of, rank_steps
 from .steps import averaged, cast, reference_of
 
-TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
-# Imported once, in a process that runs nothing, from which the ranks are forked: torch and transformers take seconds.
+TIMEOUT = timedelta(seconds=120)  # a failed rank must not leave the others waiting
+# Imported once, in an idle process from which the ranks are forked: importing torch and transformers takes seconds.
 PRELOADED = ("torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "shardplan.proof.processes")
 
 
 class Recipe(Protocol):
-    """What makes the cases in each process, one for each kind of input; it can be pickled."""
+    """Makes the cases in each process, one for each kind of input; it can be pickled."""
 
     @property
     def sizes(self) -> MeshSizes: ...
@@ -48,7 +48,7 @@ class Recipe(Protocol):
 
 
 class AnyCase(Protocol):
-    """What one process needs to run a proof."""
+    """The data that one process needs to run a proof."""
 
     def rows(self) -> tuple[Comparison, ...]:
         """Run it on this rank, and compare. All ranks call it together."""
@@ -57,12 +57,12 @@ class AnyCase(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """What one process needs to run a proof.
+    """The data that one process needs to run a proof.
 
     Args:
         build: makes the unsharded model, the same in every process.
         batches: data-parallel rank -> the model's inputs of each step.
-        program: what to prove.
+        program: the program to prove.
         sizes: the mesh.
         dtype: the precision.
     """
@@ -85,14 +85,14 @@ class Case:
 
 
 class _NamesAlone(ForkingPickler):
-    """What is sent but the tensors, whose memory would be moved to where other processes see it."""
+    """Pickles everything but tensors: their memory would be moved to where other processes see it."""
 
     def persistent_id(self, value: Any) -> str | None:
         return "tensor" if isinstance(value, torch.Tensor) else None
 
 
 def check_sendable(source: Model) -> None:
-    """Raise ValueError where other processes cannot find a model: it is of a class that no module has by name, or its inputs are."""
+    """Raise ValueError where other processes cannot find a model: its class, or its inputs', is not in a module under its name."""
     sent = io.BytesIO()
     try:
         _NamesAlone(sent).dump(source)
@@ -110,16 +110,16 @@ def check_sendable(source: Model) -> None:
 
 
 def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
-    """Run the cases on as many processes as the mesh has ranks; each row is the worst over the ranks."""
+    """Run the cases on one process for each rank of the mesh; each row is the worst over the ranks."""
     worst: list[tuple[Comparison, ...]] = run_on_ranks(recipe.sizes.world_size, _rows, recipe, dtype)[0]
     return worst
 
 
 def run_on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call a module's function on real processes, the ranks of a process group, and return what each returned.
+    """Call a module's function on real processes, the ranks of a process group, and return all results.
 
     Raises:
-        RuntimeError: it raised on a rank.
+        RuntimeError: the function raised on a rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         set_forkserver_preload(list(PRELOADED))
@@ -136,7 +136,7 @@ def _result(folder: str, rank: int) -> Path:
 
 
 def _last_line(trace: str) -> str:
-    """Which exception a trace ends with, whose message may have further lines, and the last line of a model's code that it passed."""
+    """The exception at the end of a trace, whose message may have further lines, and the last line of a model's code in the trace."""
     lines = trace.splitlines()
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
     code = [(line, after) for line, after in pairwise(lines) if re.match(r'  File ".*/modeling_\w+\.py", line', line)]

@@ -1,4 +1,4 @@
-"""The micro-batches of a proof, and what an unsharded model makes of them: the loss of a step is the sum over tokens, divided by the
+"""The micro-batches of a proof, and an unsharded model's loss on them: the loss of a step is the sum over tokens, divided by the
 tokens of all micro-batches."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Inputs = dict[str, Any]
 
 
 def rowwise_kinds(model: ReducedModel) -> tuple[str, ...]:
-    """The kinds of inputs that can be put together to a batch: each tensor has a row for each of the batch's, and what is no tensor
-    is the same in all micro-batches."""
+    """The kinds of inputs that can be joined to a batch: each tensor has a row for each row of the batch, and all else is the same
+    in all micro-batches."""
     return tuple(kind for kind in model.kinds if _joined([model.inputs(seed=seed, kind=kind) for seed in (0, 1)]))
 
 
 def _joined(parts: Sequence[Inputs]) -> Inputs:
-    """One batch of several; empty where there is none."""
+    """Join several batches into one; empty where there is none."""
     first = parts[0]
     rows = {x.shape[0] if x.ndim else 0 for value in first.values() for x in _tensors(value)}
     if len(rows) != 1 or rows == {0} or any(part.keys() != first.keys() for part in parts):
@@ -54,12 +54,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Those of all steps and data-parallel ranks.
+    """The micro-batches of all steps and data-parallel ranks.
 
     Args:
         inputs: seed -> one micro-batch; each has another seed.
         count: of one step, on each data-parallel rank.
-        replicas: the number of these ranks.
+        replicas: the number of data-parallel ranks.
     """
 
     inputs: Callable[[int], Inputs]
@@ -68,10 +68,10 @@ class MicroBatches:
     dtype: torch.dtype
 
     def one(self, step: int, replica: int, part: int) -> Inputs:
-        """A micro-batch; who gets it may change it. Labels of a token each are left out here and there, so that micro-batches have other
-        numbers of them."""
+        """A micro-batch, which the caller may change. Some labels are left out here and there, so that micro-batches have different
+        numbers of labels."""
         place = (step, replica, part)
-        # Once, in one thread: what makes them may draw from a generator that all ranks share.
+        # Once, in one thread: making inputs may draw from a generator that all ranks share.
         if place not in self._made:
             self._made[place] = self._new(*place)
         return own_copy(self._made[place])
@@ -85,7 +85,7 @@ class MicroBatches:
         ids, labels = made.get("input_ids"), made.get("labels")
         if isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape and ids.ndim == 2:
             labels = labels.clone()
-            counted = 1 + (labels[0, 1:] != IGNORED).nonzero().flatten()  # beside those that the inputs leave out
+            counted = 1 + (labels[0, 1:] != IGNORED).nonzero().flatten()  # besides labels that the inputs leave out
             labels[0, counted[: 1 + (replica + part) % (labels.shape[1] // 2)]] = IGNORED
             made["labels"] = labels
         return made
@@ -99,7 +99,7 @@ class MicroBatches:
         return {}
 
     def tokens(self, step: int) -> int:
-        """Of all micro-batches of a step that a loss of next tokens counts."""
+        """The tokens of all micro-batches of a step that a loss of next tokens counts."""
         if step not in self._tokens:
             every = [(replica, part) for replica in range(self.replicas) for part in range(self.count)]
             found = [tokens_of(self.one(step, *place)["labels"], shifted=True) for place in every]
@@ -110,8 +110,8 @@ class MicroBatches:
         """The share of one micro-batch in the loss of a step, by the unsharded model.
 
         Args:
-            own: the model's loss, in the mean over the micro-batches; what its `loss_function` gives, a mean over tokens, is weighed by
-                them. Else `objective`, in the mean over the micro-batches.
+            own: the model's loss, averaged over the micro-batches; the result of its `loss_function`, a mean over tokens, is weighted
+                by their number. Else `objective`, averaged over the micro-batches.
         """
         given, shares = self.one(step, replica, part), self.count * self.replicas
         if not own:
@@ -123,12 +123,12 @@ class MicroBatches:
 
 
 def _read(output: Any) -> Any:
-    """What a loss function of a pipeline gets."""
+    """The input of a pipeline's loss function."""
     return output.logits if hasattr(output, "logits") else output
 
 
 def objective(output: Any, labels: Tensor | None) -> Tensor:
-    """For models without a loss of next tokens: all outputs, each multiplied with fixed numbers. A scalar."""
+    """A scalar for models without a loss of next tokens: the sum of all outputs, each multiplied with fixed numbers."""
     results: Mapping[str, Tensor] = {n: x for n, x in made(results_of(output)).items() if n != "loss"}
     return objective_of(results, {name: direction_of(name, result, 0) for name, result in results.items()})
 
@@ -155,7 +155,7 @@ def own_loss(model: nn.Module, inputs: Inputs) -> bool:
 
 @contextmanager
 def _each_loss(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While what a model's `loss_function` returns is changed."""
+    """Change the results of a model's `loss_function` in this context."""
     function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]  # torch's types know tensors and modules alone
     model.loss_function = lambda *args, **kwargs: change(function(*args, **kwargs))  # type: ignore[assignment]
     try:

@@ -19,18 +19,18 @@ from .reach import touched
 DIFFERS = Code("SP420")
 UNREACHED = Code("SP421")
 
-MOST_ROWS = 5  # of what differs, in a finding's notes
+MOST_ROWS = 5  # of the rows that differ, in a finding's notes
 ORDER = {"output": 0, "buffer": 1, "parameter": 2, "gradient": 3}
 
 
 def findings_of(
     proven: Proven, reduced: ModelLayouts, *, allow_unproven: bool = False
 ) -> dict[Overlays, tuple[Diagnostic, ...]]:
-    """By variant: what differs, and what is split but was not reached.
+    """Variant -> findings about what differs, and about what is split but was not reached.
 
     Args:
-        reduced: the reduced model that was run.
-        allow_unproven: what was not reached is a warning, not an error.
+        reduced: the reduced model that ran.
+        allow_unproven: unreached parts are a warning, not an error.
     """
     proofs = {proof.variant: proof for proof in proven.proof.variants}
     return {
@@ -94,7 +94,7 @@ def _amount(row: Comparison) -> str:
 
 
 def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:
-    """The rule of what differs, else of the nearest module around it or in its block."""
+    """The rule of the differing tensor, else of the nearest module around it or in its block."""
     if row.kind == "output":
         return None
     around = [row.name, *ancestors(row.name)]
@@ -109,7 +109,7 @@ def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:
 def unreached(
     missing: Sequence[str], program: Program, reduced: ModelLayouts, allow_unproven: bool
 ) -> Iterator[Diagnostic]:
-    """SP421 where the plan touches what no run reached."""
+    """SP421 where the plan touches parts that no run reached."""
     by_rule: dict[Assignment | None, list[str]] = {}
     for name in touched(missing, program, reduced):
         by_rule.setdefault(_rule_of(program.resolved, name), []).append(name)

@@ -49,13 +49,13 @@ from .threads import OnRanks, rank_threads
 
 @dataclass(frozen=True)
 class Proven:
-    """What `prove` returns.
+    """The result of `prove`.
 
     Args:
-        proof: what was compared.
-        programs: of each variant, for the reduced model, on the first mesh.
-        missing: of each variant, what no run reached, in the names of the reduced model.
-        only_with: of a variant that differs, how the model has to be called for it, where the plain call is right.
+        proof: the comparisons.
+        programs: variant -> its program for the reduced model, on the first mesh.
+        missing: variant -> the parts that no run reached, in the names of the reduced model.
+        only_with: variant that differs -> the calls of the model that show it, if the plain call is right.
     """
 
     proof: NumericProof
@@ -70,7 +70,7 @@ def compile_for(
     """The variants of a plan for a reduced model: compiled as for the model itself, whatever findings its layouts have.
 
     Args:
-        asked: the mesh is the one that the plan is for; else one that stands for it, where data parallelism changes no number.
+        asked: whether the mesh is the plan's own; else it represents it, and data parallelism changes no number.
 
     Raises:
         PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
@@ -110,15 +110,16 @@ def prove(
     """Prove a plan without errors.
 
     Args:
-        reduced: of the model that `source` names, at the sizes of tp and ep of the first mesh (`proof_meshes`), or of `sizes` for processes.
-        sizes: of the mesh; the axis pp is looked at with `scheduled` alone. Processes are its ranks; what is simulated stands for it.
-        variants: which of the plan's variants.
+        reduced: layouts of the reduced model of `source`, at the sizes of tp and ep of the first mesh (`proof_meshes`), or of `sizes` for
+            processes.
+        sizes: the mesh's; its pp axis is used only with `scheduled`. Processes are its ranks; a simulated mesh represents it.
+        variants: the plan's variants to prove.
         scheduled: a pipeline's schedule, which runs in the processes.
         allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
 
     Raises:
         PlanError: no reduced model can be made, or the sharded one does not run.
-        ValueError: with processes, a model that these cannot find.
+        ValueError: with processes: they cannot find the model.
     """
     start = time.monotonic()
     if processes:
@@ -129,7 +130,7 @@ def prove(
     programs: dict[Overlays, Program] = {}
     wrong_with: dict[Overlays, list[str]] = {on: [] for on in variants}
     every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
-    rounds = False  # float32 settles nothing
+    rounds = False  # whether float32 settles nothing
     for mesh in every:
         progress("building a reduced model")
         of_mesh = reduced if processes else reduced_for(reduced, mesh)
@@ -155,7 +156,7 @@ def prove(
                 for on, trial in zip(on_it, trials, strict=True):
                     shown = variant_words(variant_name(on))
                     progress(f"{shown}, {mesh.shown}: comparing with the unsharded model")
-                    # float64 at once where a variant of the same model differed in float32
+                    # float64 at once if a variant of the same model differed in float32
                     rounds = rounds or any(row.dtype == "float64" for rows in made for row in rows)
                     made.append(trial.settled(on_ranks, at_once=rounds))
         except PlanError as error:
@@ -198,18 +199,18 @@ def prove(
 
 
 def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
-    """The plan with FSDP2 in the dtypes of the model, on any number of ranks."""
+    """The plan with FSDP2 in the model's dtypes, on any number of ranks."""
     section = resolved.data_parallel
     if section is None:
         return resolved
     kept = section.reshard_after_forward
-    kept = kept if isinstance(kept, bool | str) else True  # a number of ranks is of the mesh asked for
+    kept = kept if isinstance(kept, bool | str) else True  # a number of ranks refers to the requested mesh
     section = replace(section, mixed_precision=None, cpu_offload=False, reshard_after_forward=kept)
     return replace(resolved, data_parallel=section)
 
 
 def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:
-    """The meshes on which a variant is simulated. On a mesh with an axis ep or cp, a variant without its rules is proven for tp alone."""
+    """The meshes on which a variant is simulated. On a mesh with ep or cp, a variant without its rules is proven for tp alone."""
     if ("expert_parallel" not in on and sizes.ep > 1) or ("context_parallel" not in on and sizes.cp > 1):
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
@@ -217,12 +218,12 @@ def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overl
 
 
 def on_mesh(on: Overlays, mesh: MeshSizes) -> Overlays:
-    """What runs of a variant on a mesh: without an axis cp no rules for it."""
+    """The part of a variant that runs on a mesh: without a cp axis no rules for it."""
     return on if mesh.cp > 1 else on - {"context_parallel"}
 
 
 def simulated_sizes(sizes: MeshSizes, section: DataParallel | None) -> MeshSizes:
-    """The sizes without data-parallel ranks where the plan does not wrap the model with `fully_shard`: other backends are not simulated."""
+    """The sizes without data-parallel ranks if the plan does not wrap the model with `fully_shard`: other backends are not simulated."""
     if section is not None and not BACKENDS[section.backend].fully_shard:
         return replace(sizes, dp_replicate=1, dp_shard=1)
     return sizes
@@ -252,10 +253,10 @@ def steps_of(
     """The batches of a data-parallel rank and the unsharded steps on them; each is run once for a reduced model.
 
     Args:
-        kind: of input.
-        index: of the rank.
-        only: the changes to the plain call; None: all that are tried.
-        under: what the plan checkpoints, by which calls are left out; the steps themselves are without.
+        kind: the kind of input.
+        index: the rank.
+        only: the changes to the plain call; None: all changes that are tried.
+        under: the plan's checkpoints: calls that do not run under them are left out. The steps themselves run without.
     """
     known = _REFERENCES.setdefault(reduced_model, {})
     key = (kind, dtype, index, None if only is None else tuple(only), under)
@@ -268,13 +269,13 @@ def steps_of(
 
 
 def _rounds(reduced_model: ReducedModel, under: Checkpointed) -> bool:
-    """Whether the unsharded model itself differs between float32 and float64, by more than what is allowed in float32: then a run of all
-    ranks in float32 settles nothing. A model that does not run in float64 says nothing about it."""
+    """Whether the unsharded model itself differs between float32 and float64 by more than the tolerance for float32: then a run of all
+    ranks in float32 settles nothing. False for a model that does not run in float64."""
     for kind in reduced_model.kinds:
         _, single = steps_of(reduced_model, kind, torch.float32, under=under)
         try:
             _, exact = steps_of(reduced_model, kind, torch.float64, under=under)
-        except Exception:  # of the model's own code
+        except Exception:  # from the model's own code
             return False
         left = Left(exact.outputs, exact.gradients, exact.buffers, {})
         if any(row.verdict == "differs" for row in compare_steps(single, {"float64": left})):
@@ -287,7 +288,7 @@ class ReducedCase:
     """One proof, in a form that can be sent to other processes.
 
     Args:
-        axes: of the reduced model, those of `ModelLayouts`.
+        axes: the reduced model's, as in `ModelLayouts`.
     """
 
     source: Model
@@ -296,8 +297,8 @@ class ReducedCase:
     axes: Mapping[str, Any]
 
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
-        """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
-        assert self.sizes.tp is not None  # a proof is of one size
+        """The cases for `run_processes`, one for each kind of input: each process makes the reduced model anew."""
+        assert self.sizes.tp is not None  # a proof has one size
         reduced_model = ModelLayouts(self.source.find(), **self.axes).reduced_model
         for kind in reduced_model.kinds:
             batches = calls_of(reduced_model, kind, checkpointed_by(self.program)).batches
@@ -309,8 +310,8 @@ class Trial:
     """A variant on a mesh.
 
     Args:
-        case: what processes run.
-        ranks: simulated ones; None: processes.
+        case: the case for processes.
+        ranks: the number of simulated ranks; None: processes.
         known: the findings of the layout check.
     """
 
@@ -321,14 +322,14 @@ class Trial:
     known: tuple[Diagnostic, ...]
 
     def settled(self, on_ranks: OnRanks | None, *, at_once: bool) -> tuple[Comparison, ...]:
-        """Every kind of input that the model takes; each row is the worst of them.
+        """Run every kind of input that the model takes; each row is the worst of them.
 
         Args:
-            on_ranks: of as many as are simulated.
-            at_once: as for `settle`.
+            on_ranks: calls a function on the simulated ranks.
+            at_once: as in `settle`.
 
         Raises:
-            PlanError: as for `sharded_run`.
+            PlanError: as in `sharded_run`.
         """
         with sharded_run(self.known):
             return settle(partial(self._rows, on_ranks, None), at_once=at_once)
@@ -348,7 +349,8 @@ class Trial:
         return worst_of(rows)
 
     def wrong_with(self, dtype: torch.dtype = torch.float64) -> str:
-        """With which calls the variant is wrong, where the plain one is right (`only_with`); of processes, which take long to start, nothing."""
+        """The calls with which the variant is wrong, if the plain one is right (`only_with`); empty for processes, which take long to
+        start."""
         if self.ranks is None:
             return ""
         under = checkpointed_by(self.program)
@@ -368,8 +370,8 @@ def _built(reduced_model: ReducedModel, dtype: torch.dtype) -> nn.Module:
 
 
 def settle(run: Callable[[torch.dtype], tuple[Comparison, ...]], *, at_once: bool = False) -> tuple[Comparison, ...]:
-    """Run in float32; what differs there may be rounding, so the whole case runs again in float64, which decides. With `at_once`
-    in float64 alone."""
+    """Run in float32. Differences may be rounding there, so the whole case then runs again in float64, which decides. With
+    `at_once` it runs only in float64."""
     if at_once:
         return run(torch.float64)
     rows = run(torch.float32)
@@ -380,7 +382,7 @@ def settle(run: Callable[[torch.dtype], tuple[Comparison, ...]], *, at_once: boo
 
 
 def _counts(model: nn.Module, modules: Mapping[str, ModuleProgram]) -> tuple[int, int]:
-    """(elements of all parameters, elements of those that are split), tied ones once."""
+    """(elements of all parameters, elements of split parameters); tied ones count once."""
     split = {
         full_name(module.name, p.name) for module in modules.values() for p in module.parameters if p.dim is not None
     }

@@ -42,7 +42,7 @@ from .threads import OnRanks, rank_threads
 
 STAGES = Code("SP436")
 
-MOST_ROWS = 5  # of what differs, in a finding's notes
+MOST_ROWS = 5  # of the rows that differ, in a finding's notes
 ONE_EACH = SCHEDULES["1f1b"]  # a stage on each rank
 
 
@@ -54,14 +54,14 @@ def with_pipeline(
     wanted: Sequence[Overlays],
     schedule: Schedule | None = None,
 ) -> tuple[NumericProof, tuple[Diagnostic, ...]]:
-    """A proof with that of the plan's pipeline stages, and what that finds.
+    """A proof extended by that of the plan's pipeline stages, and its findings.
 
     Args:
         proof: of the same plan.
         asked: its reduced model is for a mesh with several pp ranks.
         staged: without errors.
-        wanted: which of the plan's variants.
-        schedule: that the user wants, where that is known. Where the reduced model has no block for each of its stages, ranks have one each.
+        wanted: the plan's variants to prove.
+        schedule: the user's, if known. If the reduced model has no block for each of its stages, ranks have one stage each.
     """
     schedule = schedule or ONE_EACH
     start = time.monotonic()
@@ -81,7 +81,7 @@ def with_pipeline(
 
 
 def _meshes(asked: Question, staged: StagedPlan, *, multiple: bool) -> tuple[MeshSizes, ...]:
-    """Those on which the stages run."""
+    """The meshes on which the stages run."""
     assert staged.resolved is not None
     sizes = simulated_sizes(asked.sizes, staged.resolved.data_parallel)
     pp = 2 if multiple else max(sizes.pp, asked.reduced.pp)
@@ -100,7 +100,7 @@ def _on_mesh(
 def _cut_for(
     asked: Question, staged: StagedPlan, mesh: MeshSizes, schedule: Schedule
 ) -> tuple[ModelLayouts, PipelineCut, Schedule]:
-    """The reduced model of a mesh, how it is cut, and what schedule runs."""
+    """The reduced model for a mesh, its cut, and the schedule that runs."""
     reduced = asked.reduced
     stages = mesh.pp * schedule.stages_per_rank
     if (mesh.tp, mesh.ep) != (reduced.tp, reduced.ep) or reduced.blocks < stages:
@@ -114,7 +114,7 @@ def _cut_for(
 
 
 def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedule) -> str | None:
-    """Of all that decides what the proof of the stages of one variant finds (`digest_of`); None too where there is nothing to prove."""
+    """The digest of a proof of one variant's stages (`digest_of`); also None where there is nothing to prove."""
     parts: list[str] = []
     try:
         for mesh in _meshes(asked, staged, multiple=schedule.multiple):
@@ -130,7 +130,7 @@ def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedul
 
 
 def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic, ...]:
-    """What the plan touches and only inputs reach that micro-batches cannot be made of."""
+    """Findings for parts that the plan touches, and that only inputs reach which cannot be divided into micro-batches."""
     reduced, kinds = asked.reduced, kinds_with_rows(asked.reduced)
     if kinds == reduced.reduced_model.kinds:
         return ()
@@ -149,8 +149,8 @@ def _programs(asked: Question, wanted: Iterable[Overlays], sizes: MeshSizes) -> 
 def prove_stages_on_first_rank(
     asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedule, mesh: DeviceMesh
 ) -> tuple[tuple[Diagnostic, ...], str]:
-    """What the proof of a plan's pipeline stages finds, and how that is known. The first rank of the mesh looks it up or proves, and
-    sends the result to the others."""
+    """The findings of the proof of a plan's pipeline stages, and how they are known. The first rank of the mesh looks them up or
+    proves, and sends the result to the others."""
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         digest = _digest(asked, staged, on, schedule)
@@ -164,7 +164,7 @@ def prove_stages_on_first_rank(
 
 
 def reduced_cut(staged: StagedPlan, stages: int) -> PipelineCut:
-    """The cut of the reduced model that stands for one into so many stages: as many, as far as it has blocks."""
+    """The cut of the reduced model that represents a cut into this many stages: as many, as far as it has blocks."""
     assert staged.resolved is not None and staged.ok, staged.findings
     blocks = len(staged.resolved.pp_blocks)
     return pipeline_cut(staged.resolved, even_sizes(blocks, min(stages, blocks)))
@@ -181,10 +181,10 @@ def prove_pipeline(
     """Run the stages of the reduced model on simulated ranks, a micro-batch for each, and compare them with the whole model.
 
     Args:
-        mesh: which ranks; None: those of tp and ep that the reduced model is for, with pp.
+        mesh: the ranks; None: those of tp and ep that the reduced model is for, with pp.
 
     Raises:
-        PlanError: SP436: a stage raises, but the whole model does not; SP438: no inputs that micro-batches can be made of.
+        PlanError: SP436: a stage raises, but the whole model does not; SP438: no kind of input can be divided into micro-batches.
     """
     reduced = asked.reduced
     sizes = replace(mesh or reduced.sizes, pp=cut.stages // schedule.stages_per_rank)
@@ -205,7 +205,7 @@ def prove_pipeline(
     try:
         with rank_threads(sizes.world_size) as on_ranks:
             rows = settle(partial(run, on_ranks))
-    except Exception as error:  # whatever the modelling code raises
+    except Exception as error:  # modelling code may raise anything
         raise PlanError((_raises(error),)) from error
     return PipelineProof(cut.sizes, cut.carried, rows)
 

@@ -1,4 +1,4 @@
-"""`verify --step`: a user's step on gloo processes of a mesh, and on one process."""
+"""`verify --step`: runs a user's step on gloo processes of a mesh, and on one process."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ SAID_BY_TORCH = {"mixed torch.Tensor and DTensor": _MIXED, "different meshes": _
 
 @dataclass(frozen=True)
 class StepQuestion:
-    """A step, and what it is proven with.
+    """A step, and the setting of its proof.
 
     Args:
         script: the path of the user's file.
-        reduced: for the mesh.
+        reduced: the reduced model's layouts for the mesh.
         sizes: of the mesh.
         on: the variant of the plan.
-        schedule, micro_batches: of a pipeline, with several pp ranks.
+        schedule, micro_batches: a pipeline's, with several pp ranks.
     """
 
     script: str
@@ -70,12 +70,12 @@ class StepQuestion:
 
 @dataclass(frozen=True)
 class StepTask:
-    """What each process needs.
+    """The data that each process needs.
 
     Args:
-        program: on `sizes`; `single` is the same plan's on one process.
-        staged: how the pipeline of each runs, where there is one.
-        axes: of the reduced model, those of `ModelLayouts`.
+        program: on `sizes`; `single` is the same plan's program on one process.
+        staged: how the pipeline of each runs, if there is one.
+        axes: the reduced model's, as in `ModelLayouts`.
     """
 
     script: str
@@ -99,12 +99,12 @@ class StepTask:
 
     @cached_property
     def rows_apart(self) -> bool:
-        """Whether the model's loss of a row depends on no other row, as one of text does, but for what routers add to it."""
+        """Whether the model's loss of a row depends on no other row, as for text, except for routers' additions."""
         config = getattr(unwrapped(self.reduced.build()), "config", None)
         return self.reduced.kinds[0] == "text" and config is not None and AUXILIARY not in vars(config)
 
     def batches(self, *, alike: bool) -> list[list[list[Batch]]]:
-        """Step, data-parallel rank, micro-batch."""
+        """Micro-batches by step and data-parallel rank."""
         kind = self.reduced.kinds[0]
         masked = kind == "text" and self.sizes.cp == 1
 
@@ -123,7 +123,7 @@ class StepTask:
 
 @reduced_runs()
 def alone_on(task: StepTask) -> tuple[Alone, bool]:
-    """What the script does in this one process, and whether it draws."""
+    """The script's results in this one process, and whether it draws."""
 
     def flat(steps: Sequence[Sequence[list[Batch]]]) -> list[list[Batch]]:
         return [[batch for share in step for batch in share] for step in steps]
@@ -144,7 +144,7 @@ def alone_on(task: StepTask) -> tuple[Alone, bool]:
 
 @reduced_runs()
 def rank_of(task: StepTask, drew: bool) -> tuple[list[Ran], list[Ran]]:
-    """What it leaves behind on this rank; where it draws, with draws that shapes decide, and with its own."""
+    """Its results on this rank; if it draws, once with draws that depend on shapes alone, and once with its own."""
     own = data_parallel_rank(mesh_of(task.sizes, APPLIED if task.staged is None else AXES))
     batches = [step[own] for step in task.batches(alike=False)]
     found = run_trial(task.trial(batches, alone=False, alike=drew))[0]
@@ -152,7 +152,7 @@ def rank_of(task: StepTask, drew: bool) -> tuple[list[Ran], list[Ran]]:
 
 
 def differences(task: StepTask, alone: Alone, ranks: Sequence[tuple[list[Ran], list[Ran]]]) -> list[Difference]:
-    """What is wrong with the step, the first thing of each kind of comparison."""
+    """The step's errors: the first one of each kind of comparison."""
     ranks = list(_with_stages(task, ranks))
     found = in_one_process(alone, task.shares * MICRO)
     if (
@@ -170,7 +170,7 @@ def differences(task: StepTask, alone: Alone, ranks: Sequence[tuple[list[Ran], l
 
 
 def _with_stages(task: StepTask, ranks: Sequence[tuple[list[Ran], list[Ran]]]) -> Iterator[tuple[list[Ran], list[Ran]]]:
-    """Each rank with what the ranks have that have the other stages of its model."""
+    """Each rank's results with those of the ranks that have the other stages of its model."""
     apart = len(ranks) // task.sizes.pp
 
     def of(rank: int, kind: int) -> list[Ran]:
@@ -182,7 +182,7 @@ def _with_stages(task: StepTask, ranks: Sequence[tuple[list[Ran], list[Ran]]]) -
 
 
 def task_of(asked: StepQuestion) -> StepTask:
-    """What the processes need.
+    """The task for the processes.
 
     Raises:
         PlanError: the plan has errors on the reduced model.
@@ -211,10 +211,10 @@ def prove_step(
     """Run a script's step on processes of a mesh, and compare it with one process.
 
     Returns:
-        What is wrong, and what the script keeps that ranks have otherwise than one process, which is no error.
+        The errors, and the values that the script keeps and that differ from one process without being errors.
 
     Raises:
-        ValueError: processes cannot find the model; a schedule that does not fit.
+        ValueError: processes cannot find the model; a schedule does not fit.
     """
     check_sendable(asked.source)
     try:

@@ -1,5 +1,5 @@
-"""The steps on one rank, whatever the ranks are: it applies the program to its copy of the model, runs them, and has whole
-tensors, which are compared with those of the unsharded steps."""
+"""The steps on one rank, a thread or a process: it applies the program to its copy of the model, runs the steps, and
+gathers whole tensors, which are compared with those of the unsharded steps."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from .steps import Batch, Steps, plain_call, run_steps
 
 @dataclass(frozen=True)
 class Left:
-    """What the steps leave behind on a rank.
+    """The results of the steps on a rank.
 
     Args:
         outputs: of each step, by path.
         gradients: by full parameter name.
         buffers: by full name.
-        parameters: by full name; those that the forward of any rank, or of the unsharded model, changes.
+        parameters: by full name; only those that a forward changes, of any rank or of the unsharded model.
     """
 
     outputs: Sequence[Mapping[str, Tensor]]
@@ -47,10 +47,10 @@ class Left:
 
 
 def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
-    """A mesh over all ranks. All of them call it together.
+    """A mesh over all ranks. All ranks call it together.
 
     Args:
-        axes: those that it has, whatever their sizes, besides tp. A data-parallel one is not there without dp_shard, which FSDP2 needs.
+        axes: its axes besides tp, whatever their sizes. A data-parallel one is left out without dp_shard, which FSDP2 needs.
     """
     there = {*axes, Axis.TP} | ({Axis.DP_SHARD} if {*axes} & {*DATA_PARALLEL} else set())
     names = [axis for axis in Axis if axis in there and axis is not Axis.EP]
@@ -59,7 +59,7 @@ def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
 
 
 def data_parallel_rank(mesh: PlanMesh) -> int:
-    """Which of the ranks that have batches of their own this one is: the first where the mesh has no axis of such."""
+    """This rank's index among the ranks with different batches; 0 where the mesh has no such axis."""
     index = 0
     for axis in BATCHES:
         if (name := mesh.names.get(axis)) is not None:
@@ -80,8 +80,8 @@ def rank_steps(
     Args:
         model: on the CPU, with the weights of the reference; it is used up.
         batches: this rank's own.
-        joined: whether the caller makes the whole of a gradient or a parameter that ranks have parts of; else it is whole, as all
-            else is.
+        joined: whether the caller joins the ranks' parts of a gradient or a parameter; else these are made whole here, like all
+            other tensors.
     """
     apply_program(model, mesh, program, src_data_rank=0)
     given = iter(reference.directions)
@@ -107,13 +107,13 @@ def rank_steps(
 
 
 def _on_any_rank(mine: Collection[str], names: Sequence[str]) -> list[str]:
-    """Those of the names that are among any rank's. A collective."""
+    """The names that any rank has. A collective."""
     found = torch.tensor([name in mine for name in names], dtype=torch.int32)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [name for name, hit in zip(names, found.tolist(), strict=True) if hit]
 
 
 def whole(value: Tensor, packed: Packing | None = None, tp: int = 1) -> Tensor:
-    """The whole tensor, the rows of a packed parameter in the original order. A collective, of a DTensor."""
+    """The whole tensor; rows of a packed parameter are in the original order. A collective for a DTensor."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return unpack(full, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else full

@@ -1,4 +1,4 @@
-"""What no run of the reduced model reached."""
+"""The parts of the reduced model that no run reached."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .steps import Steps
 
 
 def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps], kinds: Collection[str]) -> Iterator[str]:
-    """On none of these kinds of input, of which `runs` are: parameters that nothing reads, and trained ones whose gradient is exactly zero; those without elements
-    are not among them.
+    """Parameters that `runs`, on these kinds of input, do not reach: nothing reads them, or they are trained and their gradient is exactly
+    zero. Parameters without elements are excluded.
 
-    One that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and nothing
-    can be learned from it."""
+    A parameter that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and cannot be
+    trained."""
     learned = {name for run in runs for name in run.gradients if name not in run.zero}
     stuck = {name for run in runs for name in run.zero} - learned
     read = _read(reduced, kinds)
@@ -31,7 +31,7 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps], kinds: Co
 
 
 def _read(reduced: ModelLayouts, kinds: Collection[str], *, computing: bool = False) -> set[str]:
-    """The parameters that an operation reads on some kinds of input; with `computing`, one that gives something that is not empty."""
+    """The parameters that an operation reads on some kinds of input; with `computing`, only operations with a non-empty result."""
     return {
         bench.reference.parameters[number]
         for kind, bench in zip(reduced.reduced_model.kinds, reduced.benches, strict=True)
@@ -45,7 +45,7 @@ def _read(reduced: ModelLayouts, kinds: Collection[str], *, computing: bool = Fa
 
 
 def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
-    """Parameters of which one at a time is there, in the same place (an adapter's trained copy, and the original)."""
+    """Groups of parameters in one place, only one at a time (an adapter's trained copy, and the original)."""
     for copies in tree.copies.values():
         first = full_name(copies[0], "")
         for name in tree.parameters:
@@ -54,7 +54,7 @@ def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
 
 
 def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
-    """Modules with a move that no run calls, and that have no parameters of their own."""
+    """Modules with a move that no run calls, and that have no parameters."""
     called = {event.module for bench in reduced.benches for event in bench.reference.events if event.kind == "enter"}
     for name, module in program.modules.items():
         below = full_name(name, "")
@@ -64,9 +64,9 @@ def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
 
 
 def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> Iterator[str]:
-    """Of what no run reached, what the plan splits, and what lies in a block that the plan moves values in. A parameter that
-    computes something which its block drops (the last block's queries of a stream that ends there) is not among them where the
-    same parameter of another block, in modules of the same classes and under the same rule, was reached: it is proven there."""
+    """The unreached parameters that the plan splits, or that are in a block in which the plan moves values. One exception: a
+    parameter whose result its block drops (the last block's queries of a stream that ends there), if the same parameter of
+    another block, in modules of the same classes and under the same rule, was reached: it is proven there."""
     moving = {block(name) for name, module in program.modules.items() if module.enter or module.leave}
     split = {
         full_name(name, p.name)
@@ -88,8 +88,8 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
 
 
 def _kind(program: Program, tree: ModuleTree, name: str) -> tuple[object, ...]:
-    """What a parameter and those of other blocks have in common that are as it is: their place, the classes from the block down
-    to their module, and the rule that stores them."""
+    """A key that equivalent parameters of several blocks share: their place, the classes from the block down to their module,
+    and the rule that stores them."""
     owner = tree.parameters[name][0].name
     classes = (tree.modules[one].class_name for one in (owner, *ancestors(owner)) if one.startswith(block(name)))
     assignments = program.resolved.assignments

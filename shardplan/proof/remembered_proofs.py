@@ -1,4 +1,4 @@
-"""Proofs that this process has made, by a digest of what was proven."""
+"""Proofs that this process has made, by a digest of their subject."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 def digest_of(
     reduced: ModelLayouts, program: Program, allow_unproven: bool, meshes: Iterable[MeshSizes] = ()
 ) -> str | None:
-    """What decides a proof's outcome: the program, the meshes that it runs on, the reduced model, and what that does unsharded. Of the
-    model the values of parameters and buffers, all attributes of modules, hooks, and the code of forwards and of classes with what it captured and names (`Fingerprint`); of
-    its runs every operation with its line of code, and on each kind of input the inputs, outputs, gradients and buffers.
+    """A digest of what determines a proof's outcome: the program, its meshes, the reduced model, and its unsharded runs. Of the model: the
+    values of parameters and buffers, all attributes of modules, hooks, and the code of forwards and classes with the values that it captured
+    and names (`Fingerprint`). Of its runs: every operation with its line of code, and on each kind of input the inputs, outputs, gradients
+    and buffers.
 
-    None: something among them cannot be read, and so nothing says that another model has the same; its proof is not remembered.
+    None: some part cannot be read, so nothing shows that another model has the same one; the proof is not remembered.
     """
     digest = Fingerprint()
     model = reduced.reduced_model
@@ -52,11 +53,11 @@ def digest_of(
 
 
 def known(digest: str | None) -> tuple[Diagnostic, ...] | None:
-    """What the proof of a digest found; None where it was not made."""
+    """The findings of the proof of a digest; None if it was not made."""
     return None if digest is None else _KNOWN.get(digest)
 
 
 def remember(digest: str | None, findings: Iterable[Diagnostic]) -> None:
-    """Keep what a proof found."""
+    """Keep the findings of a proof."""
     if digest is not None:
         _KNOWN[digest] = tuple(findings)

@@ -1,4 +1,4 @@
-"""The proof on all ranks of a mesh in one process: what trains on processes runs on threads, FSDP2 too."""
+"""The proof on all ranks of a mesh in one process: the code that trains on processes runs on threads, with FSDP2."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def simulate(
 
     Args:
         build: makes the model on the CPU, with the weights of the reference.
-        batches: of each data-parallel rank.
-        program: for the mesh that is simulated, in the dtypes of the model (`compile_for`).
-        references: of each data-parallel rank: the steps on its batches, with the gradients of all (`steps.averaged`).
-        on_ranks: of as many ranks as the mesh has.
+        batches: data-parallel rank -> its batches.
+        program: for the simulated mesh, in the dtypes of the model (`compile_for`).
+        references: data-parallel rank -> the steps on its batches, with the gradients of all ranks (`steps.averaged`).
+        on_ranks: calls a function on each rank of the mesh.
     """
     sizes, program = program.resolved.sizes, with_data_parallel(program)
     first = build()
@@ -77,7 +77,7 @@ def simulate(
 
 @contextmanager
 def common_to_ranks(model: nn.Module) -> Iterator[None]:
-    """What holds on all ranks while they run: neither the default dtype, nor a filter, nor a function of torch is a thread's own.
+    """Settings for all ranks while they run: the default dtype, warning filters and torch's functions are not a thread's own.
 
     Args:
         model: in the dtype in which it runs.
@@ -85,23 +85,23 @@ def common_to_ranks(model: nn.Module) -> Iterator[None]:
     with in_precision_of(model), warnings.catch_warnings(), meshes_made_once():
         warnings.filterwarnings(
             "ignore", "FSDP2-wrapped module"
-        )  # said in training, and the proof sees what it warns of
+        )  # a warning for training, about cases that the proof detects
         yield
 
 
 def with_data_parallel(program: Program) -> Program:
-    """The program with data parallelism, which averages the gradients of data-parallel ranks, also where the plan has no section."""
+    """The program with data parallelism, which averages the gradients of data-parallel ranks even if the plan has no section."""
     resolved = program.resolved
     return replace(program, resolved=replace(resolved, data_parallel=resolved.data_parallel or DataParallel()))
 
 
 def _parts(value: DTensor) -> bool:
-    """Whether what ranks have of it are parts of one tensor, which need not be made by each."""
+    """Whether the ranks hold parts of one tensor, which not every rank needs to make whole."""
     return not any(placement.is_partial() for placement in value.placements)
 
 
 def _joined(ranks: Sequence[Mapping[str, Tensor]], packed: Mapping[str, Packing], tp: int) -> list[dict[str, Tensor]]:
-    """What each rank has, whole: ranks that have parts of one tensor have the same."""
+    """Each rank's tensors, whole: ranks with parts of one tensor share the result."""
     whole: list[dict[str, Tensor]] = [{} for _ in ranks]
     others = cache(_others)
     for name in dict.fromkeys(name for mine in ranks for name in mine):
@@ -141,9 +141,9 @@ def _put_together(
     packed: Packing | None,
     tp: int,
 ) -> Tensor:
-    """The whole of a tensor. A part that some rank does not have is left out: the rest is of another shape.
+    """Join the parts of a tensor. A part that some rank lacks is left out; the result then has another shape.
 
-    An axis whose part was cut of a part (FSDP2's, of what tp has cut) stands before the other in the mesh: its placement has a split
+    An axis that cuts another axis's part (FSDP2's, after tp's cut) comes before the other in the mesh: its placement has a split
     factor, and it is undone first.
     """
     parts = {place: x.to_local() for rank, place in places.items() if isinstance(x := ranks[rank], DTensor)}
@@ -163,7 +163,7 @@ def _put_together(
 
 
 def copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:
-    """A copy on the memory of the trained parameters but those that a forward changes. Applying leaves each rank its part."""
+    """A copy that shares the memory of the trained parameters, except those that a forward changes. Applying leaves each rank its part."""
     own = {
         id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written or not p.requires_grad
     }

@@ -24,7 +24,7 @@ from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
 from .remembered_proofs import digest_of, known, remember
 
-# How a proof is known, in words.
+# Descriptions of how a proof is known.
 EARLIER, NOW = "by an earlier proof in this process", "before it was applied"
 
 Findings = Mapping[Overlays, tuple[Diagnostic, ...]]
@@ -32,17 +32,17 @@ Findings = Mapping[Overlays, tuple[Diagnostic, ...]]
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be proven.
+    """The subject of a proof.
 
     Args:
         reduced: the reduced model, as for `prove`.
-        source: the model that it stands for.
-        plan: without findings of the stages before.
+        source: the model that it represents.
+        plan: without findings of the earlier stages.
         logits: as for `compile_plan`.
         allow_unproven: as for `validate`.
-        mesh: for which it is proven; None: the smallest with the axes of the reduced model.
-        processes: real ones instead of a simulation.
-        scheduled: gives what a pipeline's schedule runs in them. Raises PlanError where the reduced model has no inputs for it.
+        mesh: the mesh to prove it for; None: the smallest with the axes of the reduced model.
+        processes: use real processes instead of a simulation.
+        scheduled: gives a pipeline's run for the processes. Raises PlanError where the reduced model has no inputs for it.
     """
 
     reduced: ModelLayouts
@@ -63,9 +63,9 @@ class Question:
 def prove_stage(
     asked: Question, wanted: Sequence[Overlays], progress: Callable[[str], None] = lambda text: None
 ) -> tuple[NumericProof | None, Findings]:
-    """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
+    """The proof of some variants of a plan, and the findings for each; None where the sharded run raised.
 
-    What a simulation finds is remembered by digest.
+    Findings of a simulation are remembered by digest.
     """
 
     try:
@@ -93,7 +93,7 @@ def prove_stage(
 
 
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
-    """What is found too where the user's own code takes its other branches, of the variants that are right in those that it takes."""
+    """Findings in the other branches of the user's own code, for the variants that are right in the branches taken first."""
     sides = other_sides(asked.reduced.reduced_model, asked.reduced.benches[0].model)
     for model in sides.models:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
@@ -112,7 +112,7 @@ def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings
 
 
 def nothing_proven(proof: NumericProof | None) -> Diagnostic:
-    """SP421, of a plan without findings."""
+    """SP421 for a plan without findings."""
     if proof is None:
         why = "there is no reduced model that runs"
     elif any(row.verdict == "equal" for row in proof.rows):
@@ -124,8 +124,8 @@ def nothing_proven(proof: NumericProof | None) -> Diagnostic:
 
 @reduced_runs()
 def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
-    """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
-    and sends the result to the others."""
+    """The findings of the proof of one variant, and in words how they are known. The first rank of the mesh looks them up or
+    proves, and sends the result to the others."""
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)

@@ -1,4 +1,4 @@
-"""Why a value of a user's step differs from one process: what its numbers show, and what to write where they show that."""
+"""Why a value of a user's step differs from one process: what its numbers show, and what to write then."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Difference:
 
     Args:
         message: what differs, where, and by how much.
-        help: what to write; None: the numbers do not tell.
-        line: of the script; None: not known.
+        help: what to write; None: the numbers do not show it.
+        line: the script's line; None: unknown.
     """
 
     message: str
@@ -35,13 +35,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Alone:
-    """What the script does on one process.
+    """The script's results on one process.
 
     Args:
         same: with the micro-batches of all ranks, one after the other.
-        parts, joined: with micro-batches, which differ in their labels alone where losses of rows depend on other rows, and with one batch of all of
-            their rows; none where the step draws random numbers.
-        pieces: with each of these micro-batches alone, where parts and joined differ.
+        parts, joined: with micro-batches (that differ only in their labels if losses of rows depend on other rows), and with one batch of all
+            their rows; empty if the step draws random numbers.
+        pieces: with each of these micro-batches alone, if parts and joined differ.
         shares: the first step with the micro-batches of each data-parallel rank alone.
     """
 
@@ -66,8 +66,8 @@ UNLIKE = (
 
 
 def off(own: Tensors, one: Tensors) -> dict[str, float]:
-    """The tensors that differ, and by how much; one that is not there is all off. What is rounding alone beside the largest of
-    them, as the gradient of a bias in front of a softmax, must be that here too."""
+    """The tensors that differ, and by how much; a missing tensor counts as completely different. A tensor that is only
+    rounding compared with the largest one, such as the gradient of a bias before a softmax, must be that in `own` too."""
     largest, found = max(map(magnitude, one.values()), default=0.0), {}
     for name, value in one.items():
         mine = own.get(name)
@@ -87,15 +87,15 @@ def worst(own: Tensors, one: Tensors) -> tuple[str, float] | None:
 
 
 def counted(names: Mapping[str, float], of: Mapping[str, Tensor]) -> str:
-    """How many differ, where not all do."""
+    """The number of differing tensors, if not all differ."""
     return "" if len(names) == len(of) else f" ({len(names)} of {len(of)} are off)"
 
 
 def behind_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran]) -> Difference:
-    """Gradients that are off after backward. Where some are right, the last one that is off is named: an error goes from the loss to the inputs.
+    """Explain wrong gradients after backward. If some are right, it names the last wrong one: an error goes from the loss to the inputs.
 
     Args:
-        alone: in the first step, whose parameters all runs have.
+        alone: in the first step, in which all runs have the same parameters.
     """
     wrong = off(own.backward, one.backward)
     name = next(iter(wrong)) if len(wrong) == len(one.backward) else [*wrong][-1]
@@ -135,7 +135,7 @@ def behind_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran
 
 
 def cut_into_micro_batches(part: Ran, joined: Ran, pieces: Sequence[Ran]) -> Difference:
-    """Gradients after backward that differ from those of the same rows in one batch."""
+    """Explain gradients after backward that differ from those of the same rows in one batch."""
     wrong, line = worst(part.backward, joined.backward), part.lines.get("backward")
     assert wrong is not None
     text = f"the step depends on how its batch is cut into micro-batches: the gradient of {wrong[0]} is {wrong[1]:.1e} off the one of the same rows in one batch"
@@ -151,7 +151,7 @@ def cut_into_micro_batches(part: Ran, joined: Ran, pieces: Sequence[Ran]) -> Dif
 
 
 def at_the_optimizer(own: Ran, one: Ran, ranks: Sequence[Ran], experts: frozenset[str]) -> Difference:
-    """Gradients that are right after backward, and off at the optimizer's step."""
+    """Explain gradients that are right after backward, and wrong at the optimizer's step."""
     wrong, line = off(own.update, one.update), own.lines.get("update")
     name = next(iter(wrong))
     text = f"the gradient of {name} is right after backward, and {wrong[name]:.1e} off at the optimizer's step"
@@ -200,7 +200,7 @@ def at_the_optimizer(own: Ran, one: Ran, ranks: Sequence[Ran], experts: frozense
 
 
 def of_parameters(own: Ran, one: Ran) -> Difference:
-    """Parameters that are off after a step whose gradients and rates are right."""
+    """Explain parameters that are wrong after a step with right gradients and rates."""
     line = own.lines.get("update")
     if one.begun and (wrong := off(own.begun, one.begun)):
         where, mine, right = "before the optimizer's step", own.begun, one.begun
@@ -233,7 +233,7 @@ def of_updates(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
 
 
 def of_rates(own: Ran, one: Ran) -> Difference | None:
-    """Learning rates, and other numbers of the optimizers' groups. A stage has groups of its own."""
+    """Compare learning rates, and other numbers of the optimizers' groups. A stage has its own groups."""
     line = own.lines.get("update")
     for key, options in own.options.items():
         for option, value in options.items():
@@ -250,7 +250,7 @@ def of_rates(own: Ran, one: Ran) -> Difference | None:
 
 
 def of_loss(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
-    """The loss that the step returns."""
+    """Compare the loss that the step returns."""
     if one.loss is None or (own.loss is not None and isclose(own.loss, one.loss, rel_tol=LIMIT, abs_tol=LIMIT)):
         return None
     text = f"the step returns {own.loss}, on one process {one.loss:.6g}"
@@ -268,13 +268,13 @@ def of_loss(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
 
 
 def times(own: Tensors, one: Tensors) -> float | None:
-    """By what all of `own` is a multiple of `one`."""
+    """The number by which all of `own` is a multiple of `one`; None if there is none."""
     found = weights_of(own, [one])
     return found[0] if found and found[0] else None
 
 
 def weights_of(own: Tensors, given: Sequence[Tensors]) -> list[float] | None:
-    """As which sum of `given`, each times a number, all of `own` is; None: as none."""
+    """The weights with which all of `own` is a weighted sum of `given`; None if there are none."""
     names = [name for name in own if all(name in each for each in given)]
     if not names or not given:
         return None

@@ -1,4 +1,4 @@
-"""What a user's step does on ranks, beside what it does on one process with the same global batch: the first value that differs, and why."""
+"""Compares a user's step on ranks with one process on the same global batch: the first value that differs, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .step_watch import Ran
 
 
 def in_one_process(alone: Alone, micro: int) -> list[Difference]:
-    """What is wrong on one process already.
+    """The step's errors on one process.
 
     Args:
         micro: the number of its micro-batches.
@@ -78,10 +78,10 @@ ALIKE = "what is drawn for a whole value must be the same on all tp ranks: seed 
 
 
 def on_ranks(alone: Alone, ranks: Sequence[Sequence[Ran]], experts: frozenset[str]) -> Difference | None:
-    """The first value of the ranks that is not that of one process.
+    """The first value of the ranks that differs from one process.
 
     Args:
-        ranks: rank -> what each step left behind.
+        ranks: rank -> the results of each step.
         experts: the parameters that are distributed over ep.
     """
     before: dict[str, str] = {}
@@ -100,7 +100,7 @@ def on_ranks(alone: Alone, ranks: Sequence[Sequence[Ran]], experts: frozenset[st
 
 
 def not_compared(alone: Alone, ranks: Sequence[Sequence[Ran]]) -> tuple[str, ...]:
-    """What the script keeps and is not held against one process."""
+    """The values that the script keeps and that are not compared with one process."""
     found: dict[str, str] = {}
     for step, one in enumerate(alone.same):
         found |= apart(one, [run[step] for run in ranks])
@@ -108,7 +108,8 @@ def not_compared(alone: Alone, ranks: Sequence[Sequence[Ran]]) -> tuple[str, ...
 
 
 def among_ranks(ranks: Sequence[Sequence[Ran]], tp: int) -> Difference | None:
-    """The first loss that the ranks of a tp group, or parameter that all ranks, do not have alike: numbers that they drew for a whole value."""
+    """The first loss that differs within a tp group, or parameter that differs between ranks: they drew different numbers for a whole
+    value."""
     for rank, run in enumerate(ranks):
         for step, (own, first, whole) in enumerate(zip(run, ranks[rank // tp * tp], ranks[0], strict=True), 1):
             if not all(isclose(a, b, rel_tol=LIMIT) for a, b in zip(own.roots, first.roots, strict=False)):

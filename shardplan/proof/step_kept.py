@@ -1,4 +1,4 @@
-"""What a user's script keeps from step to step besides the model: what of it is a model's, what a rank's own, and what was not compared."""
+"""Values that a user's script keeps from step to step besides the model: a model's, a rank's own, and those not compared."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DEPTH, MANY = 12, 10_000
 
 
 class Kept:
-    """The tensors and numbers that `make` returned, and what they become.
+    """The tensors and numbers that `make` returned, and their later values.
 
     Args:
-        parameters: of the model, as this rank has them.
-        packed: how rows of some are stored.
+        parameters: the model's, as this rank has them.
+        packed: parameter -> how its rows are packed.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Kept:
         }
 
     def note(self, ran: Ran) -> None:
-        """Write into a step's record what is kept after it: parts of a rank as tensors of the whole."""
+        """Write the kept values into a step's record: parts of a rank as tensors of the whole."""
         now = self._now()
         for name, of in self._copies.items():
             x, before = now.get(name), self._before[name]
@@ -73,7 +73,7 @@ class Kept:
         ran.firm -= ran.parts.keys()
 
     def _part_of(self, name: str, x: Tensor) -> str:
-        """The parameter of which this may be a rank's part: the one of its name or, in a list, of its place, else the first of its shape."""
+        """The parameter that this may be a rank's part of: by its name or, in a list, its place, else the first one of its shape."""
         alike = [of for of, part in self._parts.items() if part.shape == x.shape and x.ndim > 0]
         place = re.search(r"\[(\d+)\]$", name)
         every = list(self._parameters)
@@ -96,8 +96,8 @@ class Kept:
 def _walk(
     value: Any, model: nn.Module | Pipeline, path: str, depth: int, seen: set[int]
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """The tensors and numbers in what `make` returned, but those of the model and of what updates it; whether they are those of a module or
-    a schedule, which all ranks have alike."""
+    """The tensors and numbers in what `make` returned, without the model's and its optimizers'; and whether each belongs to a module or a
+    schedule, and so is the same on all ranks."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield path, value, False
@@ -140,12 +140,12 @@ def _walk(
 
 
 def _belongs(name: str, parameter: str) -> bool:
-    """Whether what a script keeps is of a parameter, by the name that it gives it."""
+    """Whether a kept value belongs to a parameter, by the name that the script gives it."""
     return name.endswith((f"[{parameter!r}]", f".{parameter}"))
 
 
 def of_kept(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
-    """The first kept value that is off, of those that all ranks must have as one process has them."""
+    """The first wrong kept value, among those that must be equal on all ranks and on one process."""
     for name, right in one.state.items():
         mine, part = own.state.get(name), own.parts.get(name)
         if name in own.averages:
@@ -167,7 +167,7 @@ def _shown(mine: Tensor, right: Tensor) -> str:
 
 
 def _of_all(name: str, right: Tensor, ranks: Sequence[Ran]) -> str | None:
-    """What to write where ranks have values of their own."""
+    """What to write where ranks have different values."""
     every = [run.state[name] for run in ranks if name in run.state and run.state[name].shape == right.shape]
     if len(every) != len(ranks) or all(torch.equal(x, every[0]) for x in every):
         return None
@@ -180,7 +180,7 @@ def _of_all(name: str, right: Tensor, ranks: Sequence[Ran]) -> str | None:
 
 
 def apart(one: Ran, ranks: Sequence[Ran]) -> dict[str, str]:
-    """What is kept and is no error, though ranks have it otherwise than one process, in words."""
+    """The kept values that differ from one process and are no errors, in words."""
     found: dict[str, str] = {}
     for name, right in one.state.items():
         every = [run.state.get(name) for run in ranks]

@@ -1,4 +1,4 @@
-"""What a user's training step does while it runs on a rank: backwards, optimizers' steps, forwards of the model, collectives of the script."""
+"""Watches a user's training step on a rank: backwards, optimizers' steps, forwards of the model, collectives of the script."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 Tensors = dict[str, Tensor]
-WHOLE = ("backward", "update", "begun", "stepped", "after", "state")  # of Ran: what is made whole of all ranks' parts
+WHOLE = ("backward", "update", "begun", "stepped", "after", "state")  # of Ran: made whole from all ranks' parts
 
 
 @dataclass
 class Ran:
-    """What one step left behind on a rank.
+    """The results of one step on a rank.
 
     Attributes:
-        loss: what it returned; None for nothing.
-        lines: of the script, by what they called: backward, update (the optimizer's step), reduced (a collective on a gradient).
+        loss: the step's result; None if there is none.
+        lines: the script's lines, by what they called: backward, update (the optimizer's step), reduced (a collective on a gradient).
         forwards, reached: training forwards of the model, and those whose result got a gradient.
-        roots: the values that backward began with.
-        offsets: how far behind its position the target of a token is, each with how many tokens say so.
+        roots: the values that backward started from.
+        offsets: how many positions a target is after its token -> the number of tokens that show this.
         zeroed: whether gradients were lost between two backwards.
         updates: how often optimizers stepped.
-        backs: how often the script went backward.
-        options: which of the optimizers' steps, and of which parameter (of a group, where it is not the model's) -> the numbers of its group.
+        backs: how often the script called backward.
+        options: (number of the optimizer's step, parameter, or group if the parameter is not the model's) -> the numbers of its group.
         scheduled: how often schedules have stepped.
-        backward: the gradients after the last backward; `update`: in front of the optimizer's step; `after`: the parameters at the end.
-        begun, stepped: the parameters in front of an optimizer's first step, and after its last one.
-        state: what else the script keeps.
-        firm: the names of what of it all ranks must have as one process has it.
-        parts: the names of what of it is a rank's part -> the part's shape.
-        averages: the names of those that began as a copy of parameters, and follow them.
-        buffers: those of the model that changed after its last forward and backward.
-        factor, factors: by how much this rank's parts of the gradients, and of each, were multiplied between backward and the optimizer's step; None:
-            not by one number.
+        backward: the gradients after the last backward; `update`: before the optimizer's step; `after`: the parameters at the end.
+        begun, stepped: the parameters before an optimizer's first step, and after its last one.
+        state: the other values that the script keeps.
+        firm: the names of values in it that must be equal on all ranks and on one process.
+        parts: names of values in it that are a rank's part -> the part's shape.
+        averages: the names of values that began as a copy of parameters, and follow them.
+        buffers: the model's buffers that changed after its last forward and backward.
+        factor, factors: the factor of this rank's parts of the gradients, in all and of each, between backward and the optimizer's step;
+            None: not a single number.
         square: the square of their norm after backward.
     """
 
@@ -83,7 +83,7 @@ class Ran:
 
 
 def merged(own: Ran, others: Sequence[Ran]) -> Ran:
-    """What a rank left behind, with the tensors of the ranks that have the other stages of its model."""
+    """A rank's results, with the tensors of the ranks that have the other stages of its model."""
 
     def of(name: str) -> Tensors:
         return {key: value for ran in (*others, own) for key, value in getattr(ran, name).items()}
@@ -96,7 +96,7 @@ def merged(own: Ran, others: Sequence[Ran]) -> Ran:
 
 
 def _of_stages(runs: Sequence[Ran]) -> Tensors:
-    """What the scripts of stages keep, but for what is another thing in each: a list of its own parameters."""
+    """The values that the stages' scripts keep, except those that differ between stages: a list of a stage's own parameters."""
     found: Tensors = {}
     unlike = set[str]()
     for name, x in (item for run in runs for item in run.state.items()):
@@ -107,14 +107,14 @@ def _of_stages(runs: Sequence[Ran]) -> Tensors:
 
 
 class Watch(TorchFunctionMode):
-    """Looks at backwards, optimizers' steps, the model's forwards and the script's collectives while a step runs."""
+    """Watches backwards, optimizers' steps, the model's forwards and the script's collectives while a step runs."""
 
     def __init__(self, script: str, model: nn.Module | Pipeline):
         super().__init__()
         self.script, self.model, self.ran = script, model, Ran()
         record = applied(model)
         for part in record.parts if isinstance(record, AppliedParts) else (record,):
-            part.reshard()  # between forward and backward, FSDP2 has gathered parameters in the places of these
+            part.reshard()  # between forward and backward, FSDP2 has replaced these by gathered parameters
         self.parameters = {_own(name): p for name, p in model.named_parameters()}
         self._inside, self._versions, self._buffers = False, list[int](), self._buffers_now()
 
@@ -147,7 +147,7 @@ class Watch(TorchFunctionMode):
         return {_own(name): x.detach().clone() for part in parts for name, x in part.named_buffers()}
 
     def written_buffers(self) -> Tensors:
-        """Those that the script has written; what forwards change, checkpointed ones in backward too, is of each rank's own batches."""
+        """The buffers that the script wrote. Changes by forwards, also of checkpoints in backward, depend on each rank's own batches."""
         own = self._buffers
         return {name: x for name, x in self._buffers_now().items() if name not in own or not torch.equal(x, own[name])}
 
@@ -177,7 +177,7 @@ class Watch(TorchFunctionMode):
         self.ran.stepped = self.copied()
 
     def copied(self) -> Tensors:
-        """The parameters now."""
+        """The current parameters."""
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _stepped(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -195,7 +195,7 @@ class Watch(TorchFunctionMode):
         return step
 
     def _lost(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The loss of a micro-batch in the last stage: its logits are those of a forward of the model."""
+        """The loss of a micro-batch in the last stage; its logits are those of a forward of the model."""
 
         def of(loss: StepLoss, run: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Tensor:
             def watched(given: dict[str, Any]) -> Any:
@@ -215,7 +215,7 @@ class Watch(TorchFunctionMode):
             self.ran.lines[what] = frame.f_lineno
 
     def _updated(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In front of an optimizer's step; where it calls a closure, behind that, which makes the gradients."""
+        """Before an optimizer's step; if the step calls a closure, after the closure, which makes the gradients."""
         self._note("update")
         self.ran.updates += 1
         if self.ran.updates == 1:
@@ -297,7 +297,7 @@ def _any(gradient: Tensor | None) -> bool:
 
 
 def _count_offsets(gradient: Tensor, ids: Tensor, offsets: dict[int, int]) -> None:
-    """Note where the targets of a loss stand. The gradient of a log-probability has one sign at the token that is predicted, and the other at all
+    """Record where a loss has its targets. The gradient of a log-probability has one sign at the predicted token, and the other sign at all
     others."""
     positive, negative = (gradient > 0).sum(-1), (gradient < 0).sum(-1)
     for sign, alone in ((1, (positive == 1) & (negative > 1)), (-1, (negative == 1) & (positive > 1))):

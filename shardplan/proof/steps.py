@@ -1,5 +1,4 @@
-"""Training steps, each on a batch of its own, and everything that they leave behind: the basis for comparing a sharded model with the
-unsharded one."""
+"""Training steps, each on its own batch, and all their results: the basis for comparing a sharded model with the unsharded one."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from shardplan.torchlib.private import private
 
 from .exact import in_precision_of
 
-STEPS = 2  # a buffer that the first forward changes is read by the second
+STEPS = 2  # the second step reads a buffer that the first forward changes
 
 Batch = Mapping[str, Any]
-# What the gradient of each output is, by the output's name; fixed numbers, so that the objective is linear in the outputs.
+# The gradient of each output, by the output's name; fixed numbers, so that the objective is linear in the outputs.
 Directions = Mapping[str, Tensor]
 
 
@@ -35,12 +34,12 @@ class Steps:
 
     Args:
         outputs: of each step: every floating-point tensor that the model returned, by path.
-        directions: of each step: with which the outputs were multiplied for backward.
+        directions: of each step: the factors of the outputs for backward.
         gradients: the sum over the steps, by full parameter name, tied parameters under each name; every parameter that
             got a gradient.
         buffers: by full name, after the last step.
         parameters: by full name, after the last step.
-        written: the parameters that are others by then: a forward changed them.
+        written: the parameters that a forward changed.
         zero: the parameters whose gradient is exactly zero.
         drew: whether the model draws random numbers.
     """
@@ -56,12 +55,12 @@ class Steps:
 
 
 def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
-    """The inputs with their floating-point tensors in another dtype, those in tuples, lists and mappings too."""
+    """The inputs with their floating-point tensors in another dtype, also in tuples, lists and mappings."""
     return private("tree_map")(lambda x: in_precision(x, dtype), dict(inputs))
 
 
 def reference_of(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> Steps:
-    """Run the unsharded model. Where it draws random numbers, it is made once more, and draws those that ranks draw."""
+    """Run the unsharded model. If it draws random numbers, it is made once more, and runs with the ranks' draws."""
     steps = reference_steps(build(), batches)
     if not steps.drew:
         return steps
@@ -93,13 +92,13 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
 
 
 def seed_of(step: int, index: int) -> int:
-    """The seed of a batch: of one step of one data-parallel rank."""
+    """The seed of a batch, for one step of one data-parallel rank."""
     return index * STEPS + step
 
 
 def averaged(runs: Sequence[Steps]) -> tuple[Steps, ...]:
-    """The unsharded steps of all data-parallel ranks, each on its own batches, with the mean of their gradients: what FSDP2
-    makes of them. A rank without a gradient that another has counts as zero."""
+    """The unsharded steps of all data-parallel ranks, each on its own batches, with the mean of their gradients, as FSDP2
+    computes it. A missing gradient counts as zero if another rank has one."""
     if len(runs) == 1:
         return tuple(runs)
     names = dict.fromkeys(name for run in runs for name in run.gradients)
@@ -110,9 +109,7 @@ def averaged(runs: Sequence[Steps]) -> tuple[Steps, ...]:
     return tuple(replace(run, gradients=gradients) for run in runs)
 
 
-Call = Callable[
-    [nn.Module, dict[str, Any], int], Mapping[str, Tensor]
-]  # (model, its arguments, which step) -> its results
+Call = Callable[[nn.Module, dict[str, Any], int], Mapping[str, Tensor]]  # (model, its arguments, step) -> its results
 
 
 def plain_call(model: nn.Module, batch: dict[str, Any], step: int) -> Mapping[str, Tensor]:
@@ -128,8 +125,8 @@ def run_steps(
 ) -> list[Mapping[str, Tensor]]:
     """Forward and backward for each batch; gradients accumulate. Returns the outputs of each, detached.
 
-    The first step goes back from the model's own loss, where it has one; every other from all outputs that are
-    differentiable, each by its direction: callers may read any of them.
+    The first step differentiates the model's own loss, if there is one; every other step all differentiable outputs,
+    each times its direction: callers may read any of them.
 
     Args:
         directions: of a step's outputs.
@@ -150,20 +147,20 @@ def run_steps(
 
 
 def made(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The results, logits that a loss makes among them."""
+    """The results, with the logits that a loss computes."""
     return {name: x.make() if isinstance(x, FusedLogits) else x for name, x in results.items()}
 
 
 def own_copy(batch: Batch) -> dict[str, Any]:
-    """A batch of its own for a forward, which may change it: CTRL multiplies the embeddings that it is given, in place."""
+    """A copy of a batch for a forward, which may change it: CTRL multiplies the embeddings that it gets, in place."""
     return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(batch))
 
 
 def separate(model: nn.Module) -> None:
-    """Give each gradient of a plain parameter memory of its own. Autograd keeps views of one gradient as the gradients of two
+    """Give each gradient of a plain parameter its own memory. Autograd keeps views of one gradient as the gradients of two
     parameters (`a.flatten() + b.flatten()`), and adds the next step's to both twice: that is no reference.
 
-    Those of DTensors are as a planned model has them.
+    Gradients of DTensors stay as a planned model has them.
     """
     seen: set[int] = set()
     for parameter in model.parameters():
@@ -177,16 +174,16 @@ def separate(model: nn.Module) -> None:
 
 
 def objective_of(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
-    """The sum of all outputs, each multiplied with its direction: of those that are differentiable, where gradients are recorded. A scalar.
+    """A scalar: the sum of all outputs, each times its direction; only of differentiable ones if gradients are recorded.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such output.
     """
     terms, trains = [], torch.is_grad_enabled()
     for name, result in results.items():
         direction = directions.get(name)
         whole = result.full_tensor() if isinstance(result, DTensor) else result
-        # What has another name or shape than in the unsharded model differs anyway.
+        # An output with another name or shape than in the unsharded model differs anyway.
         if (result.requires_grad or not trains) and direction is not None and direction.shape == whole.shape:
             terms.append((whole * direction.to(whole.dtype)).sum())
     if not terms:
@@ -195,7 +192,7 @@ def objective_of(results: Mapping[str, Tensor], directions: Directions) -> Tenso
 
 
 def direction_of(name: str, result: Tensor, step: int) -> Tensor:
-    """Random numbers that depend on an output's name and shape alone, of a size at which the sum over the output is about
+    """Random numbers that depend only on an output's name and shape, scaled so that the sum over the output is about
     one."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))
     drawn = torch.randn(result.shape, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""All ranks in one process: a thread each, with torch's process group for threads."""
+"""All ranks in one process: one thread each, with torch's process group for threads."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from shardplan.torchlib.private import private
 from shardplan.torchlib.rank_group import BACKEND, RankGroup, compared_collectives
 
 T = TypeVar("T")
-OFTEN = 0.1  # seconds between two looks at whether ranks wait for one that has ended
+OFTEN = 0.1  # seconds between two checks whether ranks wait for one that has ended
 
 Calls = SimpleQueue[tuple[Callable[[int], Any], "Future[Any]"] | None]  # of one rank; None ends it
 
 
 class OnRanks(Protocol):
-    """What calls a function on every rank."""
+    """Calls a function on every rank."""
 
     def __call__(self, function: Callable[[int], T], /) -> list[T]: ...
 
 
 @contextmanager
 def rank_threads(ranks: int) -> Iterator[OnRanks]:
-    """Threads for the ranks of a process group, which last as long as the context: what torch remembers by thread, such as how
-    DTensor does an operation, is known to the next call. Calls are made one after the other; one that raises is the last.
+    """Threads for the ranks of a process group. They last as long as the context, so that the next call can use what torch
+    remembers by thread, such as how DTensor does an operation. Calls run one after the other; a call that raises is the last.
 
-    Each thread has torch's modes, and process groups, of its own; the groups of the process are hidden until the context
-    ends. Ranks share everything outside their own modules (globals of the code, the default dtype).
+    Each thread has its own torch modes and process groups; the groups of the process are hidden until the context ends. Ranks
+    share everything outside of their own modules (globals of the code, the default dtype).
 
-    What is given calls a function of the rank on every rank, and returns what each returned; the default process group is
-    there while it runs. It raises:
-        RuntimeError: all ranks that have not ended wait for others; what a rank sent is not received.
-        Exception: what the first rank that raised did.
+    The yielded object calls a function of the rank on every rank, and returns all results; the default process group exists
+    while it runs. It raises:
+        RuntimeError: all ranks that have not ended wait for others; or a sent tensor is not received.
+        Exception: that of the first rank that raised.
     """
     calls: list[Calls] = [SimpleQueue() for _ in range(ranks)]
     keep_device_guard()  # DTensor makes tensors without memory
@@ -63,13 +63,13 @@ def rank_threads(ranks: int) -> Iterator[OnRanks]:
 
 
 def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
-    """One call of a function on every rank, as by `rank_threads`."""
+    """One call of a function on every rank, with `rank_threads`."""
     with rank_threads(ranks) as on_ranks:
         return on_ranks(function)
 
 
 def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls) -> None:
-    """One rank: answer calls."""
+    """One rank: runs calls."""
     try:
         while (call := calls.get()) is not None:
             function, result = call
@@ -77,10 +77,10 @@ def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls) -> None:
                 if not dist.is_initialized():
                     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=store)
                 result.set_result(function(rank))
-            except BaseException as error:  # of a rank that waited for one that raised: SystemExit
+            except BaseException as error:  # from a rank that waited for one that raised: SystemExit
                 RankGroup.exception_handle(error)
                 result.set_exception(error)
-            del call, function, result  # with the models of the call
+            del call, function, result  # and with them the models of the call
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -107,7 +107,7 @@ def _on_all(calls: Sequence[Calls], function: Callable[[int], T]) -> list[T]:
 @contextmanager
 def _threaded_groups() -> Iterator[None]:
     install, isolate = private("install_threaded_groups"), private("isolate_threads")
-    # Installing lets autograd run in one thread; torch 2.11 does not take that back.
+    # Installing it makes autograd run in one thread; torch 2.11 does not undo that.
     with torch.autograd.set_multithreading_enabled(False):
         world = install()
         if not hasattr(
@@ -116,7 +116,7 @@ def _threaded_groups() -> Iterator[None]:
             world.comms = []
         isolate(True)
         try:
-            # init_process_group has a hook that begins lines with "[rank0]:"
+            # init_process_group has a hook that prefixes lines with "[rank0]:"
             with patch.object(sys, "excepthook", sys.excepthook), compared_collectives():
                 yield
         finally:
@@ -126,10 +126,10 @@ def _threaded_groups() -> Iterator[None]:
 
 
 def _wait_for(results: Sequence[Future[Any]]) -> None:
-    """Until all are there.
+    """Wait until all results are there.
 
     Raises:
-        RuntimeError: all ranks that are left wait for others, in collectives or for what these should send, which then never comes about.
+        RuntimeError: all remaining ranks wait for others, in collectives or for messages that will never come.
     """
     before: frozenset[object] = frozenset()
     while left := wait(results, OFTEN).not_done:

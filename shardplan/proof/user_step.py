@@ -1,4 +1,4 @@
-"""A user's own training step, run as often as asked, and everything that it leaves behind on a rank."""
+"""A user's own training step, run a number of times, and all its results on a rank."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MAKE, STEP, LOSS = "make", "step", "loss_fn"
 
 
 def dealt(feed: Callable[[int], Batch], step: int, shares: int, *, alike: bool, masked: bool) -> list[list[Batch]]:
-    """The micro-batches of each data-parallel rank: unequal numbers of labels, in the last step a micro-batch without any, padding
-    where masks are taken, and a rank on which most tokens are one.
+    """The micro-batches of each data-parallel rank: with unequal numbers of labels, in the last step a micro-batch without any,
+    padding if the model takes masks, and a rank with mostly one token.
 
     Args:
         feed: seed -> the model's inputs.
-        alike: all micro-batches have the same inputs, and other labels.
+        alike: all micro-batches have the same inputs, but different labels.
     """
     every: list[list[Batch]] = []
     for share in range(shares):
@@ -73,7 +73,7 @@ def dealt(feed: Callable[[int], Batch], step: int, shares: int, *, alike: bool, 
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """One batch with the rows of several."""
+    """Join the rows of several batches."""
     return {
         name: torch.cat([batch[name] for batch in batches]) if isinstance(value, Tensor) and value.ndim else value
         for name, value in batches[0].items()
@@ -87,9 +87,9 @@ class Trial:
     Args:
         build: the unsharded model, the same in every process.
         program: on `sizes`.
-        batches: of each step.
+        batches: the batches of each step.
         alike: draws depend on shapes alone (`DrawnAlike`).
-        staged: how a pipeline of it runs.
+        staged: how its pipeline runs.
     """
 
     script: str
@@ -101,10 +101,10 @@ class Trial:
     staged: Scheduled | None = None
 
     def applied(self, mesh: PlanMesh, loss: LossFunction | None) -> nn.Module | Pipeline:
-        """What the script is given.
+        """The model that the script gets.
 
         Args:
-            loss: of the script, for a pipeline.
+            loss: the script's, for a pipeline.
         """
         if self.staged is None:
             return apply_program(self.build(), mesh, self.program, src_data_rank=0, seed=0, kind="model")
@@ -116,9 +116,9 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
     """Run a script's steps. All ranks of the mesh call it together.
 
     Returns:
-        What each step left behind, and whether the script or the model drew random numbers.
+        The results of each step, and whether the script or the model drew random numbers.
     """
-    torch.manual_seed(dist.get_rank())  # as processes that nobody seeds
+    torch.manual_seed(dist.get_rank())  # like processes that nobody seeds
     mesh = mesh_of(trial.sizes, APPLIED if trial.staged is None else AXES)
     packed = packed_parameters(trial.program)
     autocast = torch.autocast.__init__
@@ -160,7 +160,7 @@ def run_trial(trial: Trial) -> tuple[list[Ran], bool]:
 
 
 def _as_torchrun() -> dict[str, str]:
-    """What a process of `torchrun` finds in its environment, which accelerate reads."""
+    """The environment of a process of `torchrun`, which accelerate reads."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {**own, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -180,7 +180,7 @@ def _factor(before: Tensors, after: Tensors) -> tuple[float | None, float]:
 
 
 def _whole(tensors: Tensors, stage: int, packed: Mapping[str, Any], tp: int) -> Tensors:
-    """The whole tensors of those that all ranks with the same stages have, in one order. A collective."""
+    """The whole tensors, in one order, of those that all ranks with the same stages have. A collective."""
     boxes: list[Any] = [None] * dist.get_world_size()
     own = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
     dist.all_gather_object(boxes, (stage, own))
