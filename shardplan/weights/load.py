@@ -85,7 +85,7 @@ def load_checkpoint(
     progress: bool | OnProgress = True,
 ) -> Loaded:
     """Read a checkpoint in the Hugging Face layout (safetensors, in one file or several with an index) into a model that
-    a plan was applied to. To be called on all ranks of the mesh.
+    a plan was applied to. Call it on all ranks of the mesh.
 
     Each rank reads the slices that it keeps, through transformers' renamings and conversions for the model's type. A
     model on the meta device first gets memory and buffers. Nothing of the model changes before all ranks know that every

@@ -115,7 +115,7 @@ def initialize(
         with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
             act(module, initializer)
 
-    with whole_attributes(model):  # initialisations use their sizes (A_log of state space layers: one number a head)
+    with whole_attributes(model):  # initialisations compute with them (A_log of state space layers: one number a head)
         visit(model, model)
     for name, value in tied.items():
         parameter = model.get_parameter(name)

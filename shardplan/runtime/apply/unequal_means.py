@@ -24,9 +24,10 @@ TEXT = (
 def warn_of_unequal_means(watched: Watched) -> None:
     """Warn once where a model's gradients are averages of means over unequal numbers of labels: `TEXT`.
 
-    It looks at the training forwards chosen by `is_compared`, until ranks have unequal numbers. When the loss of such a forward is differentiated, ranks
-    compare their numbers of labels and their loss's gradients, in an all-reduce of four numbers for each data-parallel axis. No warning for a loop that
-    does not differentiate the model's loss, weighs it by the labels, or passes `num_items_in_batch`.
+    It looks at the training forwards chosen by `is_compared`, until ranks have unequal numbers. When such a forward's loss is
+    differentiated, ranks compare their numbers of labels and their loss's gradients, in an all-reduce of four numbers for each
+    data-parallel axis. It does not warn for a loop that does not differentiate the model's loss, weighs it by the labels, or passes
+    `num_items_in_batch`.
     """
     groups, model = watched.mesh.batch_groups, watched.inner
     if not groups:

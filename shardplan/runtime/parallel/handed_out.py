@@ -23,7 +23,7 @@ _OURS = ("shardplan.runtime.", "shardplan.cost.", "torch.")  # modules whose hoo
 
 @dataclass(slots=True)
 class Tokens:
-    """Batch and sequence length of the values in a block, on this rank. Code in the block may flatten both into rows.
+    """Batch and sequence length of the values in a block, on this rank. Code in the block may flatten both into one dim.
 
     Args:
         seq_dim: the sequence dimension.

@@ -29,7 +29,7 @@ class Regime:
     """The switches of a planned model.
 
     Attributes:
-        variant: the variant whose programs the hooks run: the name of the last section laid over the plan.
+        variant: the variant whose programs the hooks run: the name of the last section laid over the plan's others.
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None: their own.
         neighbours: number of ranks -> the mesh of ranks that compute with the same key-value heads.
         cp_neighbours: number of ranks -> the cp ranks that have parts of one group of features.

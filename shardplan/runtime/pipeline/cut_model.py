@@ -44,7 +44,7 @@ def _one(model: nn.Module, cut: PipelineCut, stage: int) -> tuple[nn.Module, Sta
 
 
 def _put_there(model: nn.Module) -> dict[int, Any]:
-    """The hooks and forwards that somebody put on the modules, by id. They are not copied, so their owner finds what they collect."""
+    """The hooks and forwards that somebody put on the modules, by id. Copies share what they collect, so their owner finds it."""
     names = [name for name in HOOKS if "forward" in name or "backward" in name]
     found = [hook for module in model.modules() for name in names for hook in vars(module)[name].values()]
     found += [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]

@@ -218,8 +218,9 @@ class Pipeline(Parted):
             `tokens`. Under `torch.no_grad()` only the loss is computed.
 
         Raises:
-            ValueError: gradients of an earlier step are left; `requires_grad` of a parameter changed; a hook on a tied parameter; no labels; the micro-batches do not divide the batch; caches or
-                hidden states are requested; several calls without `tokens`.
+            ValueError: gradients of an earlier step are left; `requires_grad` of a parameter changed; a hook on a tied parameter;
+                no labels; the micro-batches do not divide the batch; caches or hidden states are requested; several calls without
+                `tokens`.
             RuntimeError: a stage failed, here or on another rank.
         """
         if self._failed:

@@ -154,8 +154,9 @@ def _check_mean(run: Callable[..., float], loss: Tensor, labels: Tensor, *, shif
 
 
 def _check_count(own: float, steps: float) -> None:
-    """Args: own: the tokens of a micro-batch, as the loss function counts them. steps: the same tokens, as the step
-    counts them.
+    """Args:
+    own: the tokens of a micro-batch, as the loss function counts them.
+    steps: the same tokens, as the step counts them.
     """
     if abs(own - steps) > 0.5:
         raise RuntimeError(

@@ -48,8 +48,8 @@ def context_parallel(
         inputs: all other arguments of the model, whole: the caller never cuts ids, positions or masks.
 
     Raises:
-        ValueError: if labels are cut: cp does not divide the sequence; or the model's `loss_function` was replaced by one that is not a mean over
-            next tokens.
+        ValueError: if labels are cut: cp does not divide the sequence; or the model's `loss_function` was replaced by one that is
+            not a mean over next tokens.
     """
     record = applied(model)
     cp = record.mesh.cp
