@@ -87,7 +87,7 @@ def test_the_form_is_read_off_what_is_given(calls: list[SimpleNamespace]) -> Non
         ((), {"dp_mesh_name": "dp_shard", "dp_shard_cp_mesh_name": "dp_shard"}, ValueError, "use one of them"),
         ((torch.bfloat16, None), {"mp_policy": POLICY}, TypeError, "mp_policy was given twice"),
         ((torch.bfloat16,), {"sequence_paralel": True}, TypeError, "has no argument 'sequence_paralel'"),
-        ((torch.bfloat16, *[None] * 10), {}, TypeError, "10 arguments behind the mesh, not 11"),
+        ((torch.bfloat16, *[None] * 10), {}, TypeError, "10 arguments after the mesh, not 11"),
         ((), {"param_dtype": "bfloat16"}, TypeError, "param_dtype must be a dtype"),
         ((POLICY, CPUOffloadPolicy), {}, TypeError, "must be an instance of CPUOffloadPolicy"),
         ((), {"mp_policy": MixedPrecisionPolicy(torch.int8)}, ValueError, "param_dtype must be torch.bfloat16"),

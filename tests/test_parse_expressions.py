@@ -41,18 +41,18 @@ def test_value(text: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("text", "reason", "meant"),
     [
-        ("", "the end stands where a number or a name is expected", ""),
-        ("heads *", "the end stands where a number or a name is expected", ""),
-        ("heads heads", "`heads` stands where an operator (+ - * //) is expected", "heads"),
-        ("(heads", "the end stands where an operator or `)` is expected", ""),
-        ("heads)", "`)` stands where an operator (+ - * //) is expected", ")"),
-        ("-1", "`-` stands where a number or a name is expected", "-"),
+        ("", "the end is found where a number or a name is expected", ""),
+        ("heads *", "the end is found where a number or a name is expected", ""),
+        ("heads heads", "`heads` is found where an operator (+ - * //) is expected", "heads"),
+        ("(heads", "the end is found where an operator or `)` is expected", ""),
+        ("heads)", "`)` is found where an operator (+ - * //) is expected", ")"),
+        ("-1", "`-` is found where a number or a name is expected", "-"),
         ("heads / 2", "`/` has no meaning here; write `//` to divide", "/"),
-        ("heads ** 2", "`*` stands where a number or a name is expected", "*"),
-        ("f(1)", "`(` stands where an operator (+ - * //) is expected", "("),
+        ("heads ** 2", "`*` is found where a number or a name is expected", "*"),
+        ("f(1)", "`(` is found where an operator (+ - * //) is expected", "("),
         ("a[0]", "`[` has no meaning here", "["),
         ("1.5", "`.` has no meaning here", "."),
-        ("__import__('os')", "`(` stands where an operator (+ - * //) is expected", "("),
+        ("__import__('os')", "`(` is found where an operator (+ - * //) is expected", "("),
         ("a.", "`.` has no meaning here", "."),
         ("²", "`²` has no meaning here", "²"),
         ("9" * 13, "a number may have at most 12 digits", "9" * 13),
@@ -81,7 +81,7 @@ PYTHON_ONLY = [
 
 @pytest.mark.parametrize("text", PYTHON_ONLY)
 def test_what_only_python_has_is_refused(text: str) -> None:
-    with pytest.raises(ExpressionError, match=r"` has no meaning here|` stands where |the end stands where "):
+    with pytest.raises(ExpressionError, match=r"` has no meaning here|` is found where |the end stands where "):
         parse_expression(text)
 
 

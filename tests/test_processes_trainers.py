@@ -318,7 +318,7 @@ def refuse(folder: str) -> None:
         late.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     with pytest.raises(ValueError, match="accelerate's save_model .* call shardplan.save_checkpoint"):
         late.accelerator.save_model(folder)
-    with pytest.raises(ValueError, match="one optimizer is saved beside a planned model, and 0 were prepared"):
+    with pytest.raises(ValueError, match="one optimizer is saved with a planned model, and 0 were prepared"):
         late.accelerator.save_state(folder)
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="would not autocast a planned model to bf16"):
@@ -429,7 +429,7 @@ def accelerated(folder: str) -> None:
     if dist.get_rank() == 0:
         (Path(folder) / "training_state").rename(Path(folder) / "gone")
     dist.barrier()
-    with pytest.raises(ValueError, match="was not written by save_state beside a planned model"):
+    with pytest.raises(ValueError, match="was not written by save_state with a planned model"):
         again.load_state(folder)
 
 

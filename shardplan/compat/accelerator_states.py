@@ -49,7 +49,7 @@ class AcceleratorStates:
 
         def shards(models: list[Any], folder: str) -> None:
             if not Path(folder, FOLDER).is_dir():
-                raise ValueError(f"{folder} has no {FOLDER}: it was not written by save_state beside a planned model")
+                raise ValueError(f"{folder} has no {FOLDER}: it was not written by save_state with a planned model")
             load_training_state(self.model, optimizer, Path(folder, FOLDER))
 
         with self._without_shards(self.accelerator.register_load_state_pre_hook, shards):
@@ -58,7 +58,7 @@ class AcceleratorStates:
     def _optimizer(self) -> Optimizer:
         prepared = self.accelerator._optimizers
         if len(prepared) != 1:
-            raise ValueError(f"one optimizer is saved beside a planned model, and {len(prepared)} were prepared")
+            raise ValueError(f"one optimizer is saved with a planned model, and {len(prepared)} were prepared")
         return prepared[0].optimizer
 
     @contextmanager

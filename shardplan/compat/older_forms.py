@@ -73,7 +73,7 @@ def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]
 def _today(places: tuple[Any, ...], named: dict[str, Any], axes: set[str]) -> dict[str, Any]:
     """The arguments of today's form."""
     if len(places) > len(OLDER):
-        raise TypeError(f"the older form has {len(OLDER)} arguments behind the mesh, not {len(places)}")
+        raise TypeError(f"the older form has {len(OLDER)} arguments after the mesh, not {len(places)}")
     given = dict(zip(OLDER, places, strict=False))
     for name in named:
         if name in given:

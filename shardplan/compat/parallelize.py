@@ -103,7 +103,7 @@ def parallelize(
     """
     if (stages := axis_size(mesh, "pp", axes)) > 1:
         raise ValueError(
-            f"the mesh has {stages} ranks on its axis pp, and what is here shards whole models: shardplan.apply_plan cuts a model "
+            f"the mesh has {stages} ranks on its axis pp, but this function shards whole models: shardplan.apply_plan cuts a model "
             "into stages"
         )
     if reapply_trainability is not None:

@@ -173,7 +173,7 @@ def _from_each_share(accelerator: Any, tp: int) -> Callable[..., Any]:
         """Tensors, or tuples, lists and dicts of them, from each data-parallel rank."""
         if use_gather_object:
             raise ValueError(
-                "beside a planned model gather_for_metrics gathers tensors alone: leave use_gather_object off"
+                "with a planned model gather_for_metrics gathers tensors alone: leave use_gather_object off"
             )
         recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         accelerator.gather = once

@@ -130,7 +130,7 @@ def _why(source: Model, file: ConfigFile | None, plan: AnyPlan, needs_model: boo
         return "a quick look reads a checkpoint as it is: its numbers cannot be changed"
     if file is None:
         return f"{source.shown} is not a folder: a quick look reads the files of a checkpoint"
-    return f"{source.shown} has no complete safetensors checkpoint beside its config.json"
+    return f"{source.shown} has no complete safetensors checkpoint next to its config.json"
 
 
 def config_file(source: Model) -> tuple[ConfigFile | None, tuple[Diagnostic, ...]]:

@@ -99,7 +99,7 @@ class _Reader:
                 found += [(text, ended) for text in texts]
                 texts, ended = [""], False
             elif ended:
-                raise NoGlob("something stands after `$`")
+                raise NoGlob("there is text after `$`")
             elif character in "^$":
                 if character == "^" and texts != [""]:
                     raise NoGlob("a `^` in the middle")
@@ -108,7 +108,7 @@ class _Reader:
             else:
                 texts = [text + more for more in self._item() for text in texts]
             if len(found) + len(texts) > MOST:
-                raise NoGlob(f"it stands for more than {MOST} alternatives")
+                raise NoGlob(f"it has more than {MOST} alternatives")
         return [*found, *((text, ended) for text in texts)]
 
     def _item(self) -> list[str]:

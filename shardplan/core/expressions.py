@@ -162,7 +162,7 @@ def _parse(text: str, *, condition: bool) -> Expression:
             negates = condition and word == NOT and (skeleton or ["("])[-1] in ("(", "and", "or", NOT)
             fits, expected = operand or word == "(" or negates, "a number or a name"
         if not fits:
-            raise wrong(f"{f'`{word}`' if word else 'the end'} stands where {expected} is expected")
+            raise wrong(f"{f'`{word}`' if word else 'the end'} is found where {expected} is expected")
         if word.isdigit() and len(word) > MAX_DIGITS:
             raise wrong(f"a number may have at most {MAX_DIGITS} digits")
         depth += (word == "(") - (word == ")")

@@ -120,7 +120,7 @@ class DataParallel(Section):
     backend: BackendName = option("fsdp2", "", "fsdp2")
     units: tuple[Glob, ...] = option(
         (),
-        "Modules whose parameters are gathered together, usually each layer. A list of modules stands for its elements.",
+        "Modules whose parameters are gathered together, usually each layer. A list of modules means its elements.",
         ["model.layers.*"],
     )
     reshard_after_forward: bool | Literal["all_but_last"] | int = option(

@@ -148,7 +148,7 @@ def _right_field(path: Path, root: Node) -> Proposed:
             return f"`{name}` belongs under `{homes[0]}`", ()
         if "." in name or "*" in name:
             return (
-                "a rule stands under `tensor_parallel`, `sequence_parallel`, `expert_parallel` or `context_parallel`",
+                "a rule belongs under `tensor_parallel`, `sequence_parallel`, `expert_parallel` or `context_parallel`",
                 (),
             )
     rule = to_data(node_at(root, path[:-1]) or MapNode(()))

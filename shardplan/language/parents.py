@@ -104,7 +104,7 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
     child = chain[-1]
     if "/" in word or "\\" in word or "\0" in word:
         message = f"{quoted(word)} is outside the plan's folder"
-        help = "name a built-in plan, or a file beside this one without a folder"
+        help = "name a built-in plan, or a file next to this one without a folder"
         findings.add(OUTSIDE, message, PATH, help=help)
         return None
     if not word.lower().endswith(ENDINGS):

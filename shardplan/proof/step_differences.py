@@ -37,7 +37,7 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
     first, found = alone.same[0], []
     line = first.lines.get("backward")
     if first.offsets.get(2, 0) > 2 * max(first.offsets.get(1, 0), first.offsets.get(0, 0)):
-        text = "the loss of a token is that of the token two places behind it: labels are shifted twice"
+        text = "the loss of a token is that of the token two places after it: labels are shifted twice"
         found.append(
             Difference(
                 text, "a transformers model shifts the labels that it is given: pass them as the input ids are", line

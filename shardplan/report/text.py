@@ -51,7 +51,7 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
         body += "\ndata parallel only: at tp 1 nothing is split, and no layout is checked"
     body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.step is not None and report.sizes is not None:
-        body += f"\n{printable(report.step)}: three steps on {report.sizes.shown} leave what they leave on one process"
+        body += f"\n{printable(report.step)}: three steps on {report.sizes.shown} give the same state as on one process"
         if report.step_apart:
             body += f"; what it keeps of a rank is not compared: {printable(', '.join(report.step_apart))}"
     if report.stages[-1] == "names":

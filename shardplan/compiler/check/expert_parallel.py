@@ -162,7 +162,7 @@ def _inside(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     return (
         COMBINED,
         "{names} is in a module of experts that are distributed whole, where all else is whole on every rank",
-        f"stands for a part of `{experts}`",
+        f"names a part of `{experts}`",
         "remove it",
     )
 

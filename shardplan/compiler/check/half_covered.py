@@ -103,8 +103,8 @@ def _finding(facts: Facts, code: Code, names: list[str], split: dict[str, Rule])
     return Diagnostic(
         code=code,
         severity=Severity.WARNING,
-        message=f"no rule names {what}, which stays whole beside the split {beside}",
-        primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
+        message=f"no rule names {what}, which stays whole next to the split {beside}",
+        primary=Label(next(iter(split.values())).location, "splits its siblings"),
         help=f"add a rule; for a whole copy on every rank, write `{replicate}`",
         modules=tuple(names),
     )

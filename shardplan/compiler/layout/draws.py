@@ -219,7 +219,7 @@ def decide(
             if managed and kinds and kinds <= WHOLE:
                 at.streams.add("common")
             else:
-                at.wrong["draws random numbers that are not dropout's, beside values that are not whole"] = SWITCH_OFF
+                at.wrong["draws random numbers that are not dropout's, with values that are not whole"] = SWITCH_OFF
         for pattern, attribute in run.lost:
             at = found[pattern]
             at.wrong[f"has {attribute} above 0, which the reduced model does not have"] = SWITCH_OFF

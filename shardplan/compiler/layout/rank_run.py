@@ -113,7 +113,7 @@ class RankRecorder(Recorder):
         biases = [p.name for p in self.plan[name].parameters if p.withheld]
         if biases and own.ndim and own.shape[-1] != whole.shape[-1]:
             raise ValueError(
-                f"{name}.{biases[0]} is added to the output behind its reduction, to all {whole.shape[-1]} features of it, and a rank "
+                f"{name}.{biases[0]} is added to the output after its reduction, to all {whole.shape[-1]} features of it, and a rank "
                 f"has {own.shape[-1]} of them: the output is split in dim {whole.ndim - 1}, its last"
             )
 

@@ -54,7 +54,7 @@ class Document(Strict):
     )
     extends: Given[Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)]] = Field(
         default=None,
-        description="The plan that this one extends: the name of a built-in plan, or a file beside this one "
+        description="The plan that this one extends: the name of a built-in plan, or a file next to this one "
         "(a name that ends in .yaml, .yml or .json).",
         examples=["llama", "base.yaml"],
     )
@@ -75,7 +75,7 @@ class Document(Strict):
     )
     context_parallel: dict[GlobText, Entry] = Field(
         default={},
-        description="Rules for the axis `cp`, beside those for tp: where a sequence is split over it, where a module needs all of it, and "
+        description="Rules for the axis `cp`, in addition to those for tp: where a sequence is split over it, where a module needs all of it, and "
         "where it is whole again. All other modules work token by token.",
         examples=[{"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "replicate_seq"}],
     )

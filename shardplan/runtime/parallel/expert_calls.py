@@ -77,7 +77,7 @@ def expert_call(module: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     (at_weights,) = alike
     others = [place for place in tensors if place not in (at_ids, at_weights)]
     if len(others) != 1 or others[0] not in floating:
-        _refuse(module, f"beside ids and weights it has {len(others) or 'no'} tensors, where the tokens are one")
+        _refuse(module, f"besides ids and weights it has {len(others) or 'no'} tensors, where the tokens are one")
     (at_tokens,) = others
     tokens = tensors[at_tokens]
     if tokens.ndim < 2 or tokens.shape[:-1] != shape[:-1]:
