@@ -74,9 +74,14 @@ class Copy:
     def _tested(self, files: Sequence[str]) -> str:
         import pytest
 
-        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "shardplan")]:
-            del sys.modules[name]
-        sys.path[:] = [str(self.folder), *(one for one in sys.path if Path(one or ".").resolve() != ROOT)]
+        own = (ROOT, ROOT / "tests")  # tests that this process has collected are modules of both
+        for name, module in [*sys.modules.items()]:
+            if (
+                name.split(".")[0] in ("tests", "shardplan")
+                or Path(getattr(module, "__file__", None) or "").parent in own
+            ):
+                del sys.modules[name]
+        sys.path[:] = [str(self.folder), *(one for one in sys.path if Path(one or ".").resolve() not in own)]
         os.environ["PYTHONPATH"] = str(self.folder)
         os.chdir(self.folder)
         seen = _Seen()
