@@ -126,6 +126,14 @@ def test_no_public_function_ignores_a_name() -> None:
             pytest.fail(function.__name__)
 
 
+def test_a_misspelt_name_is_met_with_the_nearest() -> None:
+    for function in (shardplan.validate, shardplan.apply_plan, shardplan.estimate, shardplan.init_plan):
+        with pytest.raises(TypeError, match=r"\(\) has no argument 'sequence_paralel': did you mean `sequence_parallel`\?"):
+            function(sequence_paralel=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
+        shardplan.validate("llama", "llama", zzz=1)
+
+
 def test_the_loss_takes_no_name_that_it_does_not_know() -> None:
     logits, labels = torch.zeros(1, 4, 8), torch.zeros(1, 4, dtype=torch.long)
     for name, value in {"label_smooth": 0.1, "reduction": "sum", "num_items": 4}.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 from shardplan.compiler.overrides import Logits, Override
 from shardplan.compiler.pipeline import Changes
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
+from shardplan.core.suggest import with_known_names
 
 from .deciding import Asked, decide, program_or_raise, prove_decided
 from .keywords import AnyMesh, model_of, sizes_of
@@ -47,6 +48,7 @@ class ApplyOptions(TypedDict, total=False):
     patch_is_packed_sequence: bool
 
 
+@with_known_names
 @one_at_a_time
 def compile_plan(
     model: AnyModel,
@@ -118,6 +120,7 @@ def apply_plan(
 ) -> nn.Module: ...
 
 
+@with_known_names
 def apply_plan(
     model: nn.Module | Model,
     mesh: DeviceMesh,

@@ -16,6 +16,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, overlays_of, variant_name
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
+from shardplan.core.suggest import with_known_names
 
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 NOTHING = "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
 
 
+@with_known_names
 @one_at_a_time
 def validate(
     model: AnyModel,
@@ -100,6 +102,7 @@ def validate(
     return _checked(asked, strict=strict)
 
 
+@with_known_names
 @one_at_a_time
 def verify(
     model: AnyModel,

@@ -11,6 +11,7 @@ from shardplan.compiler.pipeline import Changes
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.sources import SourceMap
+from shardplan.core.suggest import with_known_names
 from shardplan.cost.step_options import check_load, modelled
 
 from .deciding import Asked, program_or_raise
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shardplan.core.estimates import Device, EngineRanks, Estimate, TrainingStep
 
 
+@with_known_names
 @one_at_a_time
 def estimate(
     model: AnyModel,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.size_bounds import MOST_RANKS, MOST_SEQUENCES, check_amount, check_count, check_shares
+from shardplan.core.suggest import with_known_names
 
 from .fit_programs import Programs
 from .fit_search import Search
@@ -25,6 +26,7 @@ OF_A_ROW = 3  # the work of an estimate; tracing one table is 1
 FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
 
 
+@with_known_names
 @one_at_a_time
 def fit(
     model: AnyModel,

@@ -13,6 +13,7 @@ from shardplan.core.diagnostics import Diagnostic, Edit, Rewrite
 from shardplan.core.plan import Plan
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceFile
+from shardplan.core.suggest import with_known_names
 
 from .check import validate
 from .one_at_a_time import one_at_a_time
@@ -36,6 +37,7 @@ class FixedPlan:
     changes: int
 
 
+@with_known_names
 @one_at_a_time
 def fix_plan(
     model: AnyModel, file: str, *, progress: Callable[[str], None] = lambda text: None, **options: Any

@@ -14,6 +14,7 @@ from shardplan.core.plan import Plan
 from shardplan.core.report import Report
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
+from shardplan.core.suggest import with_known_names
 
 from .check import Check, prove_variants
 from .keywords import model_of
@@ -47,6 +48,7 @@ def load_plan(plan: AnyPlan) -> Plan:
     return Plan(parsed.plan, parsed.sources, parsed.diagnostics)
 
 
+@with_known_names
 @one_at_a_time
 def init_plan(
     model: AnyModel,

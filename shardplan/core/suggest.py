@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
+from itertools import islice
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_NEIGHBOURS = 1000  # names that a misspelt one is compared with
 LONGEST = 80  # characters: longer texts are not misspelled words, and comparing takes time
 
 
@@ -27,3 +35,34 @@ def did_you_mean(word: str, near: str) -> str:
     strange = [c for c in dict.fromkeys(word) if c.isalpha() and not c.isascii()]
     names = [f"`{c}` is {unicodedata.name(c, 'a letter without a name')}" for c in strange[:3]]
     return f"did you mean `{near}`?" + (f" ({', '.join(names)})" if names else "")
+
+
+def nearest_path(path: Path) -> str | None:
+    """A help line with the path nearest to a missing one (folder names count too); None where none is near."""
+    found = Path(path.anchor)
+    for part in path.parts[len(found.parts) :]:
+        if not (found / part).exists():
+            try:
+                names = [entry.name for entry in islice(found.iterdir(), MAX_NEIGHBOURS)]
+            except OSError:
+                return None
+            near = closest(part, names)
+            if near is None or not near.isprintable():
+                return None
+            part = near
+        found /= part
+    return did_you_mean(str(path), str(found))
+
+
+def with_known_names(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose TypeError about an argument that it does not have names the one most like it."""
+    names = inspect.signature(function).parameters
+
+    @wraps(function)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name not in names and (near := closest(name, names)) is not None:
+                raise TypeError(f"{function.__name__}() has no argument {name!r}: {did_you_mean(name, near)}")
+        return function(*args, **options)
+
+    return run

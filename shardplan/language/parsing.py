@@ -11,7 +11,7 @@ from typing import Any
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.plan import PlanFile
 from shardplan.core.sources import SourceFile, SourceMap
-from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.suggest import closest, did_you_mean, nearest_path
 from shardplan.core.user_files import CannotRead
 
 from .build_plan import build_plan
@@ -67,7 +67,7 @@ def parse_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str 
     try:
         text = read_text(path)
     except CannotRead as error:
-        return _not_read(word, error)
+        return _not_read(word, error, help=_similar_file(path) if error.missing else None)
     return _parse(text, (replace(origin, name=name or origin.name),))
 
 
@@ -92,9 +92,9 @@ def parse_text(
     return _parse(checked, (origin,))
 
 
-def _not_read(file: str, error: CannotRead) -> Parsed:
+def _not_read(file: str, error: CannotRead, help: str | None = None) -> Parsed:
     code = TOO_LARGE if error.too_large else CANNOT_READ
-    return _refused(file, code, f"{quoted(file, LONGEST_PATH)} {error.reason}")
+    return _refused(file, code, f"{quoted(file, LONGEST_PATH)} {error.reason}", help=help)
 
 
 def _refused(file: str, code: Code, message: str, help: str | None = None) -> Parsed:
@@ -110,6 +110,13 @@ def _similar_builtin(word: str) -> str:
     if near:
         return did_you_mean(word, near)
     return f"name a file with its ending, or a built-in plan; {LISTED}"
+
+
+def _similar_file(path: Path) -> str | None:
+    near = nearest_path(path)
+    if near is None and (name := closest(path.stem, builtin_plans())) is not None:
+        return f"did you mean the built-in plan `{name}`?"
+    return near
 
 
 def _parse(text: str, chain: tuple[Origin, ...]) -> Parsed:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from shardplan.core.diagnostics import Code
-from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.suggest import nearest_path
 from shardplan.core.user_files import CannotRead, read_bytes
 
 from .model_findings import refuse
@@ -19,7 +18,6 @@ NOT_JSON = Code("SP502")
 NOT_CACHED = Code("SP505")
 OWN_CODE = Code("SP506")
 
-MAX_NEIGHBOURS = 1000  # names that a misspelt one is compared with
 MAX_BYTES = 16 * 2**20  # the largest configurations on the hub (long label tables) are about 2 MB
 IMPLEMENTATIONS = (
     "attn_implementation",
@@ -64,29 +62,12 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
         raise refuse(
             NO_PATH,
             f"{word} does not exist",
-            help=_nearest(path) or "name a folder with a config.json, or the file itself",
+            help=nearest_path(path) or "name a folder with a config.json, or the file itself",
         )
     shown = f"{word.rstrip('/')}/config.json"
     if not (path / "config.json").is_file():
         raise refuse(NO_PATH, f"the folder {word} has no config.json", help="name the folder of a checkpoint")
     return read(path / "config.json", shown, trust_remote_code=trust_remote_code)
-
-
-def _nearest(path: Path) -> str | None:
-    """A help line with the path nearest to a missing one (folder names count too); None where none is near."""
-    found = Path(path.anchor)
-    for part in path.parts[len(found.parts) :]:
-        if not (found / part).exists():
-            try:
-                names = [entry.name for entry in islice(found.iterdir(), MAX_NEIGHBOURS)]
-            except OSError:
-                return None
-            near = closest(part, names)
-            if near is None or not near.isprintable():
-                return None
-            part = near
-        found /= part
-    return did_you_mean(str(path), str(found))
 
 
 def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:
@@ -105,8 +86,8 @@ def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:
         raise refuse(
             NOT_CACHED,
             f"{repository} is not a folder here, and it is not in the local Hugging Face cache",
-            help=_nearest(Path(repository))
-            or _nearest(Path(Path(repository).name))
+            help=nearest_path(Path(repository))
+            or nearest_path(Path(Path(repository).name))
             or f"run `hf download {repository} config.json`, or name a folder",
         )
     return read(Path(cached), f"{repository}/config.json", trust_remote_code=trust_remote_code)
