@@ -128,7 +128,9 @@ def test_no_public_function_ignores_a_name() -> None:
 
 def test_a_misspelt_name_is_met_with_the_nearest() -> None:
     for function in (shardplan.validate, shardplan.apply_plan, shardplan.estimate, shardplan.init_plan):
-        with pytest.raises(TypeError, match=r"\(\) has no argument 'sequence_paralel': did you mean `sequence_parallel`\?"):
+        with pytest.raises(
+            TypeError, match=r"\(\) has no argument 'sequence_paralel': did you mean `sequence_parallel`\?"
+        ):
             function(sequence_paralel=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
         shardplan.validate("llama", "llama", zzz=1)

@@ -101,7 +101,7 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
         must_be = _MUST_BE[kind](context)
         message = f"{_subject(path)} must be {must_be}, not {describe(node)}"
         help, words = _right_value(kind, must_be, node)
-        if help is None and kind == "model_type" and (known := _fields(path)):
+        if help is None and kind == "model_type" and section_at(path) is None and (known := _fields(path)):
             help = f"its fields are {_listed(known, 'and')}"
         findings.add(WRONG_VALUE, message, path, help=help, words=words)
 
