@@ -66,8 +66,8 @@ judge: $(VENV)/.installed  ## WHAT=drift OLD=a.whl NEW=b.whl: what changed of wh
 judges: soundness adversaries mutants zoo variants exhaustive ep pp steps two-writers faults  ## all that follow; a day, so rather with SHARE
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
-	$(BIN)/python -m tests.soundness --tp 2 4 $(if $(DRAWN),--sample 14 $(DRAWN),--table docs/soundness.md)
-	$(BIN)/python -m tests.soundness --tp 2 4 $(if $(DRAWN),--sample 14 $(DRAWN),--table docs/soundness-experts.md) $(foreach m,mixtral gpt_oss deepseek_v3 qwen2_moe qwen3_moe,$(m)=$(m):ep)
+	$(BIN)/python -m tests.soundness --tp 2 4 $(if $(DRAWN),--sample 14 $(DRAWN),--table reports/soundness.md)
+	$(BIN)/python -m tests.soundness --tp 2 4 $(if $(DRAWN),--sample 14 $(DRAWN),--table reports/soundness-experts.md) $(foreach m,mixtral gpt_oss deepseek_v3 qwen2_moe qwen3_moe,$(m)=$(m):ep)
 
 adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past validate, judged in real processes; half an hour
 	$(BIN)/python -m tests.adversaries $(DRAWN)
@@ -78,14 +78,14 @@ mutants: $(VENV)/.installed  ## changes of the run-time, made by rule: validate 
 	$(BIN)/python -m tests.mutants $(or $(DRAWN),--seed $(SEED))
 
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
-	$(BIN)/python -m tests.zoo --table docs/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.image_text --table docs/image-text-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.other_types --table docs/other-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo --checkpoints --table docs/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo --experts --table docs/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo --context --table docs/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.expert_types --table docs/expert-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.diffusion --table docs/diffusion-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo --table reports/model-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo.image_text --table reports/image-text-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo.other_types --table reports/other-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo --checkpoints --table reports/model-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo --experts --table reports/model-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo --context --table reports/model-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo.expert_types --table reports/expert-types.md $(DRAWN)
+	$(BIN)/python -m tests.zoo.diffusion --table reports/diffusion-types.md $(DRAWN)
 
 variants: $(VENV)/.installed  ## `auto` with published checkpoints and each switch of each model type, and with drawn configurations; two hours
 	$(BIN)/python -m tests.variants $(DRAWN)

@@ -42,7 +42,7 @@ dimensions of 8B, 70B and 405B models, tp 2, 4 and 8, {tokens} (batch x tokens):
 Bytes are in units of the minimum: four reductions of an activation of A bytes, 8 A (n - 1)/n on n ranks, as all-reduces or
 as pairs of reduce-scatter and all-gather (Megatron-LM, arXiv 1909.08053 and 2205.05198). With the sequence split the
 gradients of a layer's two norms are summed too, which the bytes below have in them. Of every built-in plan [the table of
-model types](model-types.md) says the collectives and their minimum.
+model types](../reports/model-types.md) says the collectives and their minimum.
 """
 
 

@@ -44,8 +44,8 @@ from tests.zoo.least import least
 
 from .page import table
 
-DOCS = Path(__file__).parents[1] / "docs"
-DATA = DOCS / "communication.json"
+REPORTS = Path(__file__).parents[1] / "reports"
+DATA = REPORTS / "communication.json"
 TPS = (2, 4)
 SHAPES = ((1, 128), (4, 128), (3, 64))  # batch, sequence; the last one checks the first two
 ITEM = 4  # float32
@@ -55,12 +55,12 @@ TEXT = """## Communication of every built-in plan
 
 `python -m benchmarks.plans`: what a training step sends on the tp axis at the dimensions of the type's default configuration, tp
 2 and 4, each kind of layer once, logits whole, for one type of each built-in plan that is proven there ({count} of {all}): elements for each
-token, over the least that the same split allows ([docs/communication.json](communication.json);
+token, over the least that the same split allows ([reports/communication.json](../reports/communication.json);
 an all-gather or a reduce-scatter of a value is half an all-reduce of it). What is
 sent grows with the tokens and with nothing else, unless said below: {shapes} (batch x tokens) lie on one line.
 
 With the least: {least}. The others, for the reasons that are said below the table of
-[model types](model-types.md); with the sequence split most of them gather the hidden state once more, where the gradients of
+[model types](../reports/model-types.md); with the sequence split most of them gather the hidden state once more, where the gradients of
 whole matrices would be summed otherwise (fewer elements for each step) or code needs the whole sequence:
 """
 
@@ -128,7 +128,7 @@ def sent(found: FoundModel, program: Program, tp: int) -> Size:
 def rows() -> Iterator[tuple[str, str, list[str]]]:
     """A type that each built-in plan is proven for, that of its name or the first: type, plan, variants."""
     seen: dict[str, tuple[str, str, list[str]]] = {}
-    for entry in json.loads((DOCS / "model-types.json").read_text("utf-8")):
+    for entry in json.loads((REPORTS / "model-types.json").read_text("utf-8")):
         right = [word for word in VARIANTS if all(entry["verdicts"].get(f"{word}{tp}") == "right" for tp in TPS)]
         if right and entry["split"] > 0 and (entry["plan"] not in seen or entry["name"] == entry["plan"]):
             seen[entry["plan"]] = (entry["name"], entry["plan"], right)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .page import table
 
-TYPES = Path(__file__).parents[1] / "docs" / "model-types.json"
+TYPES = Path(__file__).parents[1] / "reports" / "model-types.json"
 SHOWN = 8  # of the types with the largest ratios, for each mesh
 GOALS = {"tp": (1.4, 3.0), "ep": (2.0, 4.0), "pp": (2.0, 4.0)}  # the median, the worst
 SECTION = """## The proof

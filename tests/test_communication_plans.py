@@ -1,4 +1,4 @@
-"""What built-in plans send at real dimensions, against the least, as docs/communication.json has it."""
+"""What built-in plans send at real dimensions, against the least, as reports/communication.json has it."""
 
 from __future__ import annotations
 

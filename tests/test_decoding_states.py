@@ -25,7 +25,7 @@ from tests.proofs import Case, assert_equal
 PROMPT, NEW = 6, 5
 PLANS = {
     row["name"]: row["plan"]
-    for row in json.loads((Path(__file__).parent.parent / "docs" / "model-types.json").read_text("utf-8"))
+    for row in json.loads((Path(__file__).parent.parent / "reports" / "model-types.json").read_text("utf-8"))
 }
 # One of each kind of state is in each run.
 KINDS = (

@@ -18,7 +18,7 @@ from tests.diffusion_models import DIFFUSION
 from tests.zoo.diffusion import page, read, row
 
 ROOT = Path(__file__).parent.parent
-TABLE = read(ROOT / "docs" / "diffusion-types.md")
+TABLE = read(ROOT / "reports" / "diffusion-types.md")
 # Texts and images are joined to a row by the model, or in each block: without sequence parallelism.
 WHOLE = {"AuraFlowTransformer2DModel", "CogVideoXTransformer3DModel"}
 SAMPLE = ("SD3Transformer2DModel",)
@@ -28,7 +28,7 @@ def test_every_class_is_in_the_table() -> None:
     assert list(TABLE) == list(DIFFUSION)
     assert {text for one in TABLE.values() for text in one.verdicts.values()} == {"right", "none"}
     assert {name for name, one in TABLE.items() if one.verdicts["sp2"] == "none"} == WHOLE
-    assert (ROOT / "docs" / "diffusion-types.md").read_text("utf-8") == page(TABLE)
+    assert (ROOT / "reports" / "diffusion-types.md").read_text("utf-8") == page(TABLE)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """README.md and docs/ say what is true: their blocks are run, their tables and copies compared with the source."""
 
+import json
 import re
 import subprocess
 import sys
@@ -129,6 +130,30 @@ def test_every_decision_is_listed():
     files = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
     titles = [re.sub(r"^# \d+[.:] ", "", path.read_text("utf-8").partition("\n")[0]) for path in files]
     assert listed == [(path.name, title) for path, title in zip(files, titles, strict=True)]
+
+
+def test_the_page_of_reports_says_what_they_say():
+    rows = re.findall(
+        r"^\|[^|]+\| \[[^]]+\]\(\.\./(reports/\S+)\)[^|]*\| ([^|]*) \|", TEXTS["docs/reports.md"], flags=re.MULTILINE
+    )
+    said = dict(rows)
+    assert set(said) == {str(p.relative_to(ROOT)) for p in (ROOT / "reports").glob("*.md")} | {
+        "reports/communication.json"
+    }
+    assert (
+        said.pop("reports/communication.json")
+        == f"{len(json.loads((ROOT / 'reports/communication.json').read_text('utf-8')))} types"
+    )
+    for name in said:
+        report = (ROOT / name).read_text("utf-8")
+        if total := re.search(r"^\| \*\*all\*\* \| (\d+) \| (\d+) \| \d+ \| (\d+)", report, flags=re.MULTILINE):
+            assert said[name] == "{} edits, {} of them wrong: {} missed".format(*total.groups())
+        elif name == "reports/diffusion-types.md":
+            assert not re.search(
+                r"^\| \w+( \(\w+\))? \| [^|]+ \| (?!right \| right)", report.partition("|---")[2], flags=re.MULTILINE
+            )
+        else:
+            assert said[name] in report, name
 
 
 def test_the_readme_is_read_in_ten_minutes():

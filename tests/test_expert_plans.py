@@ -13,9 +13,9 @@ from tests.zoo.experts import checked
 from tests.zoo.table import read
 
 ROOT = Path(__file__).parent.parent
-TABLE = read(ROOT / "docs" / "image-text-types.md") | read(ROOT / "docs" / "model-types.md")
+TABLE = read(ROOT / "reports" / "image-text-types.md") | read(ROOT / "reports" / "model-types.md")
 FOUND = {name: entry.experts for name, entry in TABLE.items() if entry.experts}
-PAGE = ROOT / "docs" / "expert-types.md"
+PAGE = ROOT / "reports" / "expert-types.md"
 CLASSES = read(PAGE)
 # Its router draws at random in training, which no plan on several ranks allows.
 REFUSED = {"phimoe": "SP370"}

@@ -16,7 +16,7 @@ from tests.exports.page import page
 from tests.sampling import sampled
 from tests.zoo.table import read
 
-DOCS = Path(__file__).parents[1] / "docs"
+REPORTS = Path(__file__).parents[1] / "reports"
 
 
 def small(name: str, **settings: Any) -> Model:
@@ -54,12 +54,12 @@ def test_what_has_no_word_is_named_by_its_line(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.gate_proj" not in torch.entries
 
 
-TABLE = read(DOCS / "export-types.md", Entry)
+TABLE = read(REPORTS / "export-types.md", Entry)
 
 
 def test_the_table_has_every_type_and_is_the_page() -> None:
     assert set(TABLE) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert (DOCS / "export-types.md").read_text("utf-8") == page(list(TABLE.values()))
+    assert (REPORTS / "export-types.md").read_text("utf-8") == page(list(TABLE.values()))
     assert sum(one.right for one in TABLE.values()) >= 60
     assert all(one.tensors > 10 for one in TABLE.values() if one.right)
     assert all("SP" in one.refused for one in TABLE.values() if one.refused)

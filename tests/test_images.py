@@ -39,7 +39,7 @@ SAMPLE = random.Random(4).sample([name for name in CLASSES if name not in FAST],
 
 
 def marks(cls: str, tp: int = 2) -> tuple:
-    """When a proof of a class runs; docs/image-text-types.json, made by `make zoo`, has all of them."""
+    """When a proof of a class runs; reports/image-text-types.json, made by `make zoo`, has all of them."""
     if tp == 2 and cls in FAST:
         return () if cls == FAST[0] else (slow,)
     return (slow,) if (tp == 2 and cls in SAMPLE) or (tp == 4 and cls == SAMPLE[0]) else (exhaustive,)

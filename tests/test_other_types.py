@@ -1,4 +1,4 @@
-"""Classes that are no causal language models against their table, docs/other-types.md; the best known in real processes."""
+"""Classes that are no causal language models against their table, reports/other-types.md; the best known in real processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zoo.other_names import is_trunk, names
 from tests.zoo.other_page import page
 from tests.zoo.table import read
 
-PAGE = Path(__file__).parent.parent / "docs" / "other-types.md"
+PAGE = Path(__file__).parent.parent / "reports" / "other-types.md"
 TABLE = read(PAGE, OtherEntry)
 RIGHT = [name for name, found in TABLE.items() if found.is_right]
 

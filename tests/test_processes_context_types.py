@@ -14,7 +14,7 @@ from tests.zoo.entry import Entry
 from tests.zoo.experts import config_of
 from tests.zoo.table import read
 
-TABLE = Path(__file__).parent.parent / "docs" / "model-types.md"
+TABLE = Path(__file__).parent.parent / "reports" / "model-types.md"
 COUNT = 40
 
 

@@ -25,7 +25,7 @@ drawn = cache(sample)
 QUICK = ("Command R+", "Moonlight", "Nemotron-H 8B")
 OVERLAYS = {
     row["name"]: row["verdicts"]["sp2"] != "none"
-    for row in json.loads((DATA.parent.parent / "docs" / "model-types.json").read_text("utf-8"))
+    for row in json.loads((DATA.parent.parent / "reports" / "model-types.json").read_text("utf-8"))
     if row["verdicts"]
 }
 

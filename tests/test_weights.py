@@ -193,7 +193,7 @@ def test_names_go_there_and_back():
 MODEL_TYPES = [
     row["name"]
     for table in ("model-types", "image-text-types")
-    for row in json.loads((ROOT / "docs" / f"{table}.json").read_text("utf-8"))
+    for row in json.loads((ROOT / "reports" / f"{table}.json").read_text("utf-8"))
     if row["verdicts"]
 ]
 

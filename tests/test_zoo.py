@@ -1,4 +1,4 @@
-"""The collection of plans against its committed table, docs/model-types.json; `make zoo` proves all of it."""
+"""The collection of plans against its committed table, reports/model-types.json; `make zoo` proves all of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.zoo.init import by_init
 from tests.zoo.other_entry import OF_TRUNK, OtherEntry
 from tests.zoo.table import read
 
-DOCS = Path(__file__).parent.parent / "docs"
-TABLE = {row["name"]: Entry(**row) for row in json.loads((DOCS / "model-types.json").read_text("utf-8"))}
-SEEING = {row["name"]: Entry(**row) for row in json.loads((DOCS / "image-text-types.json").read_text("utf-8"))}
+REPORTS = Path(__file__).parent.parent / "reports"
+TABLE = {row["name"]: Entry(**row) for row in json.loads((REPORTS / "model-types.json").read_text("utf-8"))}
+SEEING = {row["name"]: Entry(**row) for row in json.loads((REPORTS / "image-text-types.json").read_text("utf-8"))}
 PLANNED = sorted(name for name, found in TABLE.items() if found.verdicts)
 # Their backward reductions are weighed: there are more than the fewest.
 CHOOSING = {
@@ -62,8 +62,8 @@ def test_every_type_is_in_the_table() -> None:
 
 def test_every_plan_is_for_a_type_of_the_table() -> None:
     plans = {name: parse_plan(name).plan for name in builtin_plans()}
-    of_experts = (*read(DOCS / "expert-types.md").values(), *diffusion.read(DOCS / "diffusion-types.md").values())
-    others = read(DOCS / "other-types.md", OtherEntry).values()
+    of_experts = (*read(REPORTS / "expert-types.md").values(), *diffusion.read(REPORTS / "diffusion-types.md").values())
+    others = read(REPORTS / "other-types.md", OtherEntry).values()
     found = {one.plan for one in (*TABLE.values(), *SEEING.values(), *of_experts, *others)} - {None, DERIVED, OF_TRUNK}
     by_name = {name for name, plan in plans.items() if not plan.models}  # `auto` finds what they extend
     newer = {name for name in {*plans} - found - by_name if not CONFIG_MAPPING_NAMES.keys() & {*plans[name].models}}
@@ -112,7 +112,7 @@ def test_every_image_text_type_is_in_its_table() -> None:
     assert all(found.verdicts or found.reason for found in SEEING.values())
     wrong = {name: text for name, found in SEEING.items() for text in found.verdicts.values() if not right(text)}
     assert wrong == {}
-    assert (DOCS / "image-text-types.md").read_text("utf-8") == image_text.page(list(SEEING.values()))
+    assert (REPORTS / "image-text-types.md").read_text("utf-8") == image_text.page(list(SEEING.values()))
 
 
 def test_the_plans_for_images_are_proven_with_images() -> None:
@@ -180,7 +180,7 @@ def test_most_plans_communicate_at_the_minimum() -> None:
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert (DOCS / "model-types.md").read_text("utf-8") == page(list(TABLE.values()))
+    assert (REPORTS / "model-types.md").read_text("utf-8") == page(list(TABLE.values()))
 
 
 def test_the_collection_stays_readable() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 # Folders whose pages the search puts below the guides: there are hundreds, and their short texts outweigh those of long pages.
 BOOST = {"decisions": 0.3, "diagnostics": 0.3, "project": 0.2}
 LANGUAGES = {".yaml": "yaml", ".json": "json", ".py": "python", ".svg": "xml"}
@@ -39,7 +42,7 @@ def _content(path: str) -> str:
         return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
     text = file.read_text("utf-8")
     if file.suffix == ".md":  # its own links are meant from the project's root
-        return LINK.sub(lambda m: f"{m[1]}{_from_root(path, m[2])}{m[3]}", text)
+        return _repointed(text, partial(_from_root, path))
     return f"# {path}\n\n```{LANGUAGES.get(file.suffix, '')}\n{text}```\n"
 
 
@@ -61,14 +64,25 @@ def on_files(files: Files, config: Any) -> Files:
         done.add(path)
         files.append(File.generated(config, _page(path), content=_content(path)))
         if path.endswith(".md"):
-            links = (m[2] for m in LINK.finditer((ROOT / path).read_text("utf-8")) if "://" not in m[2])
+            links = (target for target in _targets((ROOT / path).read_text("utf-8")) if "://" not in target)
             wanted = {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for link in links}
             waiting |= {name for name in wanted if not name.startswith("docs/")} - done
     return files
 
 
 def _links(source: str, text: str) -> set[str]:
-    return {path for m in LINK.finditer(text) if (path := _outside(source, m[2])) is not None}
+    return {path for target in _targets(text) if (path := _outside(source, target)) is not None}
+
+
+def _targets(text: str) -> list[str]:
+    return [m[2] for m in LINK.finditer(CODE.sub("", text))]
+
+
+def _repointed(text: str, wanted: Callable[[str], str]) -> str:
+    """The text with other targets of its links; what looks like a link in code stays."""
+    parts = CODE.split(text)  # text and code take turns
+    parts[::2] = [LINK.sub(lambda m: f"{m[1]}{wanted(m[2])}{m[3]}", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -80,10 +94,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if source.startswith("project/"):
         return markdown
 
-    def repointed(match: re.Match[str]) -> str:
-        path = _outside(source, match[2])
-        if path is None:
-            return match[0]
-        return f"{match[1]}{posixpath.relpath(_page(path), posixpath.dirname(source) or '.')}{match[3]}"
+    def wanted(target: str) -> str:
+        path = _outside(source, target)
+        return target if path is None else posixpath.relpath(_page(path), posixpath.dirname(source) or ".")
 
-    return LINK.sub(repointed, markdown)
+    return _repointed(markdown, wanted)

@@ -10,8 +10,8 @@ from .entry import Entry
 
 HEAD = """# Which built-in plans cross to transformers
 
-Made by `python -m tests.exports --all --table docs/export-types.md` with transformers {version}; do not edit. The built-in plan of every causal
-language model type, [exported](export.md) as a `tp_plan` of transformers for its default configuration (where that cannot be built, the nearest that
+Made by `python -m tests.exports --all --table reports/export-types.md` with transformers {version}; do not edit. The built-in plan of every causal
+language model type, [exported](../docs/export.md) as a `tp_plan` of transformers for its default configuration (where that cannot be built, the nearest that
 can), without dropout: {right} of {types} types cross and were run in transformers' own code on two processes, and {back} of them were seen to come back
 as the same program; {idle} more have words for all rules and were not run.
 
@@ -19,7 +19,7 @@ as the same program; {idle} more have words for all rules and were not run.
   accumulate over micro-batches differ there.
 - "no": the first rule that cannot cross, or the tensors that differ when it is run. "not run": it has words for all rules, and nothing tells that it
   computes the same.
-- "and back": what [`convert`](converting.md) makes of it is the same program as the plan; "not back": it is another one, or none.
+- "and back": what [`convert`](../docs/converting.md) makes of it is the same program as the plan; "not back": it is another one, or none.
 
 | model type | as unsharded |
 |---|---|

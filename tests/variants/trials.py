@@ -35,7 +35,7 @@ class Trial:
 
 def planned() -> list[str]:
     """The model types that have a built-in plan, by the table of model types."""
-    rows = json.loads((DATA.parent.parent / "docs" / "model-types.json").read_text("utf-8"))
+    rows = json.loads((DATA.parent.parent / "reports" / "model-types.json").read_text("utf-8"))
     return [row["name"] for row in rows if row["verdicts"]]
 
 

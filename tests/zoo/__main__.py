@@ -1,4 +1,4 @@
-"""Prove the built-in plan of every model type: `python -m tests.zoo [type ...] [--table docs/model-types.md]`."""
+"""Prove the built-in plan of every model type: `python -m tests.zoo [type ...] [--table reports/model-types.md]`."""
 
 from __future__ import annotations
 

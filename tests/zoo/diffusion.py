@@ -29,7 +29,7 @@ proven on a reduced model of that class ([tests/diffusion_models.py](../tests/di
 `validate` has no error, and over two training steps every floating-point output and every parameter's gradient on every rank is the unsharded
 model's, without and with sequence parallelism, at two sizes of tp. "Compared" is how many tensors that are, at tp 2.
 "In the layers" is the share of the parameters inside the blocks that is split, in the class's default configuration.
-[Diffusion](diffusion.md) says how to use the plans.
+[Diffusion](../docs/diffusion.md) says how to use the plans.
 
 | class | plan | TP 2 | TP 4 | TP + SP 2 | TP + SP 4 | compared | in the layers |
 |---|---|---|---|---|---|---|---|

@@ -1,5 +1,5 @@
 """Prove expert parallelism for every configuration class whose experts transformers dispatches: `python -m tests.zoo.expert_types
-[class ...] [--table docs/expert-types.md]`."""
+[class ...] [--table reports/expert-types.md]`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Made by `python -m tests.zoo.expert_types` with transformers {version}; do not e
 model: `validate` has no finding, and the outputs and every gradient on every rank are the unsharded model's. Types with a causal
 class are proven as [model types](model-types.md) are, column "EP"; the others as the class in the column "proven as", where the
 default configuration cannot be built or run with the nearest that can (tests/zoo/expert_types.py). "derived": no
-built-in plan is for it, and `auto` [derives one](applying.md#the-plan-auto).
+built-in plan is for it, and `auto` [derives one](../docs/applying.md#the-plan-auto).
 
 {classes} classes: {right} right, {derived} of them with a derived plan.
 
 """
 CLASSES = Path(transformers.__file__).parent / "models"
-MODEL_TYPES = Path(__file__).parents[2] / "docs" / "model-types.md"
+MODEL_TYPES = Path(__file__).parents[2] / "reports" / "model-types.md"
 ROWS, LENGTH = 2, 16
 
 

@@ -16,7 +16,7 @@ COLUMNS = tuple(f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES)
 LONGEST = 220  # characters of a reason
 HEAD = """# Encoders, encoder-decoders, vision, audio
 
-Made by `python -m tests.zoo.other_types --table docs/other-types.md` with transformers {version}; do not edit. Classes of transformers
+Made by `python -m tests.zoo.other_types --table reports/other-types.md` with transformers {version}; do not edit. Classes of transformers
 that are neither causal language models ([model types](model-types.md)) nor [image-text models](image-text-types.md), and what was proven
 for the plan that `auto` finds or derives, on a reduced model of the default configuration or the nearest that can be built: `validate`
 has no finding, and the loss (of a trunk, a sum over its outputs), every floating-point output and every parameter's gradient on every

@@ -1,5 +1,5 @@
 """Prove a plan for every class that is neither a causal language model nor an image-text model:
-`python -m tests.zoo.other_types [class ...] [--trunks] [--again WORDS] [--table docs/other-types.md]`.
+`python -m tests.zoo.other_types [class ...] [--trunks] [--again WORDS] [--table reports/other-types.md]`.
 
 The classes of a type run in one process, the trunk first, and the plan that is derived for it is tried for the heads. Classes that the
 table has are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row, and
