@@ -11,7 +11,8 @@ The mark is an HTML comment before the block:
     <!-- wrong plan -->        the same, but it has an error
     <!-- not run: REASON -->   nothing can be checked here, for the reason that is given
 
-A comment `<!-- setup ... -->` is Python that is run on the ranks too, but not shown. The blocks of a file share one
+A comment `<!-- setup ... -->` is Python that is run on the ranks too, but not shown; `<!-- setup of PATH -->` is the first
+block of another page that is run on ranks. The blocks of a file share one
 folder, in which the project's demo, examples and plans are, and one namespace.
 
 `python tests/doc_blocks.py FILE...` writes what the commands print into the files: read the difference before you commit it.
@@ -40,6 +41,7 @@ CHECKED = {"console", "python", "yaml", "json"}  # languages of blocks that must
 MARK = re.compile(
     r"^(?P<indent> *)<!-- (?P<mark>run|run on \d+ ranks|(?:wrong )?file \S+|same as \S+|plan|wrong plan|not run: .+) -->$"
 )
+SETUP_OF = re.compile(r"^<!-- setup of (\S+) -->$")
 FENCE = re.compile(r"^ *```(?P<language>\w*)$")
 # What may differ from machine to machine: rounding errors, and where the largest of them is.
 ROUNDING = (
@@ -90,6 +92,11 @@ def blocks(text: str) -> Iterator[Block]:
             end = lines.index("-->", i)
             yield Block(i + 1, "setup", None, "\n".join(lines[i + 1 : end]))
             i = end
+        elif found := SETUP_OF.match(lines[i]):
+            first = next(
+                b for b in blocks((ROOT / found[1]).read_text("utf-8")) if (b.mark or "").startswith("run on ")
+            )
+            yield Block(i + 1, "setup", None, first.text)
         elif found := MARK.match(lines[i]):
             mark = found["mark"]
         elif found := FENCE.match(lines[i]):

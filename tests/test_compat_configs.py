@@ -28,7 +28,7 @@ from shardplan.core.sections import DDP, MegatronFSDP, MixedPrecision, Prefetch
 CONFIGS = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
 TESTS = Path(__file__).parent
-PAGE = (TESTS.parent / "docs" / "coming-from.md").read_text("utf-8")
+PAGE = (TESTS.parent / "docs" / "compat.md").read_text("utf-8")
 
 # The fields of NeMo Automodel's configs in their order with their defaults, as 0.7.0 has them, and what older releases have besides.
 DEFAULTS = {

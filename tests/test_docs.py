@@ -99,7 +99,7 @@ def test_a_wrong_output_is_noticed(tmp_path):
 def test_a_style_table_that_is_stale_says_what_to_type(tmp_path):
     (tmp_path / "shardplan").symlink_to(ROOT / "shardplan")
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "language.md").symlink_to(ROOT / "docs" / "language.md")
+    (tmp_path / "docs" / "layouts.md").symlink_to(ROOT / "docs" / "layouts.md")
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "style_table.py").write_text((ROOT / "tools" / "style_table.py").read_text())
     (tmp_path / "docs" / "styles.md").write_text(TEXTS["docs/styles.md"].replace("| `colwise` |", "| `colwyse` |"))
@@ -158,3 +158,17 @@ def test_the_page_of_reports_says_what_they_say():
 
 def test_the_readme_is_read_in_ten_minutes():
     assert len(TEXTS["README.md"].splitlines()) <= 180
+    assert TEXTS["README.md"].count("](") <= 12, "docs/index.md has the others"
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith("reports/")])
+def test_a_page_answers_one_question(name):
+    """Without what is generated into it: what commands print, and the tables between two markers."""
+    written = re.sub(
+        r"<!-- (styles: begin|[a-z_]+) -->\n(?!```).*?<!-- (styles: end|end of \w+) -->",
+        "",
+        TEXTS[name],
+        flags=re.DOTALL,
+    )
+    written = re.sub(r"^```console\n.*?^```$", "", written, flags=re.DOTALL | re.MULTILINE)
+    assert len(written.split()) <= 2_500, f"{name}: cut it, or divide it by question (docs/index.md, mkdocs.yml)"

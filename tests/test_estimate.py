@@ -184,7 +184,7 @@ def test_a_module_that_is_whole_over_cp_gathers_all_features():
 
 
 def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
-    """4 q (n - 1) / n H s bytes a token, layer and step, q = n (1 - C(E - E/n, k) / C(E, k)) (docs/applying.md), and what they need of
+    """4 q (n - 1) / n H s bytes a token, layer and step, q = n (1 - C(E - E/n, k) / C(E, k)) (docs/expert-parallel.md), and what they need of
     ids, weights and numbers of rows. Each tp rank sends its half of the tokens."""
     experts, chosen, n, layers = 8, 2, 4, 2
     settings = TINY | {"num_local_experts": experts, "num_experts_per_tok": chosen}

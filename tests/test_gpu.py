@@ -55,7 +55,7 @@ def gradients_of(model, inputs):
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])
 def test_bfloat16_is_as_exact_as_the_unsharded_model(mesh, name):
-    """docs/training.md, "What bfloat16 may differ by"."""
+    """docs/precision.md, "What bfloat16 may differ by"."""
     reduced_model = make_reduced_model(find_model(name), tp=1)
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in reduced_model.inputs().items()}
     exact_loss, exact = gradients_of(reduced_model.build().cuda(), inputs)

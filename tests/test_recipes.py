@@ -65,7 +65,7 @@ STYLE = Recipe(
     ("python tools/generate.py", "python tools/style_table.py"),
     {
         "schemas/plan.schema.json": '"rowwise_partial"',
-        "docs/language.md": "`rowwise_partial`",
+        "docs/layouts.md": "`rowwise_partial`",
         "docs/styles.md": "`rowwise_partial`",
     },
     {"mine.yaml": f"{PLAN}tensor_parallel:\n  a.b: rowwise_partial\n"},

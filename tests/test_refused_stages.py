@@ -1,4 +1,4 @@
-"""What `apply_plan` with stages and a step refuse, each with its message; no ranks are needed. docs/pipelines.md lists them."""
+"""What `apply_plan` with stages and a step refuse, each with its message; no ranks are needed. docs/pipelines-refused.md lists them."""
 
 from __future__ import annotations
 

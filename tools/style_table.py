@@ -1,4 +1,4 @@
-"""The tables of styles in docs/styles.md and docs/language.md, made from the style records.
+"""The tables of styles in docs/styles.md and docs/layouts.md, made from the style records.
 
 `python tools/style_table.py` writes them; with `--check`, only says which are stale.
 """
@@ -105,7 +105,7 @@ def _options(style: Style) -> list[str]:
     return [name for has, name in said if has]
 
 
-TABLES: dict[str, Callable[[], str]] = {"docs/styles.md": short_table, "docs/language.md": full_table}
+TABLES: dict[str, Callable[[], str]] = {"docs/styles.md": short_table, "docs/layouts.md": full_table}
 
 
 def with_table(name: str) -> str:

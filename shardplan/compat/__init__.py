@@ -1,5 +1,5 @@
 """The names that scripts of NeMo Automodel (0.7.0 and the forms of older releases) and NeMo-RL use, each a few lines over shardplan.
-docs/coming-from.md says where they differ."""
+docs/compat.md says where they differ."""
 
 from importlib.util import find_spec as _find_spec
 

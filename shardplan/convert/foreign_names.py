@@ -59,6 +59,6 @@ def meaning_of_name(name: object) -> Meaning:
     style = canonical_style(name)
     if style is None or style == NONE:
         near = get_close_matches(name.lower(), (*STYLES, *ALIASES), n=1, cutoff=0.75)
-        help = f"did you mean `{near[0]}`?" if near else "docs/language.md has the table of styles"
+        help = f"did you mean `{near[0]}`?" if near else "docs/styles.md has the table of styles"
         raise NotConvertible(NO_STYLE, f"there is no style {label}", help=help)
     return Meaning("style", label, options={"style": style})

@@ -164,7 +164,7 @@ def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | 
         raise NotConvertible(
             NO_LAYOUTS,
             f"no style of ours has the layouts of `{entry.pattern}`: {meaning.label}",
-            help=f"{what}: docs/language.md lists the styles with their layouts",
+            help=f"{what}: docs/layouts.md lists the styles with their layouts",
         )
     whole, sliced = pair
     if _outputs_split_logits(entry):

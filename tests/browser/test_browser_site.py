@@ -27,7 +27,7 @@ PAGES = (
     "guides/refused",
     "language",
     "styles",
-    "model-types",
+    "project/reports/model-types",
     "api",
     "diagnostics",
     "diagnostics/SP401",

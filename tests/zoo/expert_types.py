@@ -38,7 +38,7 @@ Made by `python -m tests.zoo.expert_types` with transformers {version}; do not e
 model: `validate` has no finding, and the outputs and every gradient on every rank are the unsharded model's. Types with a causal
 class are proven as [model types](model-types.md) are, column "EP"; the others as the class in the column "proven as", where the
 default configuration cannot be built or run with the nearest that can (tests/zoo/expert_types.py). "derived": no
-built-in plan is for it, and `auto` [derives one](../docs/applying.md#the-plan-auto).
+built-in plan is for it, and `auto` [derives one](../docs/auto.md).
 
 {classes} classes: {right} right, {derived} of them with a derived plan.
 
