@@ -246,7 +246,7 @@ def test_packed_parameters_that_are_stored_otherwise_are_refused():
         },
     }
     with on_ranks(reduced_model("phi3", 2).build(), plan, 2, sequence_parallel=True) as model:
-        with pytest.raises(ValueError, match=r"stores model\.layers\.0\.mlp\.gate_up_proj\.weight otherwise"):
+        with pytest.raises(ValueError, match=r"stores model\.layers\.0\.mlp\.gate_up_proj\.weight differently"):
             with without_sequence_parallel(model):
                 raise AssertionError("it runs")
 

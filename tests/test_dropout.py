@@ -601,7 +601,7 @@ def test_a_compiled_module_drops_elements_of_one_kind_of_values(train: bool):
     report = shardplan.validate(shardplan.Model(model, inputs=inputs), nested_plan("layers.*"), {"tp": 2})
     (finding,) = (one for one in report.diagnostics if one.is_error)
     assert finding.code == "SP370" and finding.message == (
-        "layers.*, which the plan compiles as one, drops elements of whole values and of split ones: layers.*.{inner,after}"
+        "the plan compiles layers.* as one, which drops elements of whole values and of split ones: layers.*.{inner,after}"
     )
     assert shardplan.validate(shardplan.Model(Net(Outer), inputs=inputs), nested_plan("layers.*"), {"tp": 1}).ok
     found = shardplan.compile_plan(shardplan.Model(Net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*.inner"))

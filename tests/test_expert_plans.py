@@ -90,7 +90,7 @@ def test_what_all_experts_share_takes_no_rule_of_its_own() -> None:
     model = expert_types.model_of("MuseSparkTextConfig")
     report = validate(model, plan, expert_types.SIZES, layouts=False)
     assert {d.code for d in report.diagnostics} == {"SP395"}, report
-    assert "is in a module of experts that are distributed whole" in str(report)
+    assert "is part of a module whose experts are distributed" in str(report)
 
 
 def test_experts_that_return_their_input_have_no_stack_of_their_own() -> None:

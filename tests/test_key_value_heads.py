@@ -149,7 +149,7 @@ def test_rules_for_single_parameters_share_heads_too() -> None:
         (
             {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
             9,
-            "3 ranks, which do not divide its 64",
+            "3 ranks, and they do not divide its 64",
         ),
     ],
 )

@@ -341,7 +341,7 @@ def test_a_sum_that_is_none_is_refused(mode: str, message: str) -> None:
     plan, report = checked(Stack, SUMMED, mode)
     (found,) = report.diagnostics
     assert found.code == "SP412" and message in found.message
-    assert found.help == "delete `sum_outputs: [first.o, second.o]`: each is then reduced by itself"
+    assert found.help == "delete `sum_outputs: [first.o, second.o]`: each output is then reduced by itself"
     optional = {**SUMMED, "blocks.*": {**SUMMED["blocks.*"], "optional": True}}
     plan, report = checked(Stack, optional, mode)
     assert report.ok and plan.sums == ()

@@ -242,7 +242,7 @@ def refused() -> None:
     with pytest.raises(RuntimeError, match="without the model's `loss_function`"):
         loop([batch], lambda one: model(input_ids=one["input_ids"]))
     assert model.loss_function is before
-    with pytest.raises(ValueError, match="nothing counts in 1 of"):
+    with pytest.raises(ValueError, match="no token counts in 1 of"):
         loop([batch if rank else {**batch, "labels": torch.full_like(ids, -100)}], loss="mean")
     for batches, how, error, text in [
         ([ids], {}, TypeError, "pass labels=lambda batch"),
@@ -258,7 +258,7 @@ def refused() -> None:
         with pytest.raises(error, match=text):
             loop(batches, **how)
     own = shardplan.apply_plan(nn.Sequential(nn.Linear(4, 4)), shardplan.build_mesh(), "auto", prove=False)
-    with pytest.raises(ValueError, match="the loss of FSDPSequential is none of next tokens"):
+    with pytest.raises(ValueError, match="FSDPSequential does not return a mean loss over next tokens"):
         shardplan.micro_batches(own, [batch])
 
 

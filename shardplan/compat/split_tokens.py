@@ -72,7 +72,9 @@ def _axes(logits: DTensor) -> tuple[str, str]:
     """The names of the axes that the tokens and the vocabulary are split over."""
     names = logits.device_mesh.mesh_dim_names
     if names is None:
-        raise ValueError("the logits' mesh must have named axes, of which the tokens' and the vocabulary's are slices")
+        raise ValueError(
+            'the logits\' mesh has no axis names: make the logits on a slice of a named mesh, such as mesh["cp", "tp"]'
+        )
     first, second = names
     return (first, second) if logits.placements[0] == Shard(TOKENS) else (second, first)
 

@@ -112,7 +112,7 @@ def look_early(
     if named:
         given = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
         if any(d.code == NO_VALUE for d in given.findings):
-            raise NoCheckpoint("config.json leaves out a field that decides which plan `auto` is")
+            raise NoCheckpoint("config.json leaves out a field that decides which plan `auto` uses")
         report = replace(report, sources=given.sources, diagnostics=given.findings)
         if not report.ok:
             return report

@@ -44,7 +44,7 @@ def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple
     if parameter.adapter == "parameter":
         return (
             None,
-            "an adapter replaces single parameters (`target_parameters`), which cannot be sharded, of",
+            "no plan can shard parameters that an adapter replaces one by one (`target_parameters`), such as those of",
             "adapt Linear modules (`target_modules`)",
         )
     resolved = facts.resolved

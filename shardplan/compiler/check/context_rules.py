@@ -34,9 +34,9 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             code=NO_SECTION,
             severity=Severity.ERROR,
             message=f"the mesh has cp {resolved.sizes.cp}, but the plan has no section `context_parallel`",
-            help="add one, which says where sequences are split and how tokens meet (such as `model.layers.0: split_seq_input` and "
-            "`model.layers.*.self_attn: exchange_heads`): `shardplan init MODEL --context-parallel` finds the rules; or use the plan `auto`, for "
-            "which they are derived",
+            help="add the section: it says where sequences are split and how tokens meet (such as `model.layers.0: "
+            "split_seq_input` and `model.layers.*.self_attn: exchange_heads`). `shardplan init MODEL "
+            "--context-parallel` writes it, and the plan `auto` derives it",
         )
     on_cp = resolved.on_cp
     if on_cp is None:
@@ -69,7 +69,7 @@ def _misfit(rule: Rule, *, is_parameter: bool) -> str | None:
     if is_parameter:
         return "a parameter is whole over cp"
     if not STYLES[rule.style].on_cp:
-        return f"`{rule.style}` says how features or parameters are split, which are whole over cp"
+        return f"`{rule.style}` splits features or parameters, which are whole over cp"
     given = (name for name, value in rule.options.items() if value != getattr(PLAIN, name) and name not in OPTIONS)
     option = next(given, None)
     return f"`{option}` says nothing about the sequence over cp" if option is not None else None
@@ -115,7 +115,7 @@ def _scattering(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
         rule = on_cp.modules[mixer].rule
         rules.setdefault(rule.pattern, (rule, on_cp.modules[name].rule, []))[2].append(mixer)
     for rule, below, mixers in rules.values():
-        why = f"`{below.pattern}` below it scatters its sums over the heads, for which cp has no move"
+        why = f"`{below.pattern}` below it scatters its sums over the heads, and cp has no move for that"
         finding = _style(facts, rule, why, tuple(mixers))
         yield replace(
             finding,

@@ -99,7 +99,10 @@ def _shared(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagn
             yield Diagnostic(
                 code=SHARED,
                 severity=Severity.ERROR if resolved.sizes.pp > 1 else Severity.WARNING,
-                message=f"{group[0]} is a part of {len(set(homes))} blocks: pipeline stages would each train a copy of it",
+                message=(
+                    f"{group[0]} is part of {len(set(homes))} blocks: each of their pipeline stages would train a "
+                    "copy of it"
+                ),
                 primary=field_label(section, "layers"),
                 help="use a mesh with pp 1",
                 modules=group,

@@ -61,7 +61,7 @@ def _unshared(heads: int, length: int, tp: int) -> str:
     """Why so many ranks cannot share the key-value heads."""
     if tp % heads:
         return "is not a multiple of it"
-    return f"would put each head on {tp // heads} ranks, which do not divide its {length // heads} features"
+    return f"would put each head on {tp // heads} ranks, and they do not divide its {length // heads} features"
 
 
 def _finding(code: Code, message: str, help: str, requirements: list[Requirement]) -> Diagnostic:

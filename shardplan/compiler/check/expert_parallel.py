@@ -161,7 +161,10 @@ def _inside(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
         return None
     return (
         COMBINED,
-        "{names} is in a module of experts that are distributed whole, where all else is whole on every rank",
+        (
+            "{names} is part of a module whose experts are distributed: everything else in that module is whole on "
+            "every rank"
+        ),
         f"names a part of `{experts}`",
         "remove it",
     )

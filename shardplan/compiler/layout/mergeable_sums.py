@@ -127,7 +127,7 @@ def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one:
     last = set(paths[one.closer][0])
     for name, (path, _) in paths.items():
         if last.isdisjoint(path):
-            return SeenSum(one, "is read by something else than the sum with the last of these modules", name)
+            return SeenSum(one, "is read by more than the sum with the last of these modules", name)
     passed = dict.fromkeys(module for _, modules in paths.values() for module in modules)
     changed = next((module for module in passed if tree.modules[module].kind != "dropout"), None)
     if changed is not None:

@@ -60,4 +60,4 @@ def distribute_experts(module: nn.Module, count: int, ranks: int, rank: int) -> 
     module.forward = forward
 
 
-NO_ROLES = "its call has not just tokens [..., H], the ids [..., k] of their experts and weights [..., k]"
+NO_ROLES = "its arguments are not exactly tokens [..., H], expert ids [..., k] and weights [..., k]"

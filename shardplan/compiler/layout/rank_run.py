@@ -113,8 +113,9 @@ class RankRecorder(Recorder):
         biases = [p.name for p in self.plan[name].parameters if p.withheld]
         if biases and own.ndim and own.shape[-1] != whole.shape[-1]:
             raise ValueError(
-                f"{name}.{biases[0]} is added to the output after its reduction, to all {whole.shape[-1]} features of it, and a rank "
-                f"has {own.shape[-1]} of them: the output is split in dim {whole.ndim - 1}, its last"
+                f"{name}.{biases[0]} is added to the output after its reduction and has {whole.shape[-1]} "
+                f"features, but a rank's output has {own.shape[-1]}: the output is split in its last dim, "
+                f"{whole.ndim - 1}"
             )
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:
@@ -123,7 +124,7 @@ class RankRecorder(Recorder):
         empty = next((t for t in operands if not t.numel()), None)
         if empty is not None and self._scopes[-1][0] not in self.reference.empty:
             raise ValueError(
-                f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: nothing is left for it"
+                f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: the split leaves nothing for it"
             )
 
     def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ def stage_findings(
         yield Diagnostic(
             code=ORDER,
             severity=severity,
-            message=f"{named(facts.shared)} runs inside another block than its own",
+            message=f"{named(facts.shared)} is part of one block and runs inside another",
             primary=about("layers"),
             help=WITHOUT,
             modules=facts.shared,
@@ -136,7 +136,7 @@ def _crossings(
                 message=_message(run, crossing),
                 primary=field_label(section, field),
                 notes=_notes(run, crossing),
-                help=f"remove {misplaced[0]} from `{field}`: its stage is found in a run of the reduced model",
+                help=f"remove {misplaced[0]} from `{field}`: a run of the reduced model finds its stage",
             )
             continue
         carry = [*section.carry, *(one for one in known if one not in section.carry)]
@@ -159,7 +159,7 @@ def _message(run: StageRun, crossing: Crossing) -> str:
     where = (
         f"the result `{crossing.result}`" if crossing.result else run.tree.pattern(crossing.read.module) or "the model"
     )
-    return f"{where} needs {what} from an earlier pipeline stage, which is not handed on"
+    return f"{where} needs {what} from an earlier pipeline stage, and that stage does not pass it on"
 
 
 def _notes(run: StageRun, crossing: Crossing) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
     dims, shape = found[0].ndim, found[0].shape
     tokens, ids, weights = (value.detach() for value in in_rows(found))
     if int(ids.max()) >= count or int(ids.min()) < 0:
-        return f"its call has ids that are not from 0 to {count - 1}, the experts of its stacks"
+        return f"its call has expert ids outside of 0 to {count - 1}, the experts of its stacks"
     if result is None or result.shape != shape:
         return "it does not return one result for each token"
     together = torch.zeros_like(tokens)
@@ -73,10 +73,10 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
                     part_of = (of_dims(one[rows], dims) for one in (tokens, ids, weights))
                     together[rows] += own(*part_of).reshape(tokens[rows].shape)
                 except Exception as error:  # raised by the module's own code
-                    return f"with a rank's part of dim 0 of its parameters it raises {reason(error)}"
+                    return f"it raises {reason(error)} when its parameters are a rank's part of dim 0"
     if same(together.reshape(shape), result.detach(), bench.reference.rounding[event.inputs[0]]):
         return ""
-    return "its result is not, for each token by itself, the sum of what each of its experts adds"
+    return "its result for a token is not the sum of what the token's experts return for it"
 
 
 def _of_rank(module: nn.Module, count: int, ranks: int, rank: int) -> nn.Module:

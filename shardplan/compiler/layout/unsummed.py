@@ -63,8 +63,8 @@ def _diagnostic(one: SummedOutputs, message: str, modules: tuple[str, ...]) -> D
     return Diagnostic(
         code=UNSUMMED,
         severity=Severity.ERROR,
-        message=f"the outputs that `sum_outputs` names are not only added up: {message}",
+        message=f"the outputs in `sum_outputs` are not only added up: {message}",
         primary=Label(one.rule.location, "declares their sum"),
-        help=f"delete `{one.rule.text}`: each is then reduced by itself",
+        help=f"delete `{one.rule.text}`: each output is then reduced by itself",
         modules=modules,
     )

@@ -33,10 +33,10 @@ def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagn
         Diagnostic(
             code=WRITTEN,
             severity=Severity.ERROR,
-            message=f"the forward of {model.found.name} changes {named(names)}, but each of the {ranks} data-parallel ranks has another "
-            "batch",
+            message=f"the forward of {model.found.name} changes {named(names)}, but each of the {ranks} data-parallel "
+            "ranks has a batch of its own",
             primary=field_label(resolved.data_parallel, "backend"),
-            notes=("what a forward writes into a parameter that is gathered is lost; whole copies drift apart",),
+            notes=("a gathered parameter loses what a forward writes into it; whole copies drift apart",),
             help=_help(model.benches[0].model, names),
             modules=model.names_in_model(names),
         ),

@@ -282,13 +282,14 @@ def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
     for record in map(applied, parts_of(model)):
         if record.program.exchanges_heads:
             raise ValueError(
-                "modules have the numbers of a rank's heads over cp (`exchange_heads`), and run with these alone: apply the plan on a mesh "
-                "without cp for decoding"
+                "modules with `exchange_heads` have the numbers of a rank's heads over cp, and cannot run "
+                "without the exchange: apply the plan on a mesh without cp for decoding"
             )
         if unreadable := record.program.unreadable:
             raise ValueError(
-                f"with sequence parallelism the plan stores {unreadable[0]} otherwise than without it ({len(unreadable)} in all), and "
-                "what is packed is not read otherwise than it is stored: apply the plan without sequence parallelism for decoding"
+                f"the plan stores {unreadable[0]} differently with sequence parallelism than without it "
+                f"({len(unreadable)} in all), and a packed parameter is read only as it is stored: apply the "
+                "plan without sequence parallelism for decoding"
             )
     switched = [(record, record.shared) for record in map(applied, parts_of(model)) if record.shared is not None]
     before = [shared.regime.variant for _, shared in switched]

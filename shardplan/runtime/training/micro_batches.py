@@ -95,12 +95,14 @@ def micro_batches(
     inner = unwrapped(inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner)
     if loss == "model" and not predicts_next_token(inner):
         raise ValueError(
-            f"the loss of {type(inner).__name__} is none of next tokens that a step could divide by their count: pass loss='sum' or "
-            "loss='mean', as the loop's loss is of a micro-batch, and `labels`, what it counts"
+            f"{type(inner).__name__} does not return a mean loss over next tokens, which a step could divide "
+            "by their count: pass `labels`, and loss='sum' or loss='mean', whichever the loop's loss of a "
+            "micro-batch is"
         )
     if loss == "mean" and record.mesh.sizes.cp > 1 and not _has_all_tokens(cast(Applied, record)):
         raise ValueError(
-            "a rank of the cp axis has its own tokens of the sequence: compute the sum over it, and pass loss='sum'"
+            "a rank of the cp axis has its own tokens of the sequence, so it has no mean over all: compute the "
+            "sum, and pass loss='sum'"
         )
     return _of_model(cast(Applied, record), inner, list(batches), labels, loss, defer=defer)
 
@@ -111,7 +113,8 @@ def _of_model(
     own, tokens, empty = _counts(batches, labels, record.mesh, shifted=loss == "model")
     if empty and loss == "mean":
         raise ValueError(
-            f"nothing counts in {empty} of the step's micro-batches, over which there is no mean: compute the sum, and pass loss='sum'"
+            f"no token counts in {empty} of the step's micro-batches, so they have no mean: compute the sum, "
+            "and pass loss='sum'"
         )
     ranks = record.mesh.data_parallel_ranks
     if _has_all_tokens(record):  # its ranks have one loss, the whole batch's
