@@ -105,7 +105,7 @@ def test_a_manager_takes_what_its_backend_has(world: None) -> None:
         FSDP2Manager(FSDP2Config(), mesh, tp_size=2)
     with pytest.raises(ValueError, match="no plan was applied to this model"):
         FSDP2Manager(FSDP2Config(), mesh).maybe_compile(llama())
-    with pytest.raises(ValueError, match="make the optimizer after"):
+    with pytest.raises(ValueError, match="create the optimizer afterwards"):
         MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(llama(), torch.optim.SGD(llama().parameters()))
 
 
@@ -440,7 +440,7 @@ def test_megatron_fsdp_strategy_parallelize(world: None, calls: list[SimpleNames
     options = calls[1].data_parallel["megatron_fsdp"]
     assert calls[1].data_parallel["units"] == ["model.layers.0"] and options["zero_dp_strategy"] == "optim_grads"
     assert options["init_model_with_meta_device"] and options["keep_fp8_transpose_cache"]
-    with pytest.raises(ValueError, match="make the optimizer after"):
+    with pytest.raises(ValueError, match="create the optimizer afterwards"):
         megatron_fsdp_strategy_parallelize(model, mesh, torch.optim.SGD(model.parameters()))
     with pytest.raises(TypeError, match="no argument 'fsdp_units'"):
         megatron_fsdp_strategy_parallelize(model, mesh, fsdp_units=[])

@@ -81,10 +81,10 @@ def test_the_form_is_read_off_what_is_given(calls: list[SimpleNamespace]) -> Non
     fsdp2_strategy_parallelize(model, newer, None, None, CPUOffloadPolicy())  # the older one's
     assert calls[-1].data_parallel["cpu_offload"] == "pinned"
     for places, named, kind, words in (
-        ((None, None), {}, ValueError, "None in it does not say which"),
-        ((POLICY,), {"param_dtype": torch.bfloat16}, ValueError, "use one of them, by keywords"),
+        ((None, None), {}, ValueError, "and None fits both"),
+        ((POLICY,), {"param_dtype": torch.bfloat16}, ValueError, "use one form, with keyword arguments"),
         ((torch.bfloat16,), {"enable_compile": True}, ValueError, "enable_compile= to"),
-        ((), {"dp_mesh_name": "dp_shard", "dp_shard_cp_mesh_name": "dp_shard"}, ValueError, "use one of them"),
+        ((), {"dp_mesh_name": "dp_shard", "dp_shard_cp_mesh_name": "dp_shard"}, ValueError, "use one form"),
         ((torch.bfloat16, None), {"mp_policy": POLICY}, TypeError, "mp_policy was given twice"),
         ((torch.bfloat16,), {"sequence_paralel": True}, TypeError, "has no argument 'sequence_paralel'"),
         ((torch.bfloat16, *[None] * 10), {}, TypeError, "10 arguments after the mesh, not 11"),
@@ -252,7 +252,7 @@ def test_plans_under_the_names_that_configurations_have(calls: list[SimpleNamesp
         parallelize_model(llama(), mesh["dp"], mesh["tp"], torch.bfloat16, custom_parallel_plan=plan)
     fsdp2_strategy_parallelize(llama(), one, tp_shard_plan={})
     assert {(call.plan, call.logits) for call in calls} == {("auto", "as_stored")} and len(calls) == 5
-    with pytest.raises(ValueError, match="an empty plan splits nothing: None is the model's own plan"):
+    with pytest.raises(ValueError, match="an empty plan splits nothing: pass None for the model's own plan"):
         fsdp2_strategy_parallelize(llama(), mesh, tp_shard_plan={})
     for plan, code in (
         ("llama_nemotron_super", "SP101"),

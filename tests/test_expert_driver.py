@@ -84,14 +84,14 @@ def test_leading_dims_are_flattened():
         ((TOKENS,), "no integer tensors"),
         ((TOKENS, IDS > 1, WEIGHTS), "no integer tensors"),
         ((TOKENS, IDS, IDS, WEIGHTS), "2 integer tensors"),
-        ((TOKENS, IDS), "no tensor of weights"),
-        ((TOKENS, IDS[:, :1], WEIGHTS), "no tensor of weights"),
-        ((TOKENS[:, :2], IDS, WEIGHTS), "2 tensors of weights"),
+        ((TOKENS, IDS), "no tensor can be its weights"),
+        ((TOKENS, IDS[:, :1], WEIGHTS), "no tensor can be its weights"),
+        ((TOKENS[:, :2], IDS, WEIGHTS), "2 tensors can be its weights"),
         ((TOKENS, IDS, WEIGHTS, torch.rand(3)), "besides ids and weights it has 2 tensors"),
         ((IDS, WEIGHTS), "besides ids and weights it has no tensors"),
-        ((TOKENS[:4], IDS, WEIGHTS), "not an id list a token"),
-        ((TOKENS.view(1, 5, 8), IDS, WEIGHTS), "not an id list a token"),
-        ((TOKENS[0], IDS[0], WEIGHTS[0]), "not an id list a token"),
+        ((TOKENS[:4], IDS, WEIGHTS), "each token needs a list of ids"),
+        ((TOKENS.view(1, 5, 8), IDS, WEIGHTS), "each token needs a list of ids"),
+        ((TOKENS[0], IDS[0], WEIGHTS[0]), "each token needs a list of ids"),
         ((TOKENS, IDS, WEIGHTS, 4), "its argument 3 is a int"),
     ],
 )
@@ -204,7 +204,7 @@ def test_wrong_ids_and_results_are_refused(mesh, exchange):
     for wrong in (-1, EXPERTS, 1000):
         ids = call.ids.clone()
         ids[2, 1] = wrong
-        with pytest.raises(ValueError, match=r"layer\.experts was called with 1 ids that are not from 0 to 7"):
+        with pytest.raises(ValueError, match=r"layer\.experts was called with 1 expert ids outside of 0 to 7"):
             wrapped(PlainExperts(), exchange, mesh)(call.tokens, ids, call.weights)
     for what, words in (("tuple", "a tuple"), ("wide", r"\[12, 32\] in float32"), ("half", r"\[12, 16\] in bfloat16")):
         with pytest.raises(ValueError, match=rf"\[12, 16\] in float32; layer\.experts returns {words}"):

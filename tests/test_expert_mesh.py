@@ -240,7 +240,7 @@ def test_the_dim_that_a_stack_is_sharded_along(shape: tuple[int, ...], ranks: in
 
 @pytest.mark.parametrize("shape", [(3,), (3, 5)])
 def test_a_stack_without_such_a_dim_is_told(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"has the shape \(3.*no dim can be divided over ep_shard 2 ranks"):
+    with pytest.raises(ValueError, match=r"has the shape \(3.*ep_shard = 2 divides no dim of it"):
         placement_over(2)(nn.Parameter(torch.zeros(shape)))
 
 

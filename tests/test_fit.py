@@ -143,7 +143,7 @@ def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     alike = replace(made, rows=(row, row, replace(row, waiting=row.waiting + 0.25)))
     assert ties(alike, (3, 1, 2)) == [[3, 1, 2]]
     assert "\n3., 1., 2. are tied: their bounds are equal to three digits" in fit_tail(alike, (3, 1, 2))
-    assert "and eager steps overlap them with nothing" in row_text(1, alike.rows[2], color=False)
+    assert "and eager steps do not overlap them" in row_text(1, alike.rows[2], color=False)
     apart = replace(made, rows=(row, replace(slower, estimate=twice_as_long(slower.estimate))))
     assert not ties(apart, (1, 2))
     waits = why(row, replace(row, waiting=row.waiting + 0.25))

@@ -226,7 +226,7 @@ def test_a_save_that_was_ended_touches_nothing_and_says_so(folders):
     before = folder.stat().st_ino
     old.to_end()
     assert str(old.error) == (
-        f"another job began to save {folder} after this one, whose save is given up; nothing of the other's was touched. "
+        f"another job began to save {folder} after this one: this save is given up, and the files of the other are untouched. "
         "End one of the jobs, or let them save to different folders"
     )
     assert content(folder) == "2" and folder.stat().st_ino == before and not left(folder)
@@ -286,6 +286,6 @@ def test_files_of_strangers_in_the_place_of_a_decided_state_are_not_touched(fold
     process.kill()
     folder.mkdir()
     (folder / "notes").write_text("mine")
-    with pytest.raises(OSError, match="has files that no save put there, and .* move one of them away"):
+    with pytest.raises(OSError, match="has files that no save wrote, and .* move one of them away"):
         repair(folder)
     assert (folder / "notes").read_text() == "mine" and {"new", "old"} <= left(folder)

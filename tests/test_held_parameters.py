@@ -178,7 +178,7 @@ def test_a_parameter_in_a_container_is_a_finding(holder: str) -> None:
     model = Model(partial(Scaled, HELD[holder]))
     (finding,) = shardplan.validate(model, PLAN, {"tp": 2}).diagnostics
     assert finding.code == "SP524"
-    assert "layers.0.mixer: held has the parameter layers.0.mixer.scale in a" in finding.message
+    assert "layers.0.mixer: held keeps the parameter layers.0.mixer.scale in a" in finding.message
     assert "nn.ParameterList" in finding.help and "self.scale" in finding.help
     with pytest.raises(HeldParameter):
         copied(model, {id(p): p for p in model.parameters()})  # as a rank's run copies it

@@ -206,7 +206,7 @@ def test_suggestions(tmp_path: Path) -> None:
         (finding,) = parse_text(f'version: "1"\nextends: {word}\n', folder=tmp_path).diagnostics
         return finding.help
 
-    assert helped("base") == "write `base.yaml` for the file beside this plan"
+    assert helped("base") == "write `base.yaml` for the file next to this plan"
     assert helped("bas.yaml") == "did you mean `base.yaml`?"
     assert helped("qwen_3") == "did you mean `qwen3`?"
     assert helped("zzz") == "`shardplan list` shows the built-in plans"

@@ -63,13 +63,13 @@ def test_what_a_glob_matches(pattern: str, yes: list[str], no: list[str]) -> Non
         ("a.[]", "`[...]` holds no characters", "[]"),
         ("a.[!]", "`[...]` holds no characters", "[!]"),
         ("a.[3-0]", "the range `3-0` is empty", "[3-0]"),
-        ("a.[x.y]", "`[...]` stands for one character of a segment, never for a dot", "[x.y]"),
-        ("a.b**", "`**` stands for whole segments, it cannot be a part of one (`b**`)", "a.b**"),
+        ("a.[x.y]", "`[...]` matches one character of a segment, never a dot", "[x.y]"),
+        ("a.b**", "`**` matches whole segments, and cannot be a part of one (`b**`)", "a.b**"),
         ("a.***", "more than two `*` in a row", "***"),
         ("{q, k}", "the character ' ' cannot be in a name", " "),
         ("a\u202eb", "the character '\\u202e' cannot be in a name", "\u202e"),
         ("a/b", "names are separated by dots, not by `/`", "/"),
-        ("a\\*", "a backslash has no meaning in a pattern; `[*]` stands for the character `*`", "\\"),
+        ("a\\*", "a backslash has no meaning in a pattern; `[*]` matches the character `*`", "\\"),
     ],
 )
 def test_what_is_no_glob(pattern: str, reason: str, meant: str) -> None:

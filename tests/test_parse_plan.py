@@ -211,9 +211,9 @@ def test_findings_and_alternatives_are_limited() -> None:
     digits = "{0,1,2,3,4,5,6,7,8,9}"
     rules = "".join(f"  m{i}.{digits * 3}: colwise\n" for i in range(1 + MAX_ALTERNATIVES // 1000))
     (finding,) = parse_text(f'version: "1"\ntensor_parallel:\n{rules}').diagnostics
-    assert finding.message == f"the patterns of this plan stand for more than {MAX_ALTERNATIVES} alternatives"
+    assert finding.message == f"the patterns of this plan have more than {MAX_ALTERNATIVES} alternatives"
     (finding,) = parse_text(f'version: "1"\ntensor_parallel:\n  m.{digits * 9}: colwise\n').diagnostics
-    assert finding.message == "the pattern stands for at least 10^9 alternatives, at most 1000 are allowed"
+    assert finding.message == "the pattern has at least 10^9 alternatives, at most 1000 are allowed"
 
 
 def test_all_findings_of_all_kinds_come_at_once() -> None:

@@ -147,7 +147,7 @@ def refused() -> None:
             raise AssertionError("not reached")
     with shardplan.context_parallel(own, input_ids=ids, labels=ids) as given:
         logits = own(**given, use_cache=False).logits
-        with pytest.raises(ValueError, match="shifting them would leave out the token at its end"):
+        with pytest.raises(ValueError, match="shifting them would lose the token at its end"):
             shardplan.causal_lm_loss(logits, given["labels"])
     assert logits.shape[1] == LENGTH // 2
     loss = own.loss_function

@@ -114,7 +114,7 @@ def refused() -> None:
     changed = shardplan.apply_plan(small_model("llama"), mesh, plan_of("llama", ATTENTION), prove=False)
     attention = changed.model.layers[1].self_attn
     forward = attention.q_proj.register_forward_pre_hook(lambda module, args: (args[0] + 0,), prepend=True)
-    with pytest.raises(RuntimeError, match=r"model.layers.1.self_attn: its code computes with its argument \(add\)"):
+    with pytest.raises(RuntimeError, match=r"the code of model.layers.1.self_attn computes with its argument \(add\)"):
         changed(input_ids=ids)
     forward.remove()
     chunk = torch.randn(2, LENGTH // 2, 64)

@@ -193,9 +193,9 @@ def another(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "change", "words"),
     [
-        ("mixtral", nn.Module.train, f"no module of experts has a floating buffer '{BIAS}'"),
+        ("mixtral", nn.Module.train, f"no module of experts has a router bias '{BIAS}'"),
         ("deepseek_v3", half, "is in torch.bfloat16: keep it in float32"),
-        ("deepseek_v3", another, "do not belong together one by one"),
+        ("deepseek_v3", another, "and each buffer one module"),
     ],
     ids=["none", "half precision", "two"],
 )

@@ -180,7 +180,7 @@ def test_what_reads_the_logits_otherwise_is_refused(read: Callable[[Tensor], Any
     hidden, weight, bias, _ = tensors(11)
     logits = fused_logits(hidden, weight, bias)
     assert (logits.shape, logits.dtype, logits.ndim, logits.size(-1)) == ((*TOKENS, 11), torch.float64, 3, 11)
-    with pytest.raises(RuntimeError, match=r"or take logits\.make\(\)"):
+    with pytest.raises(RuntimeError, match=r"or call logits\.make\(\)"):
         read(logits)
 
 

@@ -147,7 +147,7 @@ def looped(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("run", "change", "text"),
     [
-        (stepped, with_summing, "does not divide by `num_items_in_batch`"),
+        (stepped, with_summing, "neither divides by `num_items_in_batch`"),
         (stepped, with_unshifted, "tokens where a step counts"),
         (looped, with_unshifted, "tokens where a step counts"),
     ],
@@ -184,7 +184,9 @@ def experience(recipe: Recipe, replica: int) -> dict[str, Any]:
 def reinforced(recipe: Recipe, tokens: int) -> Any:
     pipeline = pipeline_of(recipe)
     given = experience(recipe, replica_of(pipeline))
-    with pytest.raises(ValueError, match="labels are no tensor, whose tokens a step could count: pass `tokens`"):
+    with pytest.raises(
+        ValueError, match="labels are not a tensor, so the step cannot count their tokens: pass `tokens`"
+    ):
         pipeline.step(**given)
     return found(pipeline, pipeline.step(tokens=tokens, **given))
 

@@ -139,7 +139,7 @@ def test_several_optimizers_are_saved_and_loaded_on_another_mesh(tmp_path):
             f"{needed}a NoneType",
             f"{needed}a SimpleNamespace: pass its .optimizer",
             "TypeError: schedulers must be torch's LRScheduler or a list of them, not a SGD",
-            "ValueError: a SequentialLR is the schedule of another optimizer: pass that one too",
+            "ValueError: a SequentialLR schedules an optimizer that was not passed: pass that optimizer too",
             f"{other}none: {those}",
             f"{other}ReduceLROnPlateau, MultiStepLR, SequentialLR: {those}",
         ]

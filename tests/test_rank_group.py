@@ -105,7 +105,7 @@ def test_ranks_that_wait_for_each_other_are_an_error(also: str):
         elif also == "gathers":
             dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(RuntimeError, match="wait in a collective, or for what another rank should send"):
+    with pytest.raises(RuntimeError, match="wait in a collective, or for a value that no rank sends"):
         on_threads(2, run)
 
 

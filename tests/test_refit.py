@@ -260,7 +260,7 @@ def test_wrong_calls_say_what_to_write():
         "no rank has the engine",
         "must be a model, a Pipeline or None, not str",
         "materialize(model, device)",
-        "the engine has what the trainer has not: model.layers.1",
+        "the trainer lacks tensors of the engine: model.layers.1",
         "build both models from one configuration",
         "tie_word_embeddings=False",
         "round_bytes must be a positive number",
@@ -275,7 +275,7 @@ def test_names_and_ranks_of_full_parameters_are_checked():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match='without names="checkpoint"'):
         shardplan.full_parameters(model, True, names="checkpoint")
-    with pytest.raises(ValueError, match="ranks goes with"):
+    with pytest.raises(ValueError, match="ranks= needs"):
         shardplan.full_parameters(model, ranks=[0])
     with pytest.raises(ValueError, match="no plan was applied"):
         shardplan.full_parameters(model, names="checkpoint")

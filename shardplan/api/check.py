@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardplan.proof.stage import Question
 
 
-NOTHING = "data parallelism alone is torch's, and nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
+NOTHING = "torch does data parallelism alone, and there is nothing to simulate: pass processes=True (--processes), or a size of tp or ep"
 
 
 @with_known_names

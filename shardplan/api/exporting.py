@@ -39,7 +39,7 @@ class ExportedPlan:
     def shown(self) -> str:
         """The known facts about it, in words."""
         if not self.rows:
-            return "not run there: nothing tells that it computes the same"
+            return "not run there: nothing shows that it computes the same"
         told = [row.error for row in self.rows if row.verdict != "unproven"]
         zero = f"; {len(self.rows) - len(told)} more are zero in both" if len(told) < len(self.rows) else ""
         return f"run there: {len(told)} tensors as in the unsharded model (largest difference {max(told):.1e}){zero}"

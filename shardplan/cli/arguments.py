@@ -35,7 +35,7 @@ from .mesh_arguments import AXIS_HELP, mesh_options
 
 BOTH = "check only the plan with, or without, its sequence_parallel section; without the option, both"
 ONE = "with, or without (the default), the plan's sequence_parallel section"
-OPTIMIZER = "torch's: adamw as it is without options on a GPU, which makes a list as large as the parameters (adamw)"
+OPTIMIZER = "an optimizer of torch; adamw without options makes a list as large as the parameters on a GPU (adamw)"
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 
 
@@ -205,8 +205,8 @@ def _verify(parser: Parser) -> None:
     text = "of its steps, on each data-parallel rank (twice as many as stages)"
     parser.add_argument("--micro-batches", type=micro_batches, metavar="N", help=text)
     text = (
-        "also run a training step of yours on gloo processes of the mesh and on one, and name the first value that differs: "
-        "a Python file with make(model) -> state and step(model, batches, state) -> loss, and for a pipeline's own loss "
+        "also run your training step on gloo processes of the mesh and on one process, and name the first value that differs: a "
+        "Python file with make(model) -> state, step(model, batches, state) -> loss and, for a pipeline with a loss of its own, "
         "loss_fn(logits, labels); runs its code"
     )
     parser.add_argument("--step", metavar="FILE", help=text)

@@ -280,6 +280,6 @@ def refuse_optimizer(optimizer: Optimizer | None) -> None:
     """Raise ValueError where there is an optimizer already."""
     if optimizer is not None:
         raise ValueError(
-            "make the optimizer after the model was parallelized, which replaces parameters, and wrap it: "
+            "parallelizing replaces the model's parameters: create the optimizer afterwards, and wrap it with "
             "shardplan.applied(model).wrap_optimizer(optimizer)"
         )

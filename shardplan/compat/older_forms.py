@@ -55,14 +55,14 @@ def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]
             newer += [f"a {of_newer.__name__} in the {number} place"] if isinstance(place, of_newer) else []
         if older and newer:
             raise ValueError(
-                f"{' and '.join(older)} belong to the older form (model, device_mesh, param_dtype, mp_policy, "
-                f"offload_policy, ...), but {' and '.join(newer)} to today's (model, device_mesh, mp_policy, "
-                "offload_policy, ...): use one form, with keyword arguments"
+                f"{' and '.join(older)} belong to the older form (model, device_mesh, param_dtype, mp_policy, offload_policy, ...), "
+                f"but {' and '.join(newer)} to today's (model, device_mesh, mp_policy, offload_policy, ...): use one form, with "
+                "keyword arguments"
             )
         if places and not older and not newer and len(places) > 1:
             raise ValueError(
-                "the third argument is param_dtype in the older form and mp_policy in today's, and None fits "
-                "both: pass the arguments after the mesh by keyword"
+                "the third argument is param_dtype in the older form and mp_policy in today's, and None fits both: pass the "
+                "arguments after the mesh by keyword"
             )
         if older or (axes and not newer and not places):
             return today(model, device_mesh, **_today(places, named, set(device_mesh.mesh_dim_names or ())))

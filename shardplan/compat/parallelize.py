@@ -62,7 +62,7 @@ def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
         return "auto"
     if isinstance(plan, Mapping) and not plan:
         raise ValueError(
-            "an empty plan splits nothing: None is the model's own plan, and a mesh whose tp axis has one rank is data parallelism alone"
+            "an empty plan splits nothing: pass None for the model's own plan, or use a mesh with one tp rank for data parallelism alone"
         )
     if isinstance(plan, Plan) or (isinstance(plan, Mapping) and any(word in plan for word in OURS)):
         return plan

@@ -116,7 +116,7 @@ def _report_version(node: Node | None, findings: Findings) -> None:
         findings.add(VERSION, "the plan has no `version`", (), "key", help=help + " at its beginning", words=words)
     elif isinstance(node, Scalar) and isinstance(node.value, str):
         if node.value.isdecimal() and int(node.value) > int(KNOWN_VERSION):
-            message = f"the plan is in version {quoted(node.value)} of the plan language, of which shardplan {__version__} knows `1`"
+            message = f"the plan has version {quoted(node.value)} of the plan language, but shardplan {__version__} knows only `1`"
             help = f"upgrade shardplan (`pip install --upgrade shardplan`); for this one {help}"
         else:
             message = f"there is no version {quoted(node.value)} of the plan language"

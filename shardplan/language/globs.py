@@ -191,7 +191,7 @@ def _read(pattern: str) -> Glob:
     count = _count(tree)
     if count > MAX_ALTERNATIVES:
         most = f"at most {MAX_ALTERNATIVES} are allowed"
-        reason = f"the pattern stands for {_number(count)} alternatives, {most}"
+        reason = f"the pattern has {_number(count)} alternatives, {most}"
         raise GlobError(reason, 0, len(pattern), too_large=True)
     expanded = (_segments(elements, pattern) for elements in _expand(tree))
     return Glob(pattern, tuple(dict.fromkeys(expanded)))
@@ -250,7 +250,7 @@ def _segment(piece: list[Element], pattern: str) -> Segment:
     if all(isinstance(element, str) for element in piece):
         return Segment(text)
     if DEPTH in piece and len(piece) > 1:
-        reason = f"`**` stands for whole segments, it cannot be a part of one (`{text}`)"
+        reason = f"`**` matches whole segments, and cannot be a part of one (`{text}`)"
         raise GlobError(reason, 0, len(pattern))
     characters = (list(element) if isinstance(element, str) else [element] for element in piece)
     return Segment(text, tuple(chain.from_iterable(characters)))
@@ -333,7 +333,7 @@ class _Reader:
         if not characters:
             raise GlobError("`[...]` holds no characters", opened, closed + 1)
         if "." in characters:
-            reason = "`[...]` stands for one character of a segment, never for a dot"
+            reason = "`[...]` matches one character of a segment, never a dot"
             raise GlobError(reason, opened, closed + 1)
         if not characters.isprintable():
             raise GlobError("`[...]` holds a character that cannot be in a name", opened, closed + 1)
@@ -350,6 +350,6 @@ _RANGE = re.compile(r"(.)(?:-(.))?", re.DOTALL)
 _SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
 _REFUSED = {
     "]": "a `]` has no `[`",
-    "\\": "a backslash has no meaning in a pattern; `[*]` stands for the character `*`",
+    "\\": "a backslash has no meaning in a pattern; `[*]` matches the character `*`",
     "/": "names are separated by dots, not by `/`",
 }

@@ -121,7 +121,7 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
     path = child.folder / word
     if os.path.dirname(_real(path)) != _real(child.folder):
         message = f"{quoted(word)} is a link out of the plan's folder"
-        findings.add(OUTSIDE, message, PATH, help="put the file itself beside the plan")
+        findings.add(OUTSIDE, message, PATH, help="put the file itself next to the plan")
         return None
     return file_origin(path, os.path.join(os.path.dirname(child.display), word))
 
@@ -130,7 +130,7 @@ def _similar(word: str, folder: Path | None) -> tuple[str, tuple[str, ...]]:
     """Plans that may have been meant, built-in ones and files next to the plan: the help line, and the words it proposes."""
     beside = _plan_files(folder) if folder else []
     if f"{word}.yaml" in beside:
-        return f"write `{word}.yaml` for the file beside this plan", (f"{word}.yaml",)
+        return f"write `{word}.yaml` for the file next to this plan", (f"{word}.yaml",)
     near = closest(word, [*builtin_plans(), *beside])
     return (did_you_mean(word, near), (near,)) if near else (LISTED, ())
 

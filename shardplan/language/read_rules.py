@@ -207,7 +207,7 @@ def _check_globs(root: Node, findings: Findings) -> None:
         if alternatives > MAX_ALTERNATIVES:
             findings.add(
                 TOO_LARGE,
-                f"the patterns of this plan stand for more than {MAX_ALTERNATIVES} alternatives",
+                f"the patterns of this plan have more than {MAX_ALTERNATIVES} alternatives",
                 path,
                 part,
                 help="write `*` for what is the same in all layers",

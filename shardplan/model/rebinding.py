@@ -162,8 +162,8 @@ def refuse_held(attribute: str, value: Any, names: Mapping[int, str]) -> None:
     for parameter in _tensors_in(value, set()):
         if isinstance(parameter, nn.Parameter) and (name := names.get(id(parameter))) is not None:
             raise HeldParameter(
-                f"{attribute} has the parameter {name} in a {type(value).__name__}, where it stays the old one when applying a "
-                "plan replaces it"
+                f"{attribute} keeps the parameter {name} in a {type(value).__name__}: applying a plan replaces the parameter, and "
+                "the old one stays there"
             )
 
 
@@ -248,7 +248,7 @@ class Rebinding:
         if isinstance(value, (*PLAIN, BuiltinFunctionType)) or depth > DEEPEST:
             return value
         if id(value) in self.names:
-            raise NotBound(f"uses {self.names[id(value)]}, and no reduced model has it")
+            raise NotBound(f"uses {self.names[id(value)]}, which no reduced model has")
         if id(value) in self._done:
             return self._done[id(value)]
         self._done[id(value)] = value  # for a value that contains itself

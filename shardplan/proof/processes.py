@@ -104,8 +104,8 @@ def check_sendable(source: Model) -> None:
             return
         why = "its class is not in a file"
     raise ValueError(
-        f"each process of the proof makes {source.shown} anew, and cannot find it: {why}. Define the class, and the functions given as "
-        "`inputs` and `reduced`, at the top level of a module that can be imported, or leave processes=True out"
+        f"each process of the proof builds {source.shown} again, and cannot find it: {why}. Define the class, and the functions "
+        "given as `inputs` and `reduced`, at the top level of a module that can be imported, or leave processes=True out"
     )
 
 

@@ -64,8 +64,7 @@ def _differing(
         message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
         primary=Label(blamed.rule.location, "next to what differs") if blamed is not None else None,
         notes=tuple(notes),
-        help="`shardplan verify` prints every tensor; leave what is around the first difference whole, "
-        "or reduce or gather its input",
+        help="`shardplan verify` prints every tensor; keep the module around the first difference whole, or reduce or gather its input",
         modules=tuple(dict.fromkeys(about)),
     )
 

@@ -39,8 +39,8 @@ from .user_step import MICRO, STEPS, Trial, dealt, joined, run_trial
 DIFFERENT_STEP = Code("SP561")
 ALONE = MeshSizes(tp=1)
 _MIXED = (
-    "parameters are DTensors, each on a mesh of its own, and no part of a plain loss or tensor: add the gradient of a term of the parameters to theirs behind "
-    "backward, `p.grad.add_(p, alpha=2 * weight)` for a sum of squares; where the script needs a whole parameter, `full_tensor()` is it"
+    "parameters are DTensors, and do not combine with a plain loss or tensor: add the gradient of a term of the parameters to theirs "
+    "after backward, `p.grad.add_(p, alpha=2 * weight)` for a sum of squares; `full_tensor()` returns a whole parameter"
 )
 SAID_BY_TORCH = {"mixed torch.Tensor and DTensor": _MIXED, "different meshes": _MIXED, "cross-mesh": _MIXED}
 

@@ -56,12 +56,15 @@ MEAN = (
     "divide sums by the count of the whole step, not by that of a rank or a micro-batch: `for batch, scale in shardplan.micro_batches(model, "
     "batches): (loss * scale).backward()`"
 )
-OF_A_BATCH = "what the loss takes of a batch as a whole (counts, weights, baselines, choices of rows) has to be that of all micro-batches of all data-parallel ranks"
+OF_A_BATCH = (
+    "numbers that the loss takes from a whole batch (counts, weights, baselines, choices of rows) must be those of all micro-batches "
+    "of all data-parallel ranks"
+)
 CLIP = "clip by the norm over all ranks: shardplan.clip_grad_norm_(model, ...), or torch's, once, after the last backward and every scaling"
 REDUCED = "the plan reduces gradients over ranks, tp and data-parallel: do not reduce them in the script"
 UNLIKE = (
-    "from equal gradients the script makes others than on one process: it reads the rank, the number of ranks, or a rank's part as if it were whole, "
-    "which `full_tensor()` is"
+    "the script changes equal gradients differently than on one process: it reads the rank, the number of ranks, or a rank's part as "
+    "if it were whole; `full_tensor()` returns the whole"
 )
 
 
@@ -142,9 +145,9 @@ def cut_into_micro_batches(part: Ran, joined: Ran, pieces: Sequence[Ran]) -> Dif
     given = [run.backward for run in pieces]
     weights, right = weights_of(part.backward, given), weights_of(joined.backward, given)
     if weights is None:
-        return Difference(f"{text}; it is no sum of what each micro-batch gives alone", None, line)
+        return Difference(f"{text}; it is not the sum of what each micro-batch gives alone", None, line)
     if right is None:
-        text += "; the one batch gives no sum of what each micro-batch gives alone"
+        text += "; the one batch does not give the sum of what each micro-batch gives alone"
         return Difference(text, OF_A_BATCH, line)
     text += f"; micro-batches, each alone, count {_listed(weights)} times, in one batch {_listed(right)}"
     return Difference(text, MEAN, line)
@@ -206,11 +209,14 @@ def of_parameters(own: Ran, one: Ran) -> Difference:
         where, mine, right = "before the optimizer's step", own.begun, one.begun
     elif one.stepped and (wrong := off(own.stepped, one.stepped)):
         name = next(iter(wrong))
-        text = f"{name} is {wrong[name]:.1e} off after the optimizer's step, whose gradients are right{counted(wrong, one.stepped)}"
-        help = "an optimizer that reads whole rows or matrices needs them: `full_tensor()`, or one that knows DTensors"
+        text = f"{name} is {wrong[name]:.1e} off after the optimizer's step, but the gradients are right{counted(wrong, one.stepped)}"
+        help = (
+            "an optimizer that reads whole rows or matrices needs whole parameters: use `full_tensor()`, or an optimizer that knows "
+            "DTensors"
+        )
         return Difference(text, help, line)
     else:
-        where, mine, right = "at the end of the step, whose gradients are right", own.after, one.after
+        where, mine, right = "at the end of the step, but the gradients are right", own.after, one.after
         wrong = off(mine, right)
         if one.stepped:
             where += ", and right after the optimizer's"
@@ -226,10 +232,10 @@ def of_updates(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
     text, line = f"optimizers step {own.updates} times, on one process {one.updates}", own.lines.get("update")
     if (counts := [run.updates for run in ranks]) and len(set(counts)) > 1:
         text += f"; those of the ranks {', '.join(map(str, counts))} times"
-        return Difference(text, "decide on all ranks together whether to step: reduce what it is decided by", line)
+        return Difference(text, "decide on all ranks together whether to step: reduce the value that decides it", line)
     if one.updates == one.backs and own.updates == own.backs:
         return Difference(text, "step once, after the backward of the last micro-batch", line)
-    return Difference(text, "decide whether to step by what all data-parallel ranks have, reduced over them", line)
+    return Difference(text, "decide whether to step by a value that is reduced over all data-parallel ranks", line)
 
 
 def of_rates(own: Ran, one: Ran) -> Difference | None:

@@ -44,7 +44,7 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
             )
         )
     if first.forwards and first.reached < first.forwards and first.reached < micro <= first.forwards:
-        text = f"of {first.forwards} forwards of the model in a step, backward reaches {first.reached}"
+        text = f"backward reaches {first.reached} of the model's {first.forwards} forwards in a step"
         found.append(Difference(text, "call backward for the loss of each micro-batch", line))
     if first.updates and not any(x.any() for x in first.update.values()):
         found.append(Difference("optimizers step without a gradient", "reduce gradients in the last micro-batch", line))
@@ -58,10 +58,13 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
                 if part.zeroed:
                     return [Difference(ZEROED, "zero gradients once a step, after the optimizer's", line)]
                 return [cut_into_micro_batches(part, joined, alone.pieces)]
-            text = f"the gradient of {wrong[0]} at the optimizer's step is {wrong[1]:.1e} off the one of the same rows in one batch, though it is right after backward"
+            text = (
+                f"the gradient of {wrong[0]} is right after backward, but at the optimizer's step it is {wrong[1]:.1e} off the one "
+                "of the same rows in one batch"
+            )
             if part.factor and joined.factor:
                 text += f": it is scaled by {part.factor:.4g}, in one batch by {joined.factor:.4g}"
-            help = "clip and scale gradients once, after the last micro-batch, by nothing that a micro-batch has"
+            help = "clip and scale gradients once, after the last micro-batch, by numbers that no single micro-batch decides"
             return [Difference(text, help, part.lines.get("update"))]
         if (
             part.loss is not None
@@ -74,7 +77,7 @@ def in_one_process(alone: Alone, micro: int) -> list[Difference]:
 
 
 ZEROED = "gradients of a micro-batch are zeroed before the next one's are added"
-ALIKE = "what is drawn for a whole value must be the same on all tp ranks: seed them alike"
+ALIKE = "random numbers for a whole value must be the same on all tp ranks: seed them alike"
 
 
 def on_ranks(alone: Alone, ranks: Sequence[Sequence[Ran]], experts: frozenset[str]) -> Difference | None:
@@ -92,8 +95,8 @@ def on_ranks(alone: Alone, ranks: Sequence[Sequence[Ran]], experts: frozenset[st
                 if (found := compared(own, one, now)) is not None:
                     said = f"step {step}, rank {rank}: {found.message}"
                     if before and found.help is None:
-                        said += f"; after step {step - 1} ranks had {' and '.join(before)} otherwise than one process"
-                        return Difference(said, f"make {next(iter(before))} of what all ranks have", found.line)
+                        said += f"; after step {step - 1} {' and '.join(before)} differed on ranks from one process"
+                        return Difference(said, f"compute {next(iter(before))} from what all ranks have", found.line)
                     return Difference(said, found.help, found.line)
         before = {name: why for name, why in apart(one, now).items() if why == "a rank's own"}
     return None
@@ -140,7 +143,7 @@ def _of_step(
         if written is None or right is None or not relative_error(written, right) <= LIMIT:
             every = [run.buffers.get(name) for run in ranks]
             alike = all(x is not None and written is not None and torch.equal(x, written) for x in every)
-            help = "make what is written of the batches of all data-parallel ranks: reduce it over them"
+            help = "compute what is written from the batches of all data-parallel ranks: reduce it over them"
             text = f"the step writes another value into the buffer {name} than on one process"
             return Difference(text if alike else f"{text}, each rank its own", None if alike else help)
     return of_loss(own, one, ranks)

@@ -175,8 +175,8 @@ def _of_all(name: str, right: Tensor, ranks: Sequence[Ran]) -> str | None:
     if relative_error(total, right) <= LIMIT:
         return "ranks have parts of its sum: all-reduce it"
     if relative_error(total / len(every), right) <= LIMIT:
-        return "it is right in the mean over ranks: all-reduce it, and divide by the ranks"
-    return "ranks have it unlike: make it of what all ranks have, reduced over them"
+        return "the mean over ranks is right: all-reduce it, and divide by the ranks"
+    return "ranks have different values of it: compute it from values that are reduced over all ranks"
 
 
 def apart(one: Ran, ranks: Sequence[Ran]) -> dict[str, str]:

@@ -139,5 +139,5 @@ def _wait_for(results: Sequence[Future[Any]]) -> None:
         if alive and count == len(left) and now == before:
             names = ", ".join(f"rank {rank}" for rank in ended)
             who = f"{names} ended, but the other ranks" if ended else "all ranks"
-            raise RuntimeError(f"{who} wait in a collective, or for what another rank should send")
+            raise RuntimeError(f"{who} wait in a collective, or for a value that no rank sends")
         before = now

@@ -35,7 +35,7 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
     if row.waiting > one.bound.seconds / 100:
         work = one.bound.terms["compute"] + row.waiting
         lines.append(
-            f"   collectives over tp, cp and ep take {seconds_text(row.waiting)}, and eager steps overlap them with nothing: they and compute "
+            f"collectives over tp, cp and ep take {seconds_text(row.waiting)}, and eager steps do not overlap them: they and compute "
             f"take {seconds_text(work)}"
         )
     if one.pipeline is not None:

@@ -111,7 +111,7 @@ def check_text(check: LockCheck, *, color: bool) -> str:
     asked = check.lock.asked
     said = f"{printable(asked.plan)} is bound to {printable(asked.model)} "
     parts.append(
-        paint("good" if check.ok else "error", said + ("as it was" if check.ok else "in another way than it was"))
+        paint("good" if check.ok else "error", said + ("as before" if check.ok else "differently than before"))
     )
     return "\n\n".join(parts)
 

@@ -73,7 +73,7 @@ def _pipeline(proof: PipelineProof, paint: Paint, all_rows: bool, width: int | N
     rows = proof.rows if all_rows else fold_rows(proof.rows)
     blocks = ", ".join(map(str, proof.sizes))
     title = f"pipeline parallel, {len(proof.sizes)} stages of {blocks} blocks ({RANKS[False]})"
-    carried = [f"handed on besides: {named_few(proof.carried)} ({len(proof.carried)} in all)"] if proof.carried else []
+    carried = [f"also passed on: {named_few(proof.carried)} ({len(proof.carried)} in all)"] if proof.carried else []
     return "\n".join([*_compared(title, rows, proof, paint, width), *carried])
 
 

@@ -106,7 +106,7 @@ STYLES = (
     Style(
         name="exchange_heads",
         summary="On the axis cp, a block that needs the whole sequence: each rank computes it for its share of heads or channels, as the "
-        "rules of `tensor_parallel` below it say; projections work on a rank's own tokens, and all-to-alls stand beside them.",
+        "rules of `tensor_parallel` below it say; projections work on a rank's own tokens, and all-to-alls exchange tokens for heads.",
         owns_parameters=False,
         on_cp=True,
         exchanges_heads=True,

@@ -24,7 +24,7 @@ def checkpoint_parameters(model: nn.Module | Pipeline, ranks: Sequence[int] | No
     members = mesh.mesh.flatten().tolist()
     chosen = members if ranks is None else [*ranks]
     if others := set(chosen) - set(members):
-        raise ValueError(f"ranks {sorted(others)} are not on the model's mesh: write some of ranks={members}")
+        raise ValueError(f"ranks {sorted(others)} are not on the model's mesh: choose from ranks={members}")
     own, inner = own_of(model), stored_parts(model)[0].inner
     group = None
     if len(members) != dist.get_world_size():

@@ -184,7 +184,7 @@ def _finish(new: Path, folder: Path) -> None:
     except OSError as error:
         if error.errno not in _OCCUPIED:
             raise
-        text = f"{folder} has files that no save put there, and {new} is the state that was to have the name: move one of them away"
+        text = f"{folder} has files that no save wrote, and {new} is the state that should have its name: move one of them away"
         raise OSError(error.errno, text) from error
     _flush(folder.parent)
 
@@ -208,8 +208,8 @@ def saving(new: Path, folder: Path) -> Iterator[None]:
 
 def _superseded(folder: Path) -> str:
     return (
-        f"another job began to save {folder} after this one, whose save is given up; nothing of the other's was touched. "
-        "End one of the jobs, or let them save to different folders"
+        f"another job began to save {folder} after this one: this save is given up, and the files of the other are untouched. End "
+        "one of the jobs, or let them save to different folders"
     )
 
 

@@ -86,7 +86,7 @@ def full_parameters(
         return checkpoint_parameters(model, ranks)
     if names != "model" or ranks is not None:
         raise ValueError(
-            f'names is "model" or "checkpoint", and ranks goes with "checkpoint", not names={names!r}, ranks={ranks!r}: write '
+            f'names must be "model" or "checkpoint", and ranks= needs "checkpoint", not names={names!r}, ranks={ranks!r}: write '
             'full_parameters(model, names="checkpoint", ranks=[0])'
         )
     if isinstance(model, Pipeline):

@@ -275,9 +275,8 @@ def _fills(
     missing = [one.names[0] for one in into if not any(name in found for name in one.names)]
     if missing:
         raise ValueError(
-            f"the engine has what the trainer has not: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Build "
-            'both models from one configuration; where one has fused modules, write fused={"qkv_proj": ("q_proj", '
-            '"k_proj", "v_proj")}'
+            f"the trainer lacks tensors of the engine: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Build both "
+            'models from one configuration; where one has fused modules, write fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}'
         )
     for i, one in enumerate(into):
         present = [name for name in one.names if name in found]

@@ -107,8 +107,8 @@ def _refuse_another(folder: Path) -> None:
     """Refuse to put an older state over a newer one: this job was stopped, and another took its place."""
     if folder in _seen and (found := identity(folder)) is not None and found != _seen[folder]:
         raise RuntimeError(
-            f"{folder} is not what this job last saved or loaded there: another job has saved it since, and its state stays. "
-            "End one of the jobs, or let them save to different folders; load_training_state takes over what is there"
+            f"{folder} is not what this job last saved or loaded there: another job has saved it since, and its state is kept. End "
+            "one of the jobs, or let them save to different folders; load_training_state takes over what is there"
         )
 
 
@@ -197,7 +197,9 @@ def _schedulers(given: Any, optimizers: Sequence[Optimizer]) -> list[LRScheduler
         if not isinstance(one, LRScheduler):
             raise TypeError(f"schedulers must be torch's LRScheduler or a list of them, not a {type(one).__name__}")
         if all(one.optimizer is not optimizer for optimizer in optimizers):
-            raise ValueError(f"a {type(one).__name__} is the schedule of another optimizer: pass that one too")
+            raise ValueError(
+                f"a {type(one).__name__} schedules an optimizer that was not passed: pass that optimizer too"
+            )
     return schedules
 
 

@@ -16,7 +16,7 @@ from .draft import Options, Rules, listed, section_documents
 
 WIDTH = 110
 SUMMED = "The block's sum is reduced once."
-SHARES = "`shares`: what in the model's code counts, or has a place for, what is split over the ranks."
+SHARES = "`shares`: the numbers and tensors in the model's code that depend on what is split."
 
 
 @dataclass(frozen=True, slots=True)

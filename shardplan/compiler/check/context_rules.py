@@ -34,9 +34,9 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             code=NO_SECTION,
             severity=Severity.ERROR,
             message=f"the mesh has cp {resolved.sizes.cp}, but the plan has no section `context_parallel`",
-            help="add the section: it says where sequences are split and how tokens meet (such as `model.layers.0: "
-            "split_seq_input` and `model.layers.*.self_attn: exchange_heads`). `shardplan init MODEL "
-            "--context-parallel` writes it, and the plan `auto` derives it",
+            help="add the section: it says where sequences are split and how tokens meet (such as `model.layers.0: split_seq_input` and "
+            "`model.layers.*.self_attn: exchange_heads`). `shardplan init MODEL --context-parallel` writes it, and the plan `auto` "
+            "derives it",
         )
     on_cp = resolved.on_cp
     if on_cp is None:

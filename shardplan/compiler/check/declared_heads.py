@@ -96,17 +96,14 @@ def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> str | None:
     if count is None or not isinstance(number, int):
         return None
     if group_number(facts.resolved, assignment, one.name) is None:
-        return (
-            f"{one.name} is {number}, which is neither {count}, the number of groups, nor the number of features "
-            "in a group"
-        )
+        return f"{one.name} is {number}, which is neither {count}, the number of groups, nor the number of features in a group"
     module = facts.resolved.tree.modules[assignment.name]
     ranks, over = facts.tp or 1, mean_ranks(facts.resolved, assignment.rule)
     if number == count == group_length(facts.resolved, module, assignment.rule) and over * over != ranks:
         return (
-            f"{one.name} is {number}, which is both the number of groups and the number of features in a "
-            f"group, and the two are divided differently: write `shares: {one.name}` if it is the number of "
-            "groups, and no share if it is the number of features"
+            f"{one.name} is {number}, which is both the number of groups and the number of features in a group, and the two are "
+            f"divided differently: write `shares: {one.name}` if it is the number of groups, and no share if it is the number of "
+            "features"
         )
     return None
 

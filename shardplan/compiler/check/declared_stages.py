@@ -100,8 +100,7 @@ def _shared(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagn
                 code=SHARED,
                 severity=Severity.ERROR if resolved.sizes.pp > 1 else Severity.WARNING,
                 message=(
-                    f"{group[0]} is part of {len(set(homes))} blocks: each of their pipeline stages would train a "
-                    "copy of it"
+                    f"{group[0]} is part of {len(set(homes))} blocks: each of their pipeline stages would train a copy of it"
                 ),
                 primary=field_label(section, "layers"),
                 help="use a mesh with pp 1",

@@ -162,8 +162,7 @@ def _inside(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     return (
         COMBINED,
         (
-            "{names} is part of a module whose experts are distributed: everything else in that module is whole on "
-            "every rank"
+            "{names} is part of a module whose experts are distributed: everything else in that module is whole on every rank"
         ),
         f"names a part of `{experts}`",
         "remove it",

@@ -39,8 +39,8 @@ def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=HOOKED,
             severity=Severity.ERROR,
-            message=f"hooks are registered on {resolved.tree.named(names)}: applying the plan replaces these "
-            "parameters, so the hooks would never run",
+            message=f"hooks are registered on {resolved.tree.named(names)}: applying the plan replaces these parameters, so the hooks would "
+            "never run",
             help=(
                 "register them after apply_plan, on the parameters that the model has then; under FSDP2 use "
                 "register_post_accumulate_grad_hook"
@@ -59,8 +59,8 @@ def _of_copies(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=HOOKED,
             severity=Severity.ERROR,
-            message=f"hooks are registered on {tree.named(names)}, and several pipeline stages have a copy: each hook "
-            "would see a part of the gradient",
+            message=f"hooks are registered on {tree.named(names)}, and several pipeline stages have a copy: each hook would see a part of "
+            "the gradient",
             help=AFTER_STEP,
             modules=names,
         )

@@ -30,8 +30,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=KERNEL,
             severity=Severity.ERROR,
-            message=f"{class_name} may compute {facts.resolved.tree.named(names)} in one kernel in training, with the "
-            f"parameters of {join(children, 'and')}: the kernel would skip what the plan does there",
+            message=f"{class_name} may compute {facts.resolved.tree.named(names)} in one kernel in training, with the parameters of "
+            f"{join(children, 'and')}: the kernel would skip what the plan does there",
             primary=Label(rule.location, "does not say `fused: false`" if own_rule is not None else "is skipped"),
             help=f"write `fused: false` in {'this rule' if own_rule is not None else f'a rule for {facts.resolved.tree.named(names)}'}",
             modules=tuple(names),

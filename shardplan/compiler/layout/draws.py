@@ -246,8 +246,7 @@ def unmanaged(modules: tuple[str, ...]) -> Diagnostic:
     return Diagnostic(
         code=DROPOUT,
         severity=Severity.ERROR,
-        message=f"dropout is above 0 in {named(modules)}, but this plan is not proven: the layouts of the values that "
-        "it drops are not known",
+        message=f"dropout is above 0 in {named(modules)}, but this plan is not proven: the layouts of the values that it drops are not known",
         help=SWITCH_OFF,
         modules=modules,
     )

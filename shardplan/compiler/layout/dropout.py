@@ -67,11 +67,9 @@ def around_compiled(
         Diagnostic(
             code=DROPOUT,
             severity=Severity.ERROR,
-            message=f"the plan compiles {named(mixed)} as one, which drops elements of whole values and of split ones: "
-            f"{named(inside)}",
+            message=f"the plan compiles {named(mixed)} as one, which drops elements of whole values and of split ones: {named(inside)}",
             primary=field_label(resolved.compile, "modules"),
-            help="compile smaller modules that have one of the two, leave these out of `compile`, or set one of the "
-            "probabilities to 0",
+            help="compile smaller modules that have one of the two, leave these out of `compile`, or set one of the probabilities to 0",
             modules=mixed,
         ),
     )

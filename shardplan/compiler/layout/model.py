@@ -456,8 +456,8 @@ def _undetermined(names: tuple[str, ...], allowed: bool) -> Diagnostic:
     found = Diagnostic(
         code=UNTYPED,
         severity=Severity.ERROR,
-        message=f"the layers of {named(names)} have the same classes, but their inputs have different layouts: the "
-        "layout is not known for a layer that the reduced model leaves out",
+        message=f"the layers of {named(names)} have the same classes, but their inputs have different layouts: the layout is not known for a "
+        "layer that the reduced model leaves out",
         modules=names,
     )
     return unproven(found, allowed)

@@ -113,9 +113,8 @@ class RankRecorder(Recorder):
         biases = [p.name for p in self.plan[name].parameters if p.withheld]
         if biases and own.ndim and own.shape[-1] != whole.shape[-1]:
             raise ValueError(
-                f"{name}.{biases[0]} is added to the output after its reduction and has {whole.shape[-1]} "
-                f"features, but a rank's output has {own.shape[-1]}: the output is split in its last dim, "
-                f"{whole.ndim - 1}"
+                f"{name}.{biases[0]} is added to the output after its reduction and has {whole.shape[-1]} features, but a rank's "
+                f"output has {own.shape[-1]}: the output is split in its last dim, {whole.ndim - 1}"
             )
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:

@@ -33,8 +33,8 @@ def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagn
         Diagnostic(
             code=WRITTEN,
             severity=Severity.ERROR,
-            message=f"the forward of {model.found.name} changes {named(names)}, but each of the {ranks} data-parallel "
-            "ranks has a batch of its own",
+            message=f"the forward of {model.found.name} changes {named(names)}, but each of the {ranks} data-parallel ranks has a batch of "
+            "its own",
             primary=field_label(resolved.data_parallel, "backend"),
             notes=("a gathered parameter loses what a forward writes into it; whole copies drift apart",),
             help=_help(model.benches[0].model, names),

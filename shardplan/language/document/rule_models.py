@@ -67,8 +67,8 @@ class ShareOptions(Strict):
     )
     groups: Given[Count] = Field(
         default=None,
-        description="How many groups, each with a mean of its own, a norm has; the name is that of its number of groups, or of the "
-        "length of one. With fewer groups than ranks, each is on several neighbouring ranks, by whose number the length is divided.",
+        description="How many groups a norm has, each with a mean of its own; the name is that of the number of groups, or of the length of a "
+        "group. With fewer groups than ranks, several neighbouring ranks share a group, and its length is divided by their number.",
         examples=["n_groups", 2],
     )
 
@@ -161,10 +161,11 @@ class RuleOptions(Strict):
     )
     shares: Given[Shares] = Field(
         default=None,
-        description="What of the module has a share on each rank: a number that its forward uses, by its name alone (it is divided by tp) or "
-        "with an expression over the module's own numbers, those with a share a rank's; a norm's number with `groups`; an argument of its "
-        "forward or a buffer with the `dim` that is split. A name that begins with `config.` is changed in a copy of the configuration. A rule of "
-        "`sequence_parallel` keeps those of the rule that it is laid over; `[]` is none.",
+        description="The numbers, arguments and buffers of the module of which each rank has its share. A number that its forward uses: its name "
+        "alone divides it by tp; an expression over the module's own numbers computes it, from a rank's share of the numbers that "
+        "have one. A norm's number, with `groups`. An argument of its forward or a buffer, with the `dim` that is split. A name that "
+        "begins with `config.` is changed in a copy of the configuration. A rule of `sequence_parallel` keeps the shares of the rule "
+        "that it is laid over; `[]` is none.",
         examples=[
             "config.num_attention_heads",
             ["num_heads", {"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"}],
@@ -210,17 +211,16 @@ class RuleOptions(Strict):
     )
     sum_outputs: Given[list[GlobText]] = Field(
         default=None,
-        description="Modules below this block, named from it in the order in which they run, whose partial sums the block's "
-        "code adds up and does nothing else with: they are added on each rank and reduced once, at the last of them. With "
-        "`optional`, each is reduced by itself where a model's block does something else. An empty list takes back what an "
-        "earlier rule says.",
+        description="Modules below this block, named from it, in the order in which they run. The block's code adds up their partial sums and "
+        "does nothing else with them: they are added on each rank and reduced once, at the last of the modules. With `optional`, "
+        "each is reduced by itself where a model's block does something else. An empty list takes back what an earlier rule says.",
         examples=[["self_attn.o_proj", "mlp.down_proj"]],
     )
 
     having: Given[AttributeName] = Field(
         default=None,
-        description="The rule is for those of the modules only below which there is a module or parameter of this name, or that have a "
-        "number of this name: blocks of one kind among blocks of several, or a module as one release of its code has it.",
+        description="The rule is only for modules that have a module or a parameter of this name below them, or a number of this name: blocks of "
+        "one kind among several, or a module as one release of its code has it.",
         examples=["experts"],
     )
     when: Given[ConditionText] = Field(

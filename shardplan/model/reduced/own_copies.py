@@ -83,7 +83,7 @@ def not_carried(name: str, error: NotBound) -> PlanError:
         )
     return refuse(
         NOT_CARRIED,
-        f"{name} was changed in a way that its reduced model cannot have: {error}",
+        f"{name} was changed in a way that its reduced model cannot reproduce: {error}",
         help="change the model after apply_plan, or pass `reduced`: a function that builds a reduced model with the same "
         "changes",
     )

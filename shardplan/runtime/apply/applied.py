@@ -282,14 +282,13 @@ def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
     for record in map(applied, parts_of(model)):
         if record.program.exchanges_heads:
             raise ValueError(
-                "modules with `exchange_heads` have the numbers of a rank's heads over cp, and cannot run "
-                "without the exchange: apply the plan on a mesh without cp for decoding"
+                "modules with `exchange_heads` have the numbers of a rank's heads over cp, and cannot run without the exchange: "
+                "apply the plan on a mesh without cp for decoding"
             )
         if unreadable := record.program.unreadable:
             raise ValueError(
-                f"the plan stores {unreadable[0]} differently with sequence parallelism than without it "
-                f"({len(unreadable)} in all), and a packed parameter is read only as it is stored: apply the "
-                "plan without sequence parallelism for decoding"
+                f"the plan stores {unreadable[0]} differently with sequence parallelism than without it ({len(unreadable)} in all), "
+                "and a packed parameter is read only as it is stored: apply the plan without sequence parallelism for decoding"
             )
     switched = [(record, record.shared) for record in map(applied, parts_of(model)) if record.shared is not None]
     before = [shared.regime.variant for _, shared in switched]

@@ -87,8 +87,7 @@ def placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
         if dim is not None:
             return Shard(dim)
         raise ValueError(
-            f"a stack of experts has the shape {tuple(shape)} on each ep rank, of which no dim can be divided over "
-            f"ep_shard {ranks} ranks: use another ep"
+            f"a stack of experts has the shape {tuple(shape)} on each ep rank, and ep_shard = {ranks} divides no dim of it: use another ep"
         )
 
     return place

@@ -54,8 +54,8 @@ def fuse_heads(model: nn.Module, program: Program, mesh: DeviceMesh | None) -> b
         layer = model.get_submodule(name).get_submodule(one.layer)
         if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
             raise ValueError(
-                f"{name}: the forward of {type(layer).__name__} is not that of nn.Linear, so that a loss cannot make its logits: "
-                'write `colwise_vocab`, or pass logits="sharded"'
+                f"{name}: the forward of {type(layer).__name__} is not that of nn.Linear, so a loss cannot make its logits: write "
+                '`colwise_vocab`, or pass logits="sharded"'
             )
         assert one.logits is not None, one
         wrap_forward(layer, FusedHead(one.logits, mesh))

@@ -67,10 +67,10 @@ def no_whole_labels(watched: Watched) -> Looks:
             return
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise ValueError(
-                "labels: a rank of cp has the logits of its own tokens, so labels are shifted and cut in front of the call: `with "
-                "context_parallel(model, input_ids=ids, labels=labels) as inputs: loss = model(**inputs).loss; loss.backward()`. For a loop that "
-                "cannot do so, add a rule `gather_seq_output` under `context_parallel`, for the module behind the last block: logits and "
-                "loss are then those of the whole sequence"
+                "labels: a rank of cp has the logits of its own tokens, so labels must be shifted and divided before the call: `with "
+                "context_parallel(model, input_ids=ids, labels=labels) as inputs: loss = model(**inputs).loss; loss.backward()`. For "
+                "a loop that cannot do so, add a rule `gather_seq_output` under `context_parallel`, for the module after the last "
+                "block: logits and loss are then those of the whole sequence"
             )
         if kwargs.get("logits_to_keep"):
             raise ValueError(

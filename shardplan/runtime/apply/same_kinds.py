@@ -90,8 +90,7 @@ def _message(by_rank: Mapping[int, tuple[str, ...]]) -> str:
         for names, those in ranks.items()
     ]
     return (
-        f"ranks need the same kinds of inputs in each forward, but {'; '.join(listed)}. FSDP2 gathers the "
-        "modules that read an input, and reduces their gradients, on all ranks or on none. Where a batch has "
-        "no image, pass a blank one (zeros) that no token reads: append its image tokens after the text, with "
-        "attention_mask 0 and labels -100. Do likewise for other inputs"
+        f"ranks need the same kinds of inputs in each forward, but {'; '.join(listed)}. FSDP2 gathers the modules that read an "
+        "input, and reduces their gradients, on all ranks or on none. Where a batch has no image, pass a blank one (zeros) that no "
+        "token reads: append its image tokens after the text, with attention_mask 0 and labels -100. Do likewise for other inputs"
     )

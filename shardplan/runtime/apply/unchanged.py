@@ -95,8 +95,8 @@ class _Modules:
         for module, before, now in zip(self.modules, self.classes, classes, strict=True):
             if now is not before and not (issubclass(now, FSDPModule) and issubclass(now, before)):
                 raise RuntimeError(
-                    f"{self.names[module] or 'the model'} is a {now.__name__} now, and was a {before.__name__} when the plan was applied, "
-                    "whose code was proven: set its class before apply_plan"
+                    f"{self.names[module] or 'the model'} is a {now.__name__} now, but the plan was proven with {before.__name__}, "
+                    "its class when the plan was applied: set its class before apply_plan"
                 )
         self.classes = classes
 
@@ -106,8 +106,8 @@ class _Modules:
                 owner = next(module for module in self.modules if module._modules is items)
                 what = "was removed" if now is None else f"was replaced by a {type(now).__name__}"
                 raise RuntimeError(
-                    f"{full_name(self.names[owner], leaf)} {what} after apply_plan, which has split and proven the one that was there: "
-                    "replace it before apply_plan"
+                    f"{full_name(self.names[owner], leaf)} {what} after apply_plan, which split and proved the earlier one: replace "
+                    "it before apply_plan"
                 )
         self.children = children
 
@@ -125,9 +125,9 @@ class _Modules:
             for number in now:
                 if number not in before and not _is_known(hook := there[number]):
                     raise RuntimeError(
-                        f"{name or 'every module'} got a {HOOKS[kind]} ({_shown(hook)}) after apply_plan: there it meets this rank's share of the "
-                        "values, and it is not proven. Register it before apply_plan, which then proves the plan with it; or on a module "
-                        "whose values are whole, such as the model"
+                        f"{name or 'every module'} got a {HOOKS[kind]} ({_shown(hook)}) after apply_plan: it would see this rank's "
+                        "share of the values, and it is not proven. Register it before apply_plan, which then proves the plan with "
+                        "it; or on a module whose values are whole, such as the model"
                     )
         self.known = hooks
 
@@ -182,9 +182,9 @@ class _Frozen:
             if (parameter := items.get(leaf)) is not None and parameter.requires_grad:
                 trained = [slot.name for slot in self.slots if slot.now is not None and slot.now.requires_grad]
                 raise RuntimeError(
-                    f"{trained[0]} is trained now ({len(trained)} in all), and was frozen when the plan was applied: its gradient is not proven, "
-                    "and may be reduced by nobody. Call requires_grad_(True) before apply_plan for all that is trained at any time, and "
-                    "requires_grad_(False) afterwards for what is not trained yet"
+                    f"{trained[0]} is trained now ({len(trained)} in all), and was frozen when the plan was applied: its gradient is "
+                    "not proven, and perhaps not reduced. Call requires_grad_(True) before apply_plan for every parameter that is "
+                    "trained at any time, and requires_grad_(False) afterwards for those that are not trained yet"
                 )
 
 

@@ -37,7 +37,4 @@ def _is_one(optimizer: Optimizer, kinds: Iterable[type | str]) -> bool:
 
 
 def _message(name: str, what: str, instead: str) -> str:
-    return (
-        f"{name} cannot step the parameters of a planned model: it {what}, for which DTensor, which they are, has no rule. Nothing was "
-        f"changed. {instead}"
-    )
+    return f"{name} cannot step the parameters of a planned model: it {what}, and DTensor has no rule for that. Nothing was changed. {instead}"

@@ -111,9 +111,9 @@ class _Part:
         """Called in backward: a checkpoint in the model's own forward runs the module again."""
         if self.unrecorded and self.regime.variant != self.plain and not _checkpoint_runs():
             raise RuntimeError(
-                f"{self.name} runs in a backward, and was called by itself before: whether a checkpoint of the model's own forward runs it "
-                "again is not known. Under sequence parallelism checkpoints need use_reentrant=False, and backwards of your own code "
-                "take values from the forward"
+                f"{self.name} runs in a backward, and was called by itself before: it is not known whether a checkpoint of the "
+                "model's own forward runs it again. Under sequence parallelism use checkpoints with use_reentrant=False, and let "
+                "backwards of your own code use values from the forward"
             )
 
     def _around_checkpoint(self, called: str) -> str:
@@ -129,8 +129,8 @@ class _Part:
             regime.look()
         if regime.unreadable and before != self.plain:
             raise RuntimeError(
-                f"{self.name} was called by itself: the plan stores {regime.unreadable} otherwise without sequence parallelism, so it "
-                "cannot run with whole values. Call the model that the plan was applied to"
+                f"{self.name} was called by itself: the plan stores {regime.unreadable} differently without sequence parallelism, so "
+                "it cannot run with whole values. Call the model that the plan was applied to"
             )
         self.unrecorded = self.unrecorded or not torch.is_grad_enabled()
         root = Unit(self.outer) if isinstance(self.outer, FSDPModule) else None

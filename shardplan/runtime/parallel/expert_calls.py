@@ -67,22 +67,23 @@ def expert_call(module: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     integers = [place for place, x in tensors.items() if _is_integer(x)]
     floating = [place for place, x in tensors.items() if x.is_floating_point()]
     if len(integers) != 1:
-        _refuse(module, f"it has {len(integers) or 'no'} integer tensors, where the ids of the experts are one")
+        _refuse(module, f"it has {len(integers) or 'no'} integer tensors, and needs one, the expert ids")
     (at_ids,) = integers
     shape = tensors[at_ids].shape
     alike = [place for place in floating if tensors[place].shape == shape]
     if len(alike) != 1:
         found = "no tensor" if not alike else f"{len(alike)} tensors"
-        _refuse(module, f"{found} of weights: they have the shape of the ids, {list(shape)}")
+        _refuse(module, f"{found} can be its weights, which have the shape of the ids, {list(shape)}")
     (at_weights,) = alike
     others = [place for place in tensors if place not in (at_ids, at_weights)]
     if len(others) != 1 or others[0] not in floating:
-        _refuse(module, f"besides ids and weights it has {len(others) or 'no'} tensors, where the tokens are one")
+        _refuse(module, f"besides ids and weights it has {len(others) or 'no'} tensors, and needs one, the tokens")
     (at_tokens,) = others
     tokens = tensors[at_tokens]
     if tokens.ndim < 2 or tokens.shape[:-1] != shape[:-1]:
         _refuse(
-            module, f"its tokens have the shape {list(tokens.shape)}, its ids {list(shape)}: not an id list a token"
+            module,
+            f"its tokens have the shape {list(tokens.shape)} and its ids {list(shape)}: each token needs a list of ids",
         )
     places = (at_tokens, at_ids, at_weights)
     flat = [tensors[place].reshape(-1, tensors[place].shape[-1]) for place in places]
@@ -95,6 +96,6 @@ def _is_integer(x: Tensor) -> bool:
 
 def _refuse(module: str, why: str) -> NoReturn:
     raise ValueError(
-        f"experts can be distributed where a call has tokens [..., H], integer ids of their experts [..., k] and weights "
-        f"[..., k]; the call of {module or '<model>'} has not: {why}"
+        "distributed experts are called with tokens [..., H], integer expert ids [..., k] and weights [..., k], but the call of "
+        f"{module or '<model>'} is different: {why}"
     )

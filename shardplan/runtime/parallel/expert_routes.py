@@ -185,5 +185,5 @@ def refuse_unknown(run: OwnRows, number: int) -> None:
     """
     if number:
         raise ValueError(
-            f"{run.call.module} was called with {number} ids that are not from 0 to {run.count - 1}, the experts of its plan"
+            f"{run.call.module} was called with {number} expert ids outside of 0 to {run.count - 1}, the experts of its plan"
         )

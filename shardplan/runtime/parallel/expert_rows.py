@@ -114,8 +114,7 @@ class OwnRows:
         wanted = (*(1,) * (len(self.call.shape) - 2), *rows.shape)
         if not isinstance(result, Tensor) or result.shape != wanted or result.dtype != rows.dtype:
             raise ValueError(
-                f"experts can be distributed where they return a tensor like the tokens, {_words(rows)}; "
-                f"{self.call.module} returns {_words(result)}"
+                f"distributed experts must return a tensor like the tokens, {_words(rows)}, but {self.call.module} returns {_words(result)}"
             )
         return result.reshape(rows.shape)
 

@@ -223,8 +223,8 @@ def fused_logits(
 
 def _refused(what: str) -> RuntimeError:
     return RuntimeError(  # torch drops the message of a TypeError in an operator
-        f"{what} is not possible with fused logits: they are computed in chunks of tokens, by a loss alone "
-        f'({READERS}). Apply the plan with logits="sharded" or "replicated", or call logits.make()'
+        f"{what} is not possible with fused logits: they are computed in chunks of tokens, by a loss alone ({READERS}). Apply the "
+        'plan with logits="sharded" or "replicated", or call logits.make()'
     )
 
 

@@ -54,8 +54,8 @@ class Tokens:
             return move(x, mesh, V(self.seq_dim), I)
         if x.ndim < 2 or not self.shape or x.shape[0] != self.shape[0] * self.shape[1]:
             raise ValueError(
-                f"a result {list(x.shape)} is read outside of its block, and does not say which tokens it is of: its module has tokens "
-                f"{list(self.shape)}"
+                f"a result {list(x.shape)} is read outside of its block, and its shape does not tell which tokens it has: its module "
+                f"has tokens {list(self.shape)}"
             )
         return move(x.unflatten(0, self.shape), mesh, V(self.seq_dim), I).flatten(0, 1)
 
@@ -89,7 +89,8 @@ def hand_out_over_cp(output: Any, reads: OutsideReads, module: nn.Module, length
             return move(x, mesh, reads.source, over)
         if x.ndim < 2 or x.shape[0] % own:
             raise ValueError(
-                f"a result {list(x.shape)} is read outside of its block, and does not say which tokens it is of: a rank has {own} of each row"
+                f"a result {list(x.shape)} is read outside of its block, and its shape does not tell which tokens it has: a rank has "
+                f"{own} of each row"
             )
         return move(x.unflatten(0, (-1, own)), mesh, reads.source, over).flatten(0, 1)
 

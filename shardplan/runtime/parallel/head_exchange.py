@@ -34,8 +34,8 @@ def hollow_of(x: Tensor, module: str, regime: Regime) -> Tensor:
 
     def refused(function: str) -> str:
         return (
-            f"{module}: its code computes with its argument ({function}) before a projection reads it, and a rank of the axis cp has only its "
-            f"own tokens of it: write `replicate_seq` in the place of `exchange_heads` for this module"
+            f"the code of {module} computes with its argument ({function}) before a projection reads it, but a cp rank has only its "
+            "own tokens of it: write `replicate_seq` in place of `exchange_heads` for this module"
         )
 
     return Hollow(x, torch.Size(shape), lambda whole: move(whole, regime.over_cp, R, V(SEQUENCE)), refused)
@@ -52,8 +52,8 @@ def taken(x: Tensor, module: str, regime: Regime) -> Tensor:
         return x.kept
     if not has_all_tokens(x, regime):
         raise RuntimeError(
-            f"{module} reads a value of shape {list(x.shape)}, which is not the argument of the module around it and does not have all "
-            f"{regime.length} tokens: write `replicate_seq` in the place of `exchange_heads` for that module"
+            f"{module} reads a value of shape {list(x.shape)}, which is not the argument of the module around it and does not have "
+            f"all {regime.length} tokens: write `replicate_seq` in place of `exchange_heads` for that module"
         )
     return x
 

@@ -13,8 +13,8 @@ from .fsdp_units import left_half_way, reset
 _current_graph_task_id = private("current_graph_task_id")
 
 LOST = (
-    "an exception left a backward of this model half-way, and the loop caught it: gradients of this optimizer step are of some "
-    "parameters alone, or hold a part of that batch. They are dropped now: begin the optimizer step again, with its first "
+    "an exception ended a backward of this model half-way, and the loop caught it: only some parameters have a gradient, or "
+    "gradients hold a part of that batch. The gradients of this optimizer step are dropped now: begin it again, with its first "
     "micro-batch (or call optimizer.zero_grad() where the exception is caught)"
 )
 

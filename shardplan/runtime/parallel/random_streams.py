@@ -54,8 +54,8 @@ class Streams:
     def __post_init__(self) -> None:
         if self.device != "cpu" and not hasattr(torch.get_device_module(self.device), "default_generators"):
             raise ValueError(
-                f"torch.{self.device} has no default_generators, whose state dropout under tensor parallelism exchanges: set the model's "
-                "dropout to 0"
+                f"torch.{self.device} has no default_generators, and dropout under tensor parallelism needs their state: set the "
+                "model's dropout to 0"
             )
 
     @property
@@ -133,13 +133,13 @@ class OnOwnStream:
             return forward(*args, **kwargs)
         if self.draws.get(variant) == "unseen" and vars(module)["p"] > 0:
             raise RuntimeError(
-                f"{self.name} drops elements, which it did not when the plan was checked: whether tp ranks must drop the "
-                "same is not known. Set its probability to 0"
+                f"{self.name} drops elements, and did not when the plan was checked: it is not known whether tp ranks must drop the "
+                "same ones. Set its probability to 0"
             )
         if not streams.running and _current_graph_task_id() == -1:
             raise RuntimeError(
-                f"{self.name} drops elements outside of the model's own forward, where tp ranks do not draw the numbers "
-                "that they must: call the model that the plan was applied to, not a part of it"
+                f"{self.name} drops elements outside of the model's own forward, where tp ranks do not draw the right numbers: call "
+                "the model that the plan was applied to, not a part of it"
             )
         if variant not in self.switches:
             return forward(*args, **kwargs)

@@ -149,8 +149,8 @@ def _read_together(
         if (mesh := parameter._spec.mesh).ndim > 1 and mesh.size() > mesh.size(mesh.ndim - 1):
             raise RuntimeError(
                 f"a module with a parameter of shape {list(parameter.shape)} was called by itself, and FSDP2 has not gathered its "
-                "parameters: they belong to a unit around it, which gathers them where it is called itself. Call the model: "
-                "model(..., output_hidden_states=True).hidden_states has what its blocks return"
+                "parameters: they belong to a unit around it, which gathers them when the unit is called. Call the model: model(..., "
+                "output_hidden_states=True).hidden_states has what its blocks return"
             )
     trained = [i for i, p in enumerate(parameters) if p.requires_grad and torch.is_grad_enabled()]
     shared = [i for i, program in enumerate(programs) if program.shared]

@@ -28,8 +28,8 @@ def refuse_shift_of_chunk(instead: str) -> None:
     another rank."""
     if OWN_TOKENS.get():
         raise ValueError(
-            "inside of context_parallel a rank has its own tokens, and shifting them would leave out the token at its end: pass "
-            f"labels= to context_parallel, which shifts the whole sequence, and call {instead} with the inputs that it gives"
+            "inside context_parallel a rank has its own tokens, and shifting them would lose the token at its end: pass labels= to "
+            f"context_parallel, which shifts the whole sequence, and call {instead} with the inputs that it gives"
         )
 
 

@@ -134,8 +134,8 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
     def whole(name: str, x: Tensor) -> Tensor:
         if micro_batches > 1 and (name in PACKED or _bounds(x, shown.values(), rows)):
             raise ValueError(
-                f"{name} {tuple(x.shape)} has the bounds of packed sequences, and none of its numbers belongs to a row: micro-batches "
-                "cannot be cut from it. Use micro_batches=1, or rows of one sequence each with an attention_mask"
+                f"{name} {tuple(x.shape)} has the bounds of packed sequences, which belong to no row: it cannot be divided into "
+                "micro-batches. Use micro_batches=1, or rows of one sequence each with an attention_mask"
             )
         if x.ndim and x.shape[0] == rows:
             return x

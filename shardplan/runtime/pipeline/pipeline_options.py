@@ -61,8 +61,7 @@ def read_pipeline(options: PipelineOptions | None, mesh: PlanMesh) -> PipelineOp
     if mesh.sizes.pp == 1:
         if options is not None:
             raise ValueError(
-                "the mesh has no axis pp of several ranks, which stages are laid on: leave `pipeline` out, or make the mesh "
-                "with build_mesh(pp=2, ...)"
+                "the mesh has no axis pp of several ranks for the stages: leave `pipeline` out, or make the mesh with build_mesh(pp=2, ...)"
             )
         return None
     if mesh.sizes.of(Axis.CP) > 1:

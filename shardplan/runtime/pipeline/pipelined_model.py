@@ -247,7 +247,7 @@ class Pipeline(Parted):
             losses = self._engine_for(handing).run(given, ahead) if train else self._evaluated(given, handing, ahead)
         except Exception as error:
             self._failed = in_words(error)
-            first = self._failures.tell(error) or "Where it is a communication that failed, another rank did first"
+            first = self._failures.tell(error) or "If a communication failed here, another rank failed first"
             raise RuntimeError(
                 f"a pipeline step failed on pp rank {self._rank}, which has the stages {', '.join(map(str, self.layout.own))}: "
                 f"{in_words(error)}\n{first}. The pipeline is not to be used any more"
@@ -270,7 +270,7 @@ class Pipeline(Parted):
         """Raise ValueError between the calls of an optimizer step: gradients of tied parameters are not added yet."""
         if self._more_to_come:
             raise ValueError(
-                "the last call of step had accumulate=True: call it once more without, which ends the step"
+                "the last call of step had accumulate=True, so the optimizer step is not complete: call step once more without it"
             )
 
     def _mode(self, given: Inputs) -> Mode:
@@ -296,21 +296,21 @@ class Pipeline(Parted):
     def _check_gradients(self, accumulate: bool, tokens: Any, calls: int) -> None:
         if (accumulate or self._more_to_come) and (tokens is None or calls < 2):
             raise ValueError(
-                "several calls for one optimizer step need `tokens`, those of all calls together, and `calls`, their number, "
-                "in each call"
+                "an optimizer step of several calls needs two arguments in each of them: `tokens`, the tokens of all calls together, "
+                "and `calls`, the number of calls"
             )
         changed = sorted(self._trained ^ self._trainable())
         if changed:
             now = "is not trained any more" if changed[0] in self._trained else "is trained now"
             error = ValueError(
-                f"{changed[0]} {now} ({len(changed)} in all): which gradients stages send follows from what was trained when the "
-                "model was cut. Set requires_grad before apply_plan"
+                f"{changed[0]} {now} ({len(changed)} in all), but the stages send gradients for the parameters that were trained "
+                "when the model was cut. Set requires_grad before apply_plan"
             )
             self._failures.tell(error)  # ranks with other stages do not know it
             raise error
         if hooked := next(filter(None, (copies.hooked for copies in self.copies)), None):
             error = ValueError(
-                f"hooks are registered on {hooked}, of which another stage has a copy: they would meet a part of the gradient. Please "
+                f"hooks are registered on {hooked}, and another stage has a copy: each hook would see a part of the gradient. Please "
                 f"{AFTER_STEP}"
             )
             self._failures.tell(error)
@@ -332,7 +332,7 @@ class Pipeline(Parted):
         """
         if self.loss_function is None and not self._shifted:
             raise ValueError(
-                "the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by"
+                "the model's loss is not a mean over next tokens: pass `tokens`, the number to divide the sum by"
             )
         return self.loss_function is None
 
@@ -340,7 +340,7 @@ class Pipeline(Parted):
         if labels is None:
             raise ValueError("a pipeline step needs labels, or tokens for a loss_fn that needs none")
         if not isinstance(labels, Tensor):
-            raise ValueError("the labels are no tensor, whose tokens a step could count: pass `tokens`")
+            raise ValueError("the labels are not a tensor, so the step cannot count their tokens: pass `tokens`")
         count = tokens_of(labels, shifted=self.shifts_labels()).to(self.device)
         for group in self.layout.mesh.batch_groups:
             dist.all_reduce(count, group=group)

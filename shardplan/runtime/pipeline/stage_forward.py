@@ -44,7 +44,7 @@ class StageForward:
 
     def __call__(self, *received: Tensor, **inputs: Any) -> Any:
         if self.call.loss is None:
-            raise ValueError("a stage runs inside of a pipeline's step alone: call step(input_ids=..., labels=...)")
+            raise ValueError("a stage runs only inside a pipeline's step: call step(input_ids=..., labels=...)")
         given = {**self.call.constants, **self.fixed, **inputs}
         taken = _Taken.apply(*received) if received else ()
         if not self.stage.is_last:

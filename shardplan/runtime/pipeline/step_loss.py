@@ -20,8 +20,9 @@ from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
 
 NUMBER = "num_items_in_batch"
 NOT_DIVIDED = (
-    f"the model's `loss_function` does not divide by `{NUMBER}`, and is not the mean over the tokens that a step counts, by which "
-    f"micro-batches could be weighed: let it return `total / {NUMBER}` where that is given, or pass PipelineOptions(loss_fn=...) to apply_plan"
+    f"the model's `loss_function` neither divides by `{NUMBER}` nor returns the mean over the tokens that a step counts, so "
+    f"micro-batches cannot be weighted: let it return `total / {NUMBER}` where {NUMBER} is given, or pass "
+    "PipelineOptions(loss_fn=...) to apply_plan"
 )
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -71,8 +72,8 @@ class StepLoss:
         loss = output.loss
         if not self.counted:
             raise RuntimeError(
-                "the model computes its loss without its `loss_function`, so that it cannot be divided by the tokens of the "
-                "global batch: pass PipelineOptions(loss_fn=...) to apply_plan"
+                "the model computes its loss without its `loss_function`, so it cannot be divided by the tokens of the global batch: "
+                "pass PipelineOptions(loss_fn=...) to apply_plan"
             )
         return loss / self.micro_batches
 
@@ -160,8 +161,8 @@ def _check_count(own: float, steps: float) -> None:
     """
     if abs(own - steps) > 0.5:
         raise RuntimeError(
-            f"the model's `loss_function` counts {own:.0f} tokens where a step counts {steps:.0f}: pass `tokens` to step, those of the "
-            "global batch as the function counts them"
+            f"the model's `loss_function` counts {own:.0f} tokens where a step counts {steps:.0f}: pass `tokens` to step, the number "
+            "for the global batch as the function counts it"
         )
 
 

@@ -94,4 +94,7 @@ def _apart(function: Callable[..., Tensor], device: torch.device) -> str | None:
         return f"the model's loss_function was replaced, and cannot be called with a rank's labels ({reason(raised)})"
     if error <= TOLERANCE[torch.float32]:
         return None
-    return "the model's loss_function was replaced by one that is no mean over next tokens with shift_labels and num_items_in_batch"
+    return (
+        "the model's loss_function was replaced, and the new one does not return a mean over next tokens, by shift_labels and "
+        "num_items_in_batch"
+    )

@@ -90,18 +90,18 @@ def count_expert_tokens(model: nn.Module | Parted, bias: str = BIAS) -> None:
     pairs = [pair for part in parts_of(model) for pair in _pairs(part, bias)]
     if not _on_any_rank(model, bool(pairs)):
         raise ValueError(
-            f"no module of experts has a floating buffer {bias!r} beside it with an element for each expert: the bias of its "
-            "router. Pass the buffer's name where the model has another"
+            f"no module of experts has a router bias {bias!r} next to it, a floating-point buffer with an element for each expert: "
+            "pass the name that the buffer has in this model"
         )
     modules, owners = [name for _, name, *_ in pairs], [id(found) for *_, found in pairs]
     if len(set(modules)) < len(modules) or len(set(owners)) < len(owners):
         raise ValueError(
-            f"modules of experts and buffers {bias!r} do not belong together one by one: {', '.join(modules)}"
+            f"each module of experts needs one buffer {bias!r}, and each buffer one module, which is not so for {', '.join(modules)}"
         )
     for _, name, _, found in pairs:
         if found.dtype not in _DTYPES:
             raise ValueError(
-                f"{bias} of the router of {name} is in {found.dtype}: keep it in float32, or steps are lost"
+                f"{bias} of the router of {name} is in {found.dtype}, in which small steps are lost: keep it in float32"
             )
     for part in parts_of(model):
         part.__dict__[_BEGUN] = True
@@ -185,8 +185,8 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
     nothing = [router.module for router, total in zip(routers, totals, strict=True) if not total.any()]
     if nothing:
         raise ValueError(
-            f"no token reached {nothing[0]} since the last update: call it after a step, and run forward in training mode, where "
-            "gradients are recorded (a reentrant checkpoint does not)"
+            f"no token reached {nothing[0]} since the last update: call this after a step, and run the forward in training mode with "
+            "gradients recorded (a reentrant checkpoint records none)"
         )
     for router, total in zip(routers, totals, strict=True):
         # In integers: a count equal to the mean must not differ from it by rounding.

@@ -95,14 +95,12 @@ def micro_batches(
     inner = unwrapped(inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner)
     if loss == "model" and not predicts_next_token(inner):
         raise ValueError(
-            f"{type(inner).__name__} does not return a mean loss over next tokens, which a step could divide "
-            "by their count: pass `labels`, and loss='sum' or loss='mean', whichever the loop's loss of a "
-            "micro-batch is"
+            f"{type(inner).__name__} does not return a mean loss over next tokens, which a step could divide by their count: pass "
+            "`labels`, and loss='sum' or loss='mean', whichever the loop's loss of a micro-batch is"
         )
     if loss == "mean" and record.mesh.sizes.cp > 1 and not _has_all_tokens(cast(Applied, record)):
         raise ValueError(
-            "a rank of the cp axis has its own tokens of the sequence, so it has no mean over all: compute the "
-            "sum, and pass loss='sum'"
+            "a rank of the cp axis has its own tokens of the sequence, so it has no mean over all: compute the sum, and pass loss='sum'"
         )
     return _of_model(cast(Applied, record), inner, list(batches), labels, loss, defer=defer)
 
@@ -113,8 +111,7 @@ def _of_model(
     own, tokens, empty = _counts(batches, labels, record.mesh, shifted=loss == "model")
     if empty and loss == "mean":
         raise ValueError(
-            f"no token counts in {empty} of the step's micro-batches, so they have no mean: compute the sum, "
-            "and pass loss='sum'"
+            f"no token counts in {empty} of the step's micro-batches, so they have no mean: compute the sum, and pass loss='sum'"
         )
     ranks = record.mesh.data_parallel_ranks
     if _has_all_tokens(record):  # its ranks have one loss, the whole batch's
@@ -128,8 +125,8 @@ def _of_model(
                 yield batch, scale
             if loss == "model" and not step.counted:
                 raise RuntimeError(
-                    f"micro-batch {number} ran without the model's `loss_function`, so that its loss is not divided by the tokens of the "
-                    "step: pass the labels to the model, or pass micro_batches loss='sum' or loss='mean', as your loss is"
+                    f"micro-batch {number} ran without the model's `loss_function`, so its loss was not divided by the tokens of the "
+                    "step: pass the labels to the model, or, for a loss of your own, pass loss='sum' or loss='mean' to micro_batches"
                 )
 
 
@@ -143,7 +140,7 @@ def _of_pipeline(pipeline: Parted, batches: Sequence[Any], labels: Labels) -> It
     assert isinstance(pipeline, Pipeline)
     if (wrong := next((batch for batch in batches if not isinstance(batch, Mapping)), None)) is not None:
         raise TypeError(
-            f"batches of a pipeline are mappings, the arguments of its step by name, not {type(wrong).__name__}"
+            f"a batch of a pipeline must be a mapping, the arguments of its step by name, not {type(wrong).__name__}"
         )
     shifted = isinstance(labels, str) and pipeline.shifts_labels()
     _, tokens, _ = _counts(batches, labels, pipeline.layout.mesh, shifted=shifted)
@@ -160,7 +157,7 @@ def _count(batch: Any, labels: Labels, *, shifted: bool) -> Tensor | int:
     if isinstance(labels, str):
         if not isinstance(batch, Mapping):
             raise TypeError(
-                f"a batch is a {type(batch).__name__} and has nothing named {labels!r}: pass labels=lambda batch: ..., its labels"
+                f"a batch is a {type(batch).__name__}, which has no {labels!r}: pass labels=lambda batch: ..., a function that returns them"
             )
         if batch.get(labels) is None:
             raise ValueError(f"a batch has no {labels!r}: pass `labels`, their name or a function of the batch")
@@ -171,7 +168,7 @@ def _count(batch: Any, labels: Labels, *, shifted: bool) -> Tensor | int:
         return found
     if not isinstance(found, Tensor) or found.is_floating_point() or found.is_complex():
         kind = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
-        raise TypeError(f"labels must be integers, bool or a count, not {kind}: a mask is `mask.bool()`")
+        raise TypeError(f"labels must be integers, bool or a count, not {kind}: convert a mask with `mask.bool()`")
     if found.dtype == torch.bool:
         return found.sum()
     return tokens_of(found, shifted=shifted) if found.ndim else found
@@ -190,8 +187,8 @@ def _counts(batches: Sequence[Any], labels: Labels, mesh: PlanMesh, *, shifted: 
     tokens, empty, count, squares = numbers.tolist()
     if ranks * squares != count**2:
         raise ValueError(
-            f"data-parallel ranks have unequal numbers of micro-batches, this one {len(own)}: give each rank equally many. One whose "
-            "labels are all -100 counts for nothing"
+            f"data-parallel ranks have unequal numbers of micro-batches (this rank has {len(own)}): give each rank the same number. "
+            "A micro-batch whose labels are all -100 adds nothing"
         )
     return own, max(tokens, 1), empty
 

@@ -142,7 +142,7 @@ class RankWatch:
                     continue
                 if silent:
                     places = {rank: _place(sign) for rank, sign in silent.items()}
-                    return self._decided(f"{_named(silent)} ended without a word, {places[min(places)]}")
+                    return self._decided(f"{_named(silent)} ended without reporting an error, {places[min(places)]}")
                 every = {self.rank: self._sign, **now}
                 rank, sign = min(
                     ((rank, one) for rank, one in every.items() if one.state == _FAILED), key=lambda pair: pair[1].order
@@ -195,7 +195,7 @@ def watch_ranks(
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "watch_ranks begins the default process group, and there is one: call it in place of init_process_group"
+            "the default process group exists already, and watch_ranks creates it: call watch_ranks in place of init_process_group"
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun has it

@@ -1,6 +1,6 @@
 """Backward runs behind the loop, for the last micro-batch alone."""
 
-# named: of 4 forwards of the model in a step, backward reaches 1
+# named: backward reaches 1 of the model's 4 forwards in a step
 
 import torch
 

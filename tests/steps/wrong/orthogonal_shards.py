@@ -1,6 +1,6 @@
 """An optimizer makes each rank's part of a matrix orthogonal."""
 
-# named: after the optimizer's step, whose gradients are right
+# named: after the optimizer's step, but the gradients are right
 
 import torch
 

@@ -1,6 +1,6 @@
 """LARS: the rate of each weight is the ratio of the norms of its parts on a rank."""
 
-# named: at the end of the step, whose gradients are right
+# named: at the end of the step, but the gradients are right
 
 import torch
 

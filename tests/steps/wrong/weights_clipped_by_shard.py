@@ -1,6 +1,6 @@
 """After the step each matrix is held to a norm, which is that of a rank's part."""
 
-# named: off at the end of the step, whose gradients are right, and right after the optimizer's
+# named: off at the end of the step, but the gradients are right, and right after the optimizer's
 
 import torch
 
