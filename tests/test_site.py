@@ -5,6 +5,10 @@ import re
 from pathlib import Path
 
 import shardplan
+from shardplan.cli.reference import cli_document
+from shardplan.language.form import KNOWN_VERSION
+from shardplan.report import json as reports
+from shardplan.report import lock_json
 
 ROOT = Path(__file__).parent.parent
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
@@ -37,3 +41,22 @@ def test_the_names_are_where_the_page_says():
         place = ROOT / module.replace(".", "/")
         path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         assert re.search(rf"^(def|class) {name}\b", path.read_text("utf-8"), flags=re.MULTILINE), f"{module}.{name}"
+
+
+def test_the_page_of_what_is_stable_has_the_versions():
+    page = (ROOT / "docs" / "stable.md").read_text("utf-8")
+    rows = {
+        cells[1].strip(): cells[2].strip()
+        for cells in (line.split("|") for line in page.splitlines())
+        if len(cells) == 5
+    }
+    said = {re.sub(r"\]\([^)]*\)|\[", "", name): version for name, version in rows.items() if version.isdigit()}
+    assert said == {
+        "the plan language": KNOWN_VERSION,
+        "the JSON Schema of plans": KNOWN_VERSION,
+        "the JSON Schema of reports": reports.VERSION,
+        "locks of plans": lock_json.VERSION,
+    }
+    codes = re.findall(r"^\| (\d) \|", cli_document().partition("## Exit codes")[2], flags=re.MULTILINE)
+    (row,) = (line for line in page.splitlines() if "exit-codes" in line)
+    assert re.findall(r"\b\d\b", row) == codes
