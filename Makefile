@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # Processes that tests start compile nothing again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: gates quick test test-all docs demo bench gpu judge judges exhaustive ep pp steps soundness adversaries mutants zoo variants two-writers faults
+.PHONY: gates quick test test-all docs demo bench release gpu judge judges exhaustive ep pp steps soundness adversaries mutants zoo variants two-writers faults
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -55,6 +55,9 @@ demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 
 bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle machine; most of an hour
 	$(BIN)/python -m benchmarks
+
+release: $(VENV)/.installed  ## both distributions, built, installed into new environments and tried there; VERSION=0.2.0 writes the version first
+	TORCH_CPU_INDEX=$(TORCH_CPU_INDEX) $(BIN)/python tools/release.py --out $(or $(DIST),dist) $(if $(VERSION),--version $(VERSION))
 
 gpu: $(VENV)/.installed  ## what eight minutes of a CUDA device can tell (MINUTES, RESULTS: a folder that has none yet)
 	$(BIN)/python -m tests.gpu --minutes $(or $(MINUTES),8) --out $(or $(RESULTS),build/gpu)

@@ -1,5 +1,6 @@
 """The two distributions: they ask for what the project asks for, they build offline, and the first works without torch."""
 
+import difflib
 import json
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 import shardplan
 from shardplan.report.pages import pages
+from tools import release
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,7 +33,6 @@ def project_data(folder: str) -> set[str]:
 
 def test_both_together_ask_for_what_the_project_does():
     whole, core, full = project("."), project("packages/core"), project("packages/shardplan")
-    assert {whole["version"], core["version"], full["version"]} == {shardplan.__version__}
     assert f"shardplan-core=={core['version']}" in full["dependencies"]
     both = {*core["dependencies"], *full["dependencies"]} - {f"shardplan-core=={core['version']}"}
     assert both == set(whole["dependencies"])
@@ -63,27 +64,63 @@ def test_what_models_need_beside_torch_brings_no_other_torch():
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wheels")
-    for name in ("core", "shardplan"):
-        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-        done = subprocess.run(
-            [*build, "-w", str(folder), str(ROOT / "packages" / name)], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+    return {name: release.build(name, folder)[1] for name in release.NAMES}
 
 
-def test_they_build_and_share_no_file(wheels):
+def test_each_wheel_is_built_from_its_source_and_they_share_no_file(wheels):
     files = {name: set(zipfile.ZipFile(path).namelist()) for name, path in wheels.items()}
-    assert files.keys() == {"shardplan", "shardplan_core"}
-    code = {
-        f"shardplan/{path.relative_to(ROOT / 'shardplan').as_posix()}" for path in (ROOT / "shardplan").rglob("*.py")
-    }
-    assert code <= files["shardplan_core"] and not any("__pycache__" in name for name in files["shardplan_core"])
-    for folder in ("plans", "schemas", "docs/diagnostics"):
-        data = {f"shardplan/_data/{folder}/{path.name}" for path in (ROOT / folder).iterdir()}
-        assert data <= files["shardplan_core"]
-    assert project_data(".") == {path.removeprefix("../../") for path in project_data("packages/core")} - {"shardplan"}
+    assert release.missing(wheels["shardplan-core"]) == set()
+    assert {"shardplan/api/check.py", "shardplan/_data/plans/llama.yaml"} <= release.wanted()
+    assert not any("__pycache__" in name for name in files["shardplan-core"])
+    assert project_data(".") == project_data("packages/core") == set(release.DATA)
     assert all(".dist-info/" in name for name in files["shardplan"])
+    assert all(any(name.endswith("/licenses/LICENSE") for name in names) for names in files.values())
+
+
+def test_a_wheel_that_lacks_a_page_is_noticed(wheels, tmp_path):
+    with zipfile.ZipFile(wheels["shardplan-core"]) as whole, zipfile.ZipFile(tmp_path / "some.whl", "w") as some:
+        for name in whole.namelist():
+            if not name.endswith("/SP401.md"):
+                some.writestr(name, b"")
+    assert release.missing(tmp_path / "some.whl") == {"shardplan/_data/docs/diagnostics/SP401.md"}
+
+
+def test_the_licence_is_one():
+    assert {path.read_text("utf-8") for path in (ROOT / "LICENSE", *(ROOT / "packages").glob("*/LICENSE"))} == {
+        (ROOT / "LICENSE").read_text("utf-8")
+    }
+    assert len(list((ROOT / "packages").glob("*/LICENSE"))) == 2
+
+
+def test_a_version_is_written_to_every_place_that_has_it(tmp_path):
+    for place in (*release.PLACES, "CHANGELOG.md"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / place, tmp_path / place)
+    assert set(map(frozenset, release.versions(ROOT).values())) == {frozenset({shardplan.__version__})}
+    for wrong in ("2", "9.8.7"):  # no version; none of the changelog's
+        with pytest.raises(ValueError, match=r"is no version|CHANGELOG\.md has no heading"):
+            release.write_version(tmp_path, wrong)
+    with (tmp_path / "CHANGELOG.md").open("a", encoding="utf-8") as file:
+        file.write("\n## 9.8.7 (2030-01-02)\n")
+    release.write_version(tmp_path, "9.8.7")
+    assert set(map(frozenset, release.versions(tmp_path).values())) == {frozenset({"9.8.7"})}
+    changed = [
+        line
+        for place in release.PLACES
+        for line in difflib.ndiff(
+            (ROOT / place).read_text("utf-8").splitlines(), (tmp_path / place).read_text("utf-8").splitlines()
+        )
+        if line.startswith("+ ")
+    ]
+    assert len(changed) == len(release.PLACES) + 1 and all("9.8.7" in line for line in changed)
+
+
+def test_a_command_that_prints_something_else_than_the_readme_is_noticed(tmp_path):
+    program = tmp_path / "shardplan"
+    program.write_text("#!/bin/sh\necho no findings\n")
+    program.chmod(0o755)
+    told = list(release.differences(tmp_path, tmp_path))
+    assert len(told) == 2 and all("\nno findings\n" in one for one in told)
 
 
 # Each command in a process of its own, forked from one that has imported no more than the command line.
@@ -105,7 +142,7 @@ for number, words in enumerate(json.loads(sys.argv[1])):
 def core(wheels, tmp_path_factory) -> Path:
     """What the wheel installs, outside of the repository."""
     folder = tmp_path_factory.mktemp("installed")
-    zipfile.ZipFile(wheels["shardplan_core"]).extractall(folder)
+    zipfile.ZipFile(wheels["shardplan-core"]).extractall(folder)
     (folder / "mine.yaml").write_text('version: "1"\nextends: llama\n')
     return folder
 
