@@ -1,5 +1,5 @@
 """What FSDP2 accepts and refuses on dim 0, so that the checks say neither more nor less
-(docs/decisions/0012)."""
+(docs/decisions/0015)."""
 
 from __future__ import annotations
 

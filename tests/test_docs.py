@@ -132,6 +132,13 @@ def test_every_decision_is_listed():
     assert listed == [(path.name, title) for path, title in zip(files, titles, strict=True)]
 
 
+def test_decisions_stay_few_and_short():
+    """At most 25, each at most a page: another one is merged into the story that it continues."""
+    words = {path.name: len(path.read_text("utf-8").split()) for path in (ROOT / "docs/decisions").glob("0*.md")}
+    assert 0 < len(words) <= 25, sorted(words)
+    assert {name: count for name, count in words.items() if count > 500} == {}
+
+
 def test_the_page_of_reports_says_what_they_say():
     rows = re.findall(
         r"^\|[^|]+\| \[[^]]+\]\(\.\./(reports/\S+)\)[^|]*\| ([^|]*) \|", TEXTS["docs/reports.md"], flags=re.MULTILINE

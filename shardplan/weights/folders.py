@@ -12,7 +12,7 @@ renamed to it any more. So a process that is continued after hours fails at its 
 until the process that it ends has seen it; the file for a dead process stays for good.
 
 So nothing here depends on what was true a moment ago: each step names its own key, and the file system refuses a step that comes too late.
-Only names in `.X.saves` and X itself are renamed. NFS does that on the server, and no locks are needed (docs/decisions/0071).
+Only names in `.X.saves` and X itself are renamed. NFS does that on the server, and no locks are needed (docs/decisions/0016).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ sequence_parallel section.
 - "collectives": of a step of the reduced model at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
   same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table. More of them
   backward are the minimum too where no choice of what is reduced has no more collectives and no more elements
-  (tests/zoo/block_inputs.py, decision 0032).
+  (tests/zoo/block_inputs.py, decision 0008).
 - "EP": the same proof with the experts distributed, at tp 2 with ep 2, in all variants of the plan; "-" where it distributes
   none (`python -m tests.zoo --experts`). Where the default configuration has one expert, seven or none, it gets eight (tests/zoo/experts.py).
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP

@@ -36,7 +36,7 @@ def checkpoint_modules(
 
     Args:
         compiled: the modules whose forward is compiled. In "selective" mode these are not wrapped: the compiler's
-            partitioner keeps products and collectives, and recomputes the rest (docs/decisions/0024).
+            partitioner keeps products and collectives, and recomputes the rest (docs/decisions/0017).
         regime: for a model whose parts may be called with other moves than those of the plan's overlays.
     """
     for name in names:

@@ -1,4 +1,4 @@
-"""The guards that watch the forwards of a planned model (docs/decisions/0045): one table, and one hook before each watched module."""
+"""The guards that watch the forwards of a planned model (docs/decisions/0004): one table, and one hook before each watched module."""
 
 from __future__ import annotations
 

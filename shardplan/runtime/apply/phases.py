@@ -230,8 +230,8 @@ def _replaces(work: Work) -> bool:
 
 
 # The order that works: heads inside of all else; styles first (they find modules by name); ties before FSDP2 (both names in one group); a
-# checkpoint around the compiled forward (docs/decisions/0002) and around modules that draw a rank's own random numbers
-# (docs/decisions/0044); FSDP2 last (its hooks outermost).
+# checkpoint around the compiled forward (docs/decisions/0017) and around modules that draw a rank's own random numbers
+# (docs/decisions/0017); FSDP2 last (its hooks outermost).
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("fused heads", _fused_heads),
     ("tensor parallel", _tensor_parallel),
