@@ -38,7 +38,7 @@ PLACES = {
     "packages/shardplan/pyproject.toml": r'(?<=^version = ")[^"]+|(?<="shardplan-core==)[^"]+',
     "CITATION.cff": r"(?<=^version: ).+",
     "docs/editors.md": r"(?<=^    rev: v).+",
-    "tests/cases/err/SP114-later.case": r"(?<=of which shardplan )\S+",
+    "tests/cases/err/SP114-later.case": r"(?<=but shardplan )\S+",
 }
 # Folder of the project -> where a wheel has it.
 DATA = {
