@@ -13,8 +13,8 @@ SECTION = """## Validation with expert parallelism
 
 `python -m benchmarks.experts`: whole processes of `shardplan validate TYPE TYPE`, with the numeric proof, with `--ep 4` over those without it,
 in turns, {repeats} times: the median of the ratios, in brackets the middle half of them; and the median seconds of both. With ep
-the plan has four variants that are proven, without it two. Other programs may have run
-beside: the seconds are of the wall clock, and the goal is for processor time.
+the plan has four variants that are proven, without it two. Other programs may have run at
+the same time: the seconds are of the wall clock, and the goal is for processor time.
 """
 
 

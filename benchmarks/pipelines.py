@@ -40,7 +40,7 @@ BASE = 3
 TEXT = """## Schedules of a pipeline
 
 `python -m benchmarks.pipelines`: a step of a Llama of 8 blocks on {ranks} gloo processes, {micro} micro-batches of {seq} tokens, the median of {turns} turns, over that of
-1F1B with 5 and 3 blocks in the same turn; beside it the same as `estimate` computes it, in closed form, with what a block and the head take in these processes. The head took {head:.1f} times what a block takes.
+1F1B with 5 and 3 blocks in the same turn; next to it the same as `estimate` computes it, in closed form, with what a block and the head take in these processes. The head took {head:.1f} times what a block takes.
 """
 
 

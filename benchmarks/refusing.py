@@ -22,7 +22,7 @@ from tests.case_tree import cases, run_case  # noqa: E402
 SECTION = """## Refusing
 
 `python -m benchmarks.refusing`: processor seconds of `validate` after imports for the slowest {slowest} of the {count} wrong
-plans in tests/cases whose layouts are checked, of which the search for a change that fixes the plan, and how many it tried
+plans in tests/cases whose layouts are checked; of these the seconds of the search for a change that fixes the plan, and how many it tried
 (at most {tries} and {seconds:.0f} s). The median over all is {median:.1f} s.
 """
 

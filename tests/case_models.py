@@ -386,7 +386,7 @@ class BoundedTable(Stack):
 
 
 def bounded_table() -> nn.Module:
-    """Two blocks behind a table with `max_norm`."""
+    """Two blocks after a table with `max_norm`."""
     return BoundedTable()
 
 

@@ -15,7 +15,7 @@ A case has the form of Go's txtar archives, which holds text of any kind, also w
     ...
 
 The command runs in a folder that holds the case's files and `models`. Lines are counted from a file's marker.
-`python tests/update_cases.py` writes what stands under `expected`, which comes last: what the command prints, and behind a
+`python tests/update_cases.py` writes what stands under `expected`, which comes last: what the command prints, and after a
 line `-- wrote NAME --` each file that it made or changed. Versions of what is installed stand there as `<torch>`,
 rounding errors of a proof, which another processor has others of, as `<error>`.
 """
@@ -48,7 +48,7 @@ class Case:
 
     Args:
         path: where it is.
-        command: the words behind `shardplan`.
+        command: the words after `shardplan`.
         files: the files that the command reads, by name.
         expected: the text that it prints; None where none has been written yet.
     """
@@ -113,7 +113,7 @@ def _written(case: Case, folder: Path) -> str:
 
 
 def _without_versions(text: str) -> str:
-    """An installed version stands beside its name alone (`"torch": "2.13.0"`, `torch: 2.13.0 -> 2.14.0`)."""
+    """An installed version stands next to its name alone (`"torch": "2.13.0"`, `torch: 2.13.0 -> 2.14.0`)."""
     from shardplan.core.versions import installed_versions
 
     for name, version in installed_versions().items():

@@ -20,7 +20,7 @@ class Diffusion:
     """A class of diffusers.
 
     Args:
-        name: the class; behind it in parentheses which of its options.
+        name: the class, followed in parentheses by which of its options.
         sizes: of the reduced model, in place of its configuration's.
         inputs: what the model is called with, from a generator.
         published: of the model whose share of split parameters the table has, where these are not the default configuration's.

@@ -68,8 +68,8 @@ class Case:
         implementation: of its experts.
         settings: of its configuration.
         exchange: of its experts, in place of the plan's.
-        rules: under `tensor_parallel`, beside the plan's.
-        sliced: under `expert_parallel: sequence_parallel:`, beside the plan's.
+        rules: under `tensor_parallel`, besides the plan's.
+        sliced: under `expert_parallel: sequence_parallel:`, besides the plan's.
         over_cp: under `context_parallel`; empty on a mesh with cp: derived.
         tokens: the shape of a batch.
         dtype: of the model.

@@ -69,7 +69,7 @@ def automodel_llama(model: object = None, sequence_parallel: bool = False) -> di
 
 
 def nemo_rl_qwen3() -> dict[str, ParallelStyle]:
-    """The older sequence-parallel form: norms hand on DTensors, and the matrices behind them say nothing."""
+    """The older sequence-parallel form: norms hand on DTensors, and the matrices after them say nothing."""
     return {
         **automodel_llama(sequence_parallel=True),
         **{name: SequenceParallel() for name in NORMS},

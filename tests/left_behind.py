@@ -39,7 +39,7 @@ def nothing_is_left(
 
 @contextmanager
 def _compared(folder: str, items: Iterable[pytest.Item], told: set[str]) -> Iterator[None]:
-    """Fail where the state is another behind it; warn where all the tests are slow. What commands and imports leave by design of a
+    """Fail where the state differs afterwards; warn where all the tests are slow. What commands and imports leave by design of a
     temporary folder is taken away.
 
     Args:

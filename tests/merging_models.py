@@ -88,7 +88,7 @@ class Parallel(nn.Module):
         mode: "" is that; "skip first", "skip second": without one of them; "third": with another reader;
             "checkpoint first", "checkpoint second", "checkpoint both", "checkpoint sum": these parts in a checkpoint, with
             "reentrant" in the old one; "in place": the value is changed between the two; "no grad": a reader without gradients runs first;
-            "norm of second": one is not just added; "swap": the second runs first; "drop": a dropout behind the first.
+            "norm of second": one is not just added; "swap": the second runs first; "drop": a dropout after the first.
     """
 
     def __init__(self, mode: str = "") -> None:
@@ -212,7 +212,7 @@ class TwoReaders(nn.Module):
 
 
 class Separating(nn.Module):
-    """Blocks of one class, of which some hand two tensors to the matrices."""
+    """Blocks of one class, some of which hand two tensors to the matrices."""
 
     def __init__(self, separate: bool):
         super().__init__()

@@ -166,7 +166,7 @@ UNDRAWN = {
 IMAGE_TEXT = {name: kind for kind, name in reversed(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())}
 
 
-# Trunks and heads beside those of causal language models: class -> type.
+# Trunks and heads besides those of causal language models: class -> type.
 MAPPINGS = (
     "MODEL_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices on planned models, and torch's own on the unsharded one beside them."""
+"""Optimizers of whole matrices on planned models, and torch's own on the unsharded one next to them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class BiasedBlock(nn.Module):
 
 
 class Slopes(nn.Module):
-    """ALiBi (arXiv 2108.12409), and a norm behind the embedding."""
+    """ALiBi (arXiv 2108.12409), and a norm after the embedding."""
 
     def __init__(self, merged: bool) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Mixed(nn.Module):
 
 
 class Hybrid(Tokens):
-    """Blocks of both kinds, one behind the other."""
+    """Blocks of both kinds, one after the other."""
 
     def __init__(self) -> None:
         super().__init__(Mixed, depth=0)
@@ -317,7 +317,7 @@ class Connected(nn.Module):
 
 
 class Connecting(nn.Module):
-    """Blocks with connections, and one behind them in front of the head."""
+    """Blocks with connections, and one after them in front of the head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -216,7 +216,7 @@ class FusedGate(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP beside each other, all that they read from one matrix, all that they give to one (ViT-22B)."""
+    """Attention and MLP side by side, all that they read from one matrix, all that they give to one (ViT-22B)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class ParallelBlock(nn.Module):
 
 
 class Beside(nn.Module):
-    """Attention and MLP beside each other, each with matrices of its own (GPT-J)."""
+    """Attention and MLP side by side, each with matrices of its own (GPT-J)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class Beside(nn.Module):
 
 
 class PostNorm(nn.Module):
-    """Norms behind the sums (BERT), in a block without parts."""
+    """Norms after the sums (BERT), in a block without parts."""
 
     def __init__(self) -> None:
         super().__init__()

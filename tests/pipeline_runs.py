@@ -1,4 +1,4 @@
-"""Training steps of a pipeline in real processes, and of the unsharded model beside it."""
+"""Training steps of a pipeline in real processes, and of the unsharded model next to it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_text_is_the_document() -> None:
 
 
 def patterns(rules) -> dict[str, tuple[str, dict]]:
-    """Every single pattern that rules stand for."""
+    """Every single pattern that rules match."""
     return {text: (rule.style, rule.options) for rule in rules for text in parse_glob(rule.pattern).texts}
 
 

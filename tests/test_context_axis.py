@@ -228,7 +228,7 @@ def test_a_projection_of_one_row_of_zeros_keeps_its_module_whole():
 
 @pytest.mark.slow
 def test_what_is_gathered_behind_a_norm_or_for_one_matrix_is_gathered_for_the_module_that_mixes_tokens():
-    assert derived("cohere") == HEADS  # attention and MLP beside each other
+    assert derived("cohere") == HEADS  # attention and MLP side by side
     assert derived("biogpt") == {
         "biogpt.layers.0": HEADS["model.layers.0"],
         "biogpt.layers.*.self_attn": "exchange_heads",

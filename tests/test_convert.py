@@ -778,7 +778,7 @@ def test_wrong_calls() -> None:
 
 @pytest.mark.parametrize("which", ["whole", "without a head", "with adapters"])
 def test_an_entry_means_the_modules_that_a_rule_reaches(which: str) -> None:
-    """Adapters' own modules and parameters belong to the layer; one that is trained whole stands for its original."""
+    """Adapters' own modules and parameters belong to the layer; one that is trained whole replaces its original."""
     model = small_model("llama")
     if which == "with adapters":
         model = peft.get_peft_model(

@@ -26,7 +26,7 @@ def project(folder: str) -> dict:
 
 
 def project_data(folder: str) -> set[str]:
-    """What a wheel takes from beside the package."""
+    """What a wheel takes from outside of the package."""
     read = tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))
     return set(read["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"])
 

@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: who draws whose numbers, and sharded steps beside unsharded ones with the same masks."""
+"""Dropout under tensor parallelism: who draws whose numbers, and sharded steps and unsharded ones with the same masks."""
 
 from __future__ import annotations
 

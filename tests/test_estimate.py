@@ -203,7 +203,7 @@ def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
 
 @pytest.mark.parametrize(("n", "chosen"), [(2, 2), (2, 4), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_a_token_that_is_sent_once_costs_no_more_than_gathering_all_of_them(n: int, chosen: int):
-    """With the sequence split, beside experts that are distributed inside tp: in rows of the hidden size. The ids and weights of a
+    """With the sequence split, next to experts that are distributed inside tp: in rows of the hidden size. The ids and weights of a
     row come on top, which of rows as short as these are a tenth."""
     experts, layers = 8, 2
     settings = TINY | {"num_local_experts": experts, "num_experts_per_tok": chosen}

@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(tmp_path):
         assert names(killed) == left
     on_ranks(4, run, str(tmp_path), "killed", "never", seconds=240)
     assert names(killed) == names(whole) == {"step-6", "step-7", "model"}
-    # Of a save that was killed an empty file stays, beside it (docs/decisions/0016).
+    # Of a save that was killed an empty file stays, next to the folder (docs/decisions/0016).
     assert not any(
         file.is_dir() or file.stat().st_size for saves in killed.glob(".*.saves") for file in saves.iterdir()
     )

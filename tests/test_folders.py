@@ -37,7 +37,7 @@ def content(folder: Path) -> str | None:
 
 
 def left(folder: Path) -> set[str]:
-    """What is beside: "new", "old", "gone", and "ended" for the file that ends a save."""
+    """What is next to the folder: "new", "old", "gone", and "ended" for the file that ends a save."""
     if not beside(folder).exists():
         return set()
     return {"ended" if path.is_file() else path.suffix[1:] for path in beside(folder).iterdir()} or {"the folder"}
@@ -145,7 +145,7 @@ def test_a_second_save_that_is_killed_too_removes_nothing_that_is_whole(every, f
 
 @BOTH
 def test_a_save_that_is_stopped_while_another_runs(first, folders):
-    """Wherever the first stands: the other counts, and nothing is left beside."""
+    """Wherever the first stands: the other counts, and nothing is left next to it."""
     ended = 0
     for step in range(length(place(folders, first), first=first) + 1):
         folder = place(folders, first)

@@ -1,4 +1,4 @@
-"""A frozen vision tower beside a trained projector and text model: equal on simulated ranks, and on real ones under FSDP2."""
+"""A frozen vision tower with a trained projector and text model: equal on simulated ranks, and on real ones under FSDP2."""
 
 from __future__ import annotations
 

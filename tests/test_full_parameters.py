@@ -52,7 +52,7 @@ def run(sizes: dict[str, int]) -> list[tuple[dict[str, Tensor], dict[str, Tensor
         ids = batch(3)
         with torch.no_grad():
             model(input_ids=ids, labels=ids, use_cache=False)
-        refusals(model)  # FSDP2 leaves gathered parameters behind
+        refusals(model)  # FSDP2 leaves parameters gathered
         again = dict(shardplan.full_parameters(model))
         assert all(torch.equal(again[key], value) for key, value in values.items())
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -26,10 +26,10 @@ FORMS = {
     "idefics": ("image",),  # a mask of which tokens read a picture
     "inkling2": ("text", "image"),  # what becomes one token, as a picture
     "inkling_mm_model": ("text", "image"),  # patches over several frames
-    "instructblip": ("image",),  # a question beside the picture
+    "instructblip": ("image",),  # a question next to the picture
     "kimi_k25": ("text", "image", "video"),  # square patches
     "kosmos-2": ("image",),  # places without a token
-    "kosmos-2.5": ("text", "image"),  # patches behind their places
+    "kosmos-2.5": ("text", "image"),  # patches after their places
     "minicpmv4_6": ("text", "image", "video"),  # patches in one row
     "molmo2": ("image",),  # layers that are read by their number
     "nemotron_h_omni": ("text", "image"),  # grids without time

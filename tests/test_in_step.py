@@ -1,4 +1,4 @@
-"""A rank whose code skips operations that the unsharded model runs: those behind are compared with their own."""
+"""A rank whose code skips operations that the unsharded model runs: those that follow are compared with their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_places_behind_skipped_operations() -> None:
     steps = InStep(trace("view", "repeat", "repeat", "t", "t", "t", "add"), trace("view", "t", "t", "t", "add"))
     assert [steps.place(("m", 1, i)) for i in range(5)] == [("m", 1, i) for i in (0, 3, 4, 5, 6)]
     assert steps.place(("m", 1, "4.0")) == ("m", 1, "6.0")
-    assert steps.place(("m", 1, "5.out")) == ("m", 1, "7.out")  # what is read behind the last one
+    assert steps.place(("m", 1, "5.out")) == ("m", 1, "7.out")  # what is read after the last one
     assert steps.place(("m", 1, "in")) == ("m", 1, "in") and steps.place(("other", 1, 3)) == ("other", 1, 3)
 
 

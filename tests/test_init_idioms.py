@@ -136,7 +136,7 @@ def test_patterns_of_lists(modules: tuple[nn.Module, ...], pattern: str) -> None
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP beside each other in one module, one head of keys and values in one matrix, and a bias for each head from outside."""
+    """Attention and MLP side by side in one module, one head of keys and values in one matrix, and a bias for each head from outside."""
 
     def __init__(self, reads_width: bool = False) -> None:
         super().__init__()

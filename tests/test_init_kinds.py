@@ -52,7 +52,7 @@ class BatchedGates(Gates):
 
 
 class Recurrence(nn.Module):
-    """Like an RG-LRU: a convolution, a recurrence of each channel by itself, and a gate beside it."""
+    """Like an RG-LRU: a convolution, a recurrence of each channel by itself, and a gate next to it."""
 
     def __init__(self, gates: type[Gates]) -> None:
         super().__init__()

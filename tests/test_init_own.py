@@ -220,7 +220,7 @@ class Side(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder-decoder: two lists of blocks, with nothing behind either."""
+    """An encoder-decoder: two lists of blocks, with nothing after either."""
 
     def __init__(self) -> None:
         super().__init__()

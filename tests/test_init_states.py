@@ -219,7 +219,7 @@ def test_a_layer_of_channels_of_ones_own() -> None:
 
 
 def of_states(plan: Any, name: str) -> dict[str, tuple[Any, ...]]:
-    """What a plan says of each module and parameter of the layers with a state. Where the sum is reduced, at the last matrix or behind
+    """What a plan says of each module and parameter of the layers with a state. Where the sum is reduced, at the last matrix or after
     it, is no part of that, nor for which releases of the class a rule is."""
     resolved, _ = bind(plan, find_model(name).tree, MeshSizes(tp=2))
     named = {

@@ -1,4 +1,4 @@
-"""More tp ranks than key-value heads: several ranks compute with one head, of which each stores a part."""
+"""More tp ranks than key-value heads: several ranks compute with one head, and each stores a part of it."""
 
 from __future__ import annotations
 

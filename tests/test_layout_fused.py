@@ -92,7 +92,7 @@ class Open(FromWhole):
 
 
 class Block(nn.Module):
-    """Attention beside a residual stream."""
+    """Attention next to a residual stream."""
 
     def __init__(self, attention: type[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What hid from the layout check: values behind a tolerance or a gate, results that nobody looked at, bodies of functions."""
+"""What hid from the layout check: values below a tolerance or after a gate, results that nobody looked at, bodies of functions."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_attention_without_heads_raises_in_a_mode() -> None:
 
 
 def test_code_that_meets_empty_tensors_unsharded_too_may_do_so_on_a_rank() -> None:
-    """A loop over experts, of which some get no tokens."""
+    """A loop over experts, some of which get no tokens."""
 
     def experts(m: Block, x: Tensor, h: Tensor) -> Tensor:
         result = m.head(x)

@@ -1,4 +1,4 @@
-"""What a live model has beside its class and configuration is in its reduced model, or refused by name; the applied model
+"""What a live model has besides its class and configuration is in its reduced model, or refused by name; the applied model
 runs it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples beside the training script: a mixture of experts, packed documents over cp, an inference engine that gets the weights,
+"""The examples besides the training script: a mixture of experts, packed documents over cp, an inference engine that gets the weights,
 a notebook."""
 
 import json

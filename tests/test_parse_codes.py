@@ -11,7 +11,7 @@ CODES = [code for code in codes_in("language") if code != "SP101"]  # whose exam
 
 
 def found(example: str, folder: Path) -> set[str]:
-    """The codes of an excerpt, read as the file mine.yaml beside base.yaml."""
+    """The codes of an excerpt, read as the file mine.yaml next to base.yaml."""
     (folder / "base.yaml").write_text('version: "1"\ntensor_parallel: {norm: replicate}\n')
     (folder / "mine.yaml").write_text(example if "version:" in example else f'version: "1"\n{example}')
     return {finding.code for finding in lint_plan(folder / "mine.yaml").diagnostics}

@@ -38,7 +38,7 @@ EXPERTS = {
 }
 
 
-DOCUMENTS = ((11, 13, 8), (16, 16))  # their lengths in each row: they end beside the cut and at it
+DOCUMENTS = ((11, 13, 8), (16, 16))  # their lengths in each row: they end next to the cut and at it
 
 
 def inputs_of(case: dict[str, Any], share: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from test_processes_context_axis import compared
 # Lengths of the documents in two rows of 32 tokens. Two ranks cut them at 16, four at 8, 16 and 24; windows have 5 or 8 tokens, chunks of scans 8.
 PACKINGS = (
     ((16, 16), (8, 8, 8, 8)),  # at every cut
-    ((17, 15), (7, 9, 9, 7)),  # beside them
+    ((17, 15), (7, 9, 9, 7)),  # next to them
     ((15, 17), (9, 7, 7, 9)),
     ((32,), (1,) * 32),  # one; as many as tokens
     ((31, 1), (1, 31)),

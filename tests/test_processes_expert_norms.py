@@ -1,4 +1,4 @@
-"""Experts whose class has a norm beside their stacks, which all of them share: it is whole on every rank, and its gradient is a
+"""Experts whose class has a norm next to their stacks, which all of them share: it is whole on every rank, and its gradient is a
 sum over all that run some of them."""
 
 from __future__ import annotations

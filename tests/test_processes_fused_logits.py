@@ -46,7 +46,7 @@ def targets(vocabulary: int) -> Tensor:
 
 
 def capped(logits: Tensor, scale: Tensor) -> Tensor:
-    """What models do behind their heads."""
+    """What models do after their heads."""
     logits = torch.tanh((logits * scale) / 3.0) * 3.0
     logits += 0.5
     return logits.to(torch.float64)

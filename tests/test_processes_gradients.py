@@ -34,7 +34,7 @@ LIMIT = 1e-6  # the norm is a float32
 
 
 class Built:
-    """Parameters with gradients on many meshes, and the whole gradients beside them."""
+    """Parameters with gradients on many meshes, and the whole gradients next to them."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         self.dtype = dtype
@@ -248,7 +248,7 @@ class Block(nn.Module):
 
 def torchs_own_parallelism() -> bool:
     """`parallelize_module` and `fully_shard` without a plan: strided shards under FSDP2; without it, partial sums; and
-    blocks of which one is on both axes, one on tp and one is plain."""
+    blocks, one of which is on both axes, one on tp and one is plain."""
     both, _ = meshes()
     torch.manual_seed(0)
     reference = nn.Sequential(Block(), Block(), Block()).double()

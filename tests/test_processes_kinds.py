@@ -26,7 +26,7 @@ UNITS = {
 
 
 def blank_image(text: Batch, image: Batch, token: int) -> Batch:
-    """The line that the message says: zeros, and image tokens behind the text that count for nothing."""
+    """The line that the message says: zeros, and image tokens after the text that count for nothing."""
     count = int((image["input_ids"] == token).sum(1).max())
     rows = len(text["input_ids"])
     filled = {"input_ids": token, "labels": -100, "attention_mask": 0}

@@ -1,4 +1,4 @@
-"""README's loop on unequal numbers of labels, and the loops beside it, against one process with the same global batches."""
+"""README's loop on unequal numbers of labels, and the loops next to it, against one process with the same global batches."""
 
 from __future__ import annotations
 

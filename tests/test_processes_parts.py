@@ -120,7 +120,7 @@ def test_parts_are_right_where_their_parameters_are_sharded():
 
 
 def call_sharded() -> None:
-    """The root's parameters are gathered for a part, and their gradients reduced, also where no unit runs beside it."""
+    """The root's parameters are gathered for a part, and their gradients reduced, also where no unit runs next to it."""
     reference = small_model("qwen3", dtype=torch.float64).train()
     for name in ("the trunk", "the head alone"):
         model = planned(reference, {"sequence_parallel": True}, dp_shard=2, tp=2)

@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def rates(tp: int) -> list[float]:
-    """The learning rate after each of four micro-batches, of which two are a step."""
+    """The learning rate after each of four micro-batches, two of which are a step."""
     as_torchrun()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     mesh = init_device_mesh("cpu", (2 // tp, tp), mesh_dim_names=("dp_shard", "tp"))

@@ -1,4 +1,4 @@
-"""The proof in real processes: from Python, from the command line, and beside the simulation. And our styles in
+"""The proof in real processes: from Python, from the command line, and compared with the simulation. And our styles in
 torch's own `parallelize_module`."""
 
 from __future__ import annotations

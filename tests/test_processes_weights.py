@@ -255,7 +255,7 @@ def load_damaged(folders: dict[str, Path], good: Path, cut: Path) -> dict[str, t
     shardplan.load_checkpoint(model, good)
     with torch.no_grad():
         [parameter.to_local().zero_() for parameter in model.parameters()]
-    logits_of(model)  # FSDP2 leaves gathered parameters behind, which are not to be loaded into
+    logits_of(model)  # FSDP2 leaves parameters gathered, which are not to be loaded into
     shardplan.load_checkpoint(model, good)
     expected = small_model("llama").state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in whole_state(model).items())
@@ -342,7 +342,7 @@ def save_in_vain(good: Path, folder: Path) -> dict[str, Any]:
         said["full"] = error_of(partial(save, overwrite=True))
 
     optimizer = train_a_step(model)
-    logits_of(model)  # FSDP2 leaves gathered parameters behind, which the optimizer does not hold
+    logits_of(model)  # FSDP2 leaves parameters gathered, which the optimizer does not hold
     step = {"step": 1, "losses": [1.5, torch.tensor(2.0)]}
     store = partial(shardplan.save_training_state, model, optimizer, folder / "training")
     store(extra=step)

@@ -1,4 +1,6 @@
-"""The words of the prose: four of an older dialect of this project had to be read twice, and do not come back."""
+"""The words of the prose: four of an older dialect of this project had to be read twice, and do not come back.
+
+They are looked for in docstrings, comments and messages, in the pages and in the comments of plans."""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ MOST = 10  # arguments with such a name, and what is literal
 
 
 def prose(text: str) -> Iterator[str]:
-    """The docstrings and comments of a module."""
+    """The docstrings, messages and comments of a module; a name alone is none."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.value
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     yield from (token.string for token in tokens if token.type == tokenize.COMMENT)
 
@@ -31,6 +33,23 @@ def test_the_package_is_written_in_plain_words() -> None:
         for said in DIALECT.finditer(one)
     ]
     assert len(found) <= MOST, "\n".join(found)
+
+
+def test_pages_and_plans_are_written_in_plain_words() -> None:
+    files = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "plans").glob("*.yaml"),
+    ]
+    assert len(files) > 300
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()[:120]}"
+        for path in sorted(files)
+        for line in path.read_text("utf-8").splitlines()
+        if DIALECT.search(line)
+    ]
+    assert found == []
 
 
 def test_the_words_are_found() -> None:

@@ -32,7 +32,7 @@ class Recipe:
         edits: file -> old text -> new text; "" is the end of the file, which may be new.
         commands: those that the recipe names.
         generated: file that they write -> a text in it.
-        files: files of the person's own, beside the project.
+        files: files of the person's own, next to the project.
         used: command -> a text that it prints; it ends well.
     """
 
@@ -268,7 +268,7 @@ def section(title: str) -> str:
 
 
 def by_hand(title: str) -> list[str]:
-    """The paths behind `By hand:`; one that ends with a slash is a file in that folder."""
+    """The paths after `By hand:`; one that ends with a slash is a file in that folder."""
     said = re.search(r"^By hand: (.*?)$", section(title), re.MULTILINE)
     assert said is not None, title
     return re.findall(r"`([^`]+)`", said[1])

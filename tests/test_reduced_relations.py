@@ -94,7 +94,7 @@ def test_a_list_of_a_layer_for_each_is_no_difference_in_kind():
 
 
 class Sections(LlamaConfig):
-    """A loop over some layers, with others before and behind; what is written counts two blocks for each layer, as Dory's."""
+    """A loop over some layers, with others before and after; what is written counts two blocks for each layer, as Dory's."""
 
     model_type = "sections"
 

@@ -97,7 +97,7 @@ def test_bytes():
         ),
         (
             {"sequence_parallel": True, "compile": {"modules": ["model.layers.*"], "async_tensor_parallel": True}},
-            "beside gathers and scatters (`async_tensor_parallel`)",
+            "with gathers and scatters (`async_tensor_parallel`)",
         ),
     ],
 )

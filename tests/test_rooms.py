@@ -1,4 +1,4 @@
-"""What imports may be, beside the contracts in pyproject.toml that `lint-imports` checks. Imports are read, not run."""
+"""What imports may be, besides the contracts in pyproject.toml that `lint-imports` checks. Imports are read, not run."""
 
 from __future__ import annotations
 

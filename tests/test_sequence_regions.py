@@ -38,7 +38,7 @@ class Encoder(nn.Module):
 
 
 class Pooled(nn.Module):
-    """What is behind the encoder reads one token."""
+    """What is after the encoder reads one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Stack(nn.Module):
 
 
 class OfStates(nn.Module):
-    """What is behind the encoder reads its hidden states, not its first output."""
+    """What is after the encoder reads its hidden states, not its first output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arguments of which each rank reads its share, and fused matrices of several blocks of heads."""
+"""Arguments that are split, each rank reading its share, and fused matrices of several blocks of heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of which each rank reads its share."""
+"""Buffers that are split: each rank reads its share."""
 
 from __future__ import annotations
 

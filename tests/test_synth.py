@@ -103,7 +103,7 @@ def rules(name: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_what_meets_in_halves_has_a_share_of_both() -> None:
-    """DiffLlama subtracts heads of its first half from those of its second. A block input says nothing of the lambdas beside it."""
+    """DiffLlama subtracts heads of its first half from those of its second. A block input says nothing of the lambdas next to it."""
     found = rules("diffllama")
     assert {found[f"{ATTENTION}.{x}_proj"] for x in "qkv"} == {"packed_colwise"}
     assert found[ATTENTION] == "input_with_grad_allreduce"

@@ -16,7 +16,7 @@ QKV = {"style": "packed_colwise", "packed": 3}
 
 
 def on_processes(name: str, document: Any, *, sequence_parallel: bool = False) -> bool:
-    """Whether a plan is proven on two processes; they build the model themselves, as its package lies beside the environment."""
+    """Whether a plan is proven on two processes; they build the model themselves, as its package lies outside of the environment."""
     inputs = f"tests.timm_models:{name.rpartition('_')[2]}_pictures"
     model = f"tests.timm_models:{name}"
     return shardplan.verify(

@@ -100,7 +100,7 @@ class Streams(Plain):
 
 
 class Chained(Plain):
-    """Another matrix behind the sum."""
+    """Another matrix after the sum."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Case:
 
     Args:
         block: makes one of its blocks.
-        rules: beside those that split.
+        rules: besides those that split.
         own: makes a block of the model whose reduced model this is; None is the same.
         merged: with what the layout check says of readers that share one move.
     """
@@ -166,7 +166,7 @@ def test_one_door_for_all_readers_of_a_value() -> None:
 
 
 def test_one_door_in_front_of_two_norms() -> None:
-    """A block input behind each is as many collectives as one in front and one for the norms' parameters, of twice the size."""
+    """A block input after each is as many collectives as one in front and one for the norms' parameters, of twice the size."""
     case = Case(TwoNorms)
     assert case.frontier == {5: Size(2 * HIDDEN + HEAD, 2 * 4 * HIDDEN)}
     assert case.spent == (5, Size(4 * HIDDEN + HEAD, 0)) and case.is_beaten

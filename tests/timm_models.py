@@ -1,6 +1,6 @@
 """timm's real ViT and Swin, in small sizes, and what they are called with.
 
-timm imports torchvision, whose wheels are compiled for the CUDA builds of torch. Their Python part imports beside the CPU build
+timm imports torchvision, whose wheels are compiled for the CUDA builds of torch. Their Python part imports with the CPU build
 if the two operators that it describes when it is imported are declared first. Both packages lie in build/timm, not in the environment:
 transformers would find torchvision there and import it without that.
 """

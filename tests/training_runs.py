@@ -1,4 +1,4 @@
-"""A few optimiser steps in real processes, with clipping and gradient accumulation, and the unsharded run beside them."""
+"""A few optimiser steps in real processes, with clipping and gradient accumulation, and the unsharded run next to them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ HEAD = """# What is proven together
 Made from the marks of the tests; do not edit. Each test runs real processes (gloo, CPU) and compares the loss, every gradient and the
 norm or the optimizer's steps with the unsharded model, on every rank. They run in `make test`, `make test-all` and `make exhaustive`. `sp` is sequence parallelism; `tokens` says that
 each rank of cp has the logits and the loss of its own tokens, where it has those of the whole sequence without the word; `hsdp` is FSDP2 with replicas,
-and `fsdp2` stands for both where a set has `hsdp`.
+and `fsdp2` means both where a set has `hsdp`.
 
 ## Pairs
 

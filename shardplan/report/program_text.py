@@ -245,7 +245,7 @@ def _trade(program: Program) -> list[str]:
     section = program.resolved.compile
     if section is not None and section.async_tensor_parallel:
         lines.append(
-            "  in compiled modules inductor splits products and runs them beside gathers and scatters (`async_tensor_parallel`): "
+            "  in compiled modules inductor splits products and overlaps them with gathers and scatters (`async_tensor_parallel`): "
             "the same bytes in more and smaller pieces"
         )
     return lines

@@ -10,8 +10,8 @@ STYLES = (
     Style(
         name="ep_experts",
         kinds=OTHER,
-        summary="A module of experts of which every rank has some, whole, where ep is tp: all ranks have all tokens, each runs "
-        "its own experts on those that are routed to them, and the output is a partial sum.",
+        summary="Experts are distributed whole over tp (ep is tp): all ranks have all tokens, each runs its own experts on the tokens that "
+        "are routed to them, and the output is a partial sum.",
         weight=ParameterStyle("expert", "V"),
         input_sources=(R, I),
         input_destination=R,
@@ -25,8 +25,8 @@ STYLES = (
     Style(
         name="ep_dispatch",
         kinds=OTHER,
-        summary="A module of experts of which every rank has some, whole: each rank sends its own tokens to the ranks of their "
-        "experts, and gets the results back.",
+        summary="Experts are distributed whole over ep: each rank sends its own tokens to the ranks of their experts, and gets the results "
+        "back.",
         weight=ParameterStyle("expert", "V", axis=Axis.EP),
         experts=ExpertStyle(exchanged=True),
         comment="Every rank has some of the experts, whole; tokens are sent to the ranks of their experts.",

@@ -32,8 +32,8 @@ STYLES = (
     ),
     Style(
         name="replicated_with_grad_allreduce",
-        summary="Whole on every rank, on a value of which each rank has a part (a q/k norm over this rank's heads, a "
-        "router in front of split experts): its gradient is a partial sum, reduced once per block.",
+        summary="Whole on every rank, applied to a rank's part of a value (a q/k norm over this rank's heads, a router in front of split "
+        "experts): its gradient is a partial sum, reduced once per block.",
         on_parameters=True,
         weight=WHOLE_PARTIAL,
         options=Options(output=("all_reduce", "reduce_scatter")),
@@ -48,8 +48,8 @@ STYLES = (
     ),
     Style(
         name="replicated_divided",
-        summary="Whole on every rank, each of which reads 1/tp of it: a summand of a partial sum (a bias after experts "
-        "that are split by their input features).",
+        summary="Whole on every rank; each rank reads 1/tp of it, as a summand of a partial sum (a bias after experts that are split by "
+        "their input features).",
         on_parameters=True,
         weight=ParameterStyle(None, "P"),
         comment="Added to a partial sum: each rank adds 1/tp of it.",

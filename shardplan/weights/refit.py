@@ -302,7 +302,7 @@ def _check_fit(own: Own, present: Sequence[str], found: Mapping[str, Lazy]) -> N
     ):
         raise ValueError(
             f"{present[0]} is {tensor.dtype} in the engine and {source.dtype} in the trainer: build the engine in bfloat16, "
-            "float16 or float32, as a quantized one needs scales beside its weights"
+            "float16 or float32, as a quantized one needs scales next to its weights"
         )
     made_of = {name: {e.key for e in expressions(found[name]) if isinstance(e, Elsewhere)} for name in present}
     other = next((name for name in present if made_of[name] != made_of[present[0]]), None)

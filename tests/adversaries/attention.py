@@ -67,7 +67,7 @@ class PackedMlp(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Attention and an MLP behind one norm, added up at once."""
+    """Attention and an MLP after one norm, added up at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ class ThirdReaders(ReadersStack):
 
 
 class TwoWays(nn.Module):
-    """One of two MLPs, each behind the same norm."""
+    """One of two MLPs, each after the same norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class TwoWaysStack(ReadersStack):
 
 
 class Parallel(nn.Module):
-    """Attention and an MLP beside each other, added up at once; the MLP is skipped where the flag says so."""
+    """Attention and an MLP side by side, added up at once; the MLP is skipped where the flag says so."""
 
     def __init__(self, skipped: str) -> None:
         super().__init__()

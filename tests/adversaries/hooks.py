@@ -44,7 +44,7 @@ def _halve(parameter: Tensor) -> None:
 
 
 def accumulated() -> nn.Module:
-    """A hook behind the accumulation of a gradient."""
+    """A hook after the accumulation of a gradient."""
     model = blocks()
     model.layers[1].mlp.down.weight.register_post_accumulate_grad_hook(_halve)
     return model

@@ -48,7 +48,7 @@ def _normalised(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _weighted(self: nn.Module, x: Tensor) -> Tensor:
-    """Reads the whole input beside the matrices: its share of the gradient is a partial sum."""
+    """Reads the whole input next to the matrices: its share of the gradient is a partial sum."""
     h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
     return self.down_proj(h * (1 + x.mean(-1, keepdim=True) * h.detach()))
 

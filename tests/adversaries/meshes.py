@@ -47,7 +47,7 @@ def gpt_oss(**settings: Any) -> nn.Module:
 
 
 def rows(seed: int, padded: str = "", **flags: Any) -> dict[str, Any]:
-    """Four rows, of which each batch leaves out other labels.
+    """Four rows; each batch leaves out other labels.
 
     Args:
         padded: "left" or "right": two rows have padding on that side.

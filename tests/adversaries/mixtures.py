@@ -119,7 +119,7 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts behind a router, and a shared one."""
+    """Experts after a router, and a shared one."""
 
     def __init__(self, inside: str, router: str = "plain", shared: bool = False, **experts: bool) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ class MlpBlock(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm."""
+    """Attention and an MLP, each after a norm."""
 
     def __init__(self, attn: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
         super().__init__()

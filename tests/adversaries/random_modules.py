@@ -60,7 +60,7 @@ class BlockSpec:
     Args:
         kind: what its core computes.
         way: how its right plan splits the core.
-        post: the norm stands behind the sum.
+        post: the norm follows the sum.
         scaled: the core's result times a trained vector.
         flagged: the core runs in every other batch.
         tied: the first matrix is that of the block before, where that is of the same kind and split in the same way.

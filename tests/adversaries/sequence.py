@@ -35,7 +35,7 @@ class Mixed(MlpBlock):
 
 
 class MixedInside(Mixed):
-    """The same behind the MLP's own gather."""
+    """The same after the MLP's own gather."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)

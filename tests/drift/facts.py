@@ -105,7 +105,7 @@ class Facts:
 
     @cached_property
     def fields(self) -> Table:
-        """Fields of classes of configurations, and arguments of functions beside them -> the default."""
+        """Fields of classes of configurations, and arguments of functions next to them -> the default."""
         found: Table = {}
         for path, name, node in self._classes():
             if self._configured(path):

@@ -23,7 +23,7 @@ from .sites import OTHER, ROOT, Site
 
 T = TypeVar("T")
 PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pydantic", "transformers")
-LIMIT = 600  # seconds, also beside other programs
+LIMIT = 600  # seconds, also while other programs run
 
 
 def preload(cases: Sequence[Case]) -> None:

@@ -15,9 +15,7 @@ from pathlib import Path
 from .asked import in_process
 from .sites import ROOT
 
-LIMIT = (
-    900  # seconds for the tests of a mutant, also beside other programs: what takes longer waits for what does not come
-)
+LIMIT = 900  # seconds for the tests of a mutant, also while other programs run: what takes longer waits for what does not come
 
 
 class Copy:

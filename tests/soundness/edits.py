@@ -58,7 +58,7 @@ class Edit:
 
 
 def pattern_of(name: str) -> str:
-    """`model.layers.*.mlp` for `model.layers.3.mlp`; the first block stands for itself where only it has a rule."""
+    """`model.layers.*.mlp` for `model.layers.3.mlp`; the first block keeps its name where only it has a rule."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 

@@ -21,7 +21,7 @@ class Row:
         truth: "right", "wrong", "silent" (wrong, with the right loss), or "unread": no gradient reaches the edited modules,
             so that there is nothing to compare.
         verdict: "valid", "structure" (refused before the layout check), "layout".
-        named: the first finding names the edited rule ("rule"), a module around or beside it ("parent"), or another.
+        named: the first finding names the edited rule ("rule"), a module around or next to it ("parent"), or another.
         fixed: the help lines together fix the plan; None where there was nothing to fix or none was looked for.
         text: the edit and the findings.
     """

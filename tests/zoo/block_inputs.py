@@ -268,7 +268,7 @@ class BlockInputs:
         return (Part(tuple(groups), tuple(numbers)) for groups, numbers in parts.values())
 
     def _choices(self, part: Part) -> Mapping[tuple[int, frozenset[str]], Size]:
-        """(number of block inputs, where parameters are behind them) -> the least that is reduced with them."""
+        """(number of block inputs, where parameters are after them) -> the least that is reduced with them."""
         found: dict[tuple[int, frozenset[str]], Size] = {}
         for behind in self._placements(part):
             block_inputs = [

@@ -28,7 +28,7 @@ from .experts import config_of
 MESHES = ({"cp": 2, "tp": 1}, {"cp": 2, "tp": 2}, {"cp": 4, "tp": 1}, {"cp": 4, "tp": 2})
 PLANS = Path(__file__).parents[2] / "plans"
 WORDS = {"exchange_heads": "heads", "replicate_seq": "whole"}
-OTHERS = "; whole: "  # behind "right": mixers that have all heads on this mesh, and shares of them on the first
+OTHERS = "; whole: "  # after "right": mixers that have all heads on this mesh, and shares of them on the first
 
 
 def name_of(mesh: dict[str, int]) -> str:

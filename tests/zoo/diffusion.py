@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="python -m tests.zoo.diffusion")
     parser.add_argument("classes", nargs="*", help="classes (all)")
     add_share(parser)
-    parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
+    parser.add_argument("--table", type=Path, help="write the page to this file, and its data next to it as JSON")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     known = read(args.table) if args.table is not None else {}

@@ -37,7 +37,7 @@ WORTH_SAYING = 0.01  # of the parameters inside the layers
 SIZE_CODES = ("SP301", "SP302", "SP303", "SP304", "SP305")
 
 DERIVED = "derived"  # in place of a built-in plan's name: `auto` derives one
-# Kinds of input beside text, and what the tables call them.
+# Kinds of input besides text, and what the tables call them.
 SEEN = {"image": "image", "picture": "image", "pixel_values": "image", "video": "video", "audio": "audio"}
 
 Collectives = dict[str, dict[str, int]]  # "forward" and "backward" -> operation -> how many a step runs
@@ -73,7 +73,7 @@ class Entry:
         mixers: the modules that these rules name for mixing tokens -> "heads" (each rank has a share of them) or "whole".
         reason: why there is no plan, or no verdict.
         no_overlay: why the plan that was derived has no sequence parallelism.
-        images: the kinds of input beside text that the verdicts are of: "image", "video", "audio".
+        images: the kinds of input besides text that the verdicts are of: "image", "video", "audio".
         unseen: why images that the model takes are not among them.
         unlearned: parameters, one name for all layers, that no input gives a gradient in the unsharded model.
     """
@@ -148,7 +148,7 @@ def has(verdicts: Mapping[str, str], variant: str) -> bool:
 
 
 def made_again(before: Entry) -> Entry:
-    """The entry of a type, with what is known beside its proofs. Not in the file that is run, which other processes cannot
+    """The entry of a type, with what is known besides its proofs. Not in the file that is run, which other processes cannot
     import.
     """
     kept = {

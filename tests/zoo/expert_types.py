@@ -124,7 +124,7 @@ def model_of(name: str) -> nn.Module:
     text = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), name)
     cls = getattr(code, case.model)
     config = text(**case.settings)
-    if not isinstance(config, cls.config_class):  # of a model with other parts beside
+    if not isinstance(config, cls.config_class):  # of a model with other parts besides
         config = cls.config_class() if not case.settings else config
     with torch.device("meta"):
         return cls(without_dropout(config))

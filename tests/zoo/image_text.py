@@ -46,7 +46,7 @@ built: timm imports torchvision, and PyPI's does not load beside the CPU build o
 
 
 def names() -> list[str]:
-    """Types; classes of types whose name stands for another class among the causal language models."""
+    """Types; classes of types whose name means another class among the causal language models."""
     causal, image_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return sorted(name if causal.get(name, cls) == cls else cls for name, cls in image_text.items())
 

@@ -124,7 +124,7 @@ def other_entry(
 
 def _with_wider_picture(one: OtherEntry, found: FoundModel, sizes: Sequence[int]) -> OtherEntry:
     """As it is, with what is proven of sequence parallelism for a picture one patch wider, where there is an overlay then: the position
-    of the class is beside the patches, and tp may divide the number of both for every other side alone."""
+    of the class is next to the patches, and tp may divide the number of both for every other side alone."""
     side, patch = (_side(getattr(found.config, field, None)) for field in ("image_size", "patch_size"))
     if side is None or patch is None:
         return one

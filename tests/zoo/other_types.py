@@ -39,7 +39,7 @@ def run(
     classes: Sequence[str], trunk: str | None, sizes: Sequence[int] = SIZES[:1], seconds: int = SECONDS
 ) -> Iterator[OtherEntry]:
     """The entries of classes of one type, found out by a process of their own: where one ends it or takes too long, another goes on
-    behind it.
+    after it.
 
     Args:
         trunk: the class whose derived plan is tried first; None where there is none.

@@ -1,4 +1,4 @@
-"""Tables of entries: a page, and its data beside it as JSON."""
+"""Tables of entries: a page, and its data next to it as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arguments(program: str) -> argparse.ArgumentParser:
     parser.add_argument("types", nargs="*", help="types (all)")
     add_share(parser)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
+    parser.add_argument("--table", type=Path, help="write the page to this file, and its data next to it as JSON")
     return parser
 
 
@@ -70,7 +70,7 @@ def read(file: Path | None, kind: type[E] = Entry) -> dict[str, E]:
 
 
 def write(file: Path, found: Mapping[str, E], page: Callable[[Sequence[E]], str]) -> None:
-    """The page, and its data beside it."""
+    """The page, and its data next to it."""
     entries = [found[name] for name in sorted(found)]
     file.write_text(page(entries), "utf-8")
     rows = [json.dumps(e.data) for e in entries]

@@ -56,8 +56,8 @@ class _Axes:
                 continue
             if mesh.get_coordinate() is None:
                 raise ValueError(
-                    f"a parameter is on {mesh}, but this rank is not part of that mesh: pass only parameters of which this rank "
-                    "has a part"
+                    f"a parameter is on {mesh}, but this rank is not part of that mesh: pass only parameters that this rank "
+                    "has a part of"
                 )
             self.of_mesh[mesh] = {}
             for dim in range(mesh.ndim):

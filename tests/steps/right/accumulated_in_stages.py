@@ -1,4 +1,4 @@
-"""Stages of a pipeline beside tp: the counts are the script's own."""
+"""Stages of a pipeline with tp: the counts are the script's own."""
 
 # on: qwen3 pp=2 tp=2
 

@@ -1,4 +1,4 @@
-"""A loss of one's own in a pipeline beside tp: label smoothing, and a penalty of the logits."""
+"""A loss of one's own in a pipeline with tp: label smoothing, and a penalty of the logits."""
 
 # on: qwen3 pp=2 tp=2
 

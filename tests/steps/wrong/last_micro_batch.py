@@ -1,4 +1,4 @@
-"""Backward runs behind the loop, for the last micro-batch alone."""
+"""Backward runs after the loop, for the last micro-batch alone."""
 
 # named: backward reaches 1 of the model's 4 forwards in a step
 
