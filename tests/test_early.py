@@ -246,7 +246,7 @@ def test_one_file_goes_before_an_index(tmp_path):
 
 def test_quick_looks_no_further(llama, capsys):
     assert main(["validate", str(llama), "llama", "--tp", "2", "--quick"]) == 0
-    assert capsys.readouterr().out.startswith("no findings\nlooked at: the plan, and names and sizes")
+    assert capsys.readouterr().out.startswith("no findings\nchecked: the plan, and the names and sizes")
     assert main(["validate", str(llama), "auto", "--tp", "3", "--quick", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["stages"] == ["plan", "names"] and {f["code"] for f in report["diagnostics"]} == {"SP301"}

@@ -100,7 +100,7 @@ def wanted_of(config: Mapping[str, Any], file: str, found: Any, own: Mapping[str
     merged = {name: {**own[name], **(plan if isinstance(plan, Mapping) else {})} for name, plan in given.items()}
     for name, applied, size in (("ep_plan", sizes["ep"] > 1, "ep_size"), ("fsdp_plan", wraps, "fsdp_size")):
         if given[name] is not None and not applied:
-            say(LEFT_OUT, f"`{name}` is applied where {size} is above 1 alone", name, warning=True)
+            say(LEFT_OUT, f"`{name}` is applied only where {size} is above 1", name, warning=True)
     if config.get("enable_sequence_parallel"):
         message = "`enable_sequence_parallel` is left out: transformers reserves the word, and does nothing with it"
         help = "`shardplan init MODEL --sequence-parallel` writes the section"

@@ -44,18 +44,18 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     if report.checked_tp == 1 and report.sizes is not None and report.sizes.ep > 1:
         body += f"\n{_distributed(report)}" if report.ok else ""
     elif report.checked_tp == 1 and report.sizes is not None and report.sizes.pp > 1:
-        body += "\nat tp 1 no layer is split: each pipeline stage has some of them"
+        body += "\nat tp 1 no layer is split; each pipeline stage has some of the layers"
     elif report.checked_tp == 1 and any("context_parallel" in variant for variant in report.variants):
-        body += "\nat tp 1 no layer is split: the sequence is, over cp"
+        body += "\nat tp 1 no layer is split; the sequence is split over cp"
     elif report.checked_tp == 1:
         body += "\ndata parallel only: at tp 1 nothing is split, and no layout is checked"
     body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.step is not None and report.sizes is not None:
         body += f"\n{printable(report.step)}: three steps on {report.sizes.shown} give the same state as on one process"
         if report.step_apart:
-            body += f"; what it keeps of a rank is not compared: {printable(', '.join(report.step_apart))}"
+            body += f"; values that differ between ranks by design are not compared: {printable(', '.join(report.step_apart))}"
     if report.stages[-1] == "names":
-        body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
+        body += "\nchecked: the plan, and the names and sizes in the checkpoint's files; not checked: the model's structure and layouts"
     return body
 
 
@@ -87,7 +87,7 @@ def proof_lines(report: Report) -> list[str]:
     lines.append(f"proven at {mesh}: {equal} tensors are the unsharded model's")
     lines += filter(None, [proven_on(report.proof)])
     if any(proof.own_tokens for proof in report.proof.variants):
-        lines.append("over cp each rank returns the logits of its own tokens: labels are given to context_parallel")
+        lines.append("over cp each rank returns the logits of its own tokens: give the labels to context_parallel")
     missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
     if missed:
         names = [name for name in report.proof.variants[0].unreached if name in missed]

@@ -63,6 +63,6 @@ def misfit(lengths: Mapping[int, str], tp: int, checked: int) -> Diagnostic | No
         code=FEATURES,
         severity=Severity.ERROR,
         message=f"the model's code splits a dimension of length {wrong[0]}, which tp={tp} does not divide",
-        notes=(lengths[wrong[0]], f"seen at tp={checked}, at which the plan is right"),
+        notes=(lengths[wrong[0]], f"seen at tp={checked}, where the plan is right"),
         help=f"this plan and model allow tp {', '.join(known)}",
     )

@@ -223,8 +223,8 @@ def fused_logits(
 
 def _refused(what: str) -> RuntimeError:
     return RuntimeError(  # torch drops the message of a TypeError in an operator
-        f"{what} is not possible with fused logits: they are computed in chunks of tokens, by a loss alone ({READERS}). Apply the "
-        'plan with logits="sharded" or "replicated", or call logits.make()'
+        f'{what}: fused logits are computed in chunks of tokens, by a loss alone ({READERS}). Apply the plan with logits="sharded" '
+        'or "replicated", or call logits.make()'
     )
 
 
@@ -251,7 +251,9 @@ def _cross_entropy(
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of fused logits."""
     if not isinstance(input, FusedLogits) or size_average is not None or reduce is not None:
-        raise TypeError("cross_entropy of fused logits: they must be the input, and `reduction` says what is returned")
+        raise TypeError(
+            "cross_entropy of fused logits needs them as `input`, and `reduction` in place of size_average and reduce"
+        )
     if input.ndim != 2:
         raise _refused(f"cross_entropy of {tuple(input.shape)}, not of [tokens, vocabulary]")
     return cross_entropy_of(input.rows(), target, weight, ignore_index, reduction, label_smoothing, 0.0, None)

@@ -39,13 +39,13 @@ def unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
     for above in ancestors(name):
         if (one := plain.get(above)) is not None and (one.enter or one.slices or one.experts):
             return (
-                f"what it takes or returns is this tp rank's share of what {above or 'the model'} computes. Call "
+                f"its inputs and outputs are this tp rank's share of the values of {above or 'the model'}. Call "
                 f"{above or 'the model'}, or a module around it"
             )
     instead = "Call a module around it, or the model that the plan was applied to"
     own = plain.get(name)
     if own is not None and not _takes_whole(own):
-        return f"it takes a tp rank's share, or returns one. {instead}"
+        return f"its input or output is a tp rank's share. {instead}"
     if any(one.leave is not None and one.leave.dst.kind == "R" for one in _between_blocks(name, plain)):
         return f"its output has readers whose gradients are partial sums. {instead}"
     return ""

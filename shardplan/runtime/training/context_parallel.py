@@ -91,7 +91,7 @@ def _apart(function: Callable[..., Tensor], device: torch.device) -> str | None:
             parts.append(function(own_logits, own.pop("labels"), 5, **own))
         error = relative_error(torch.stack(parts).mean(), function(logits, labels, 5))
     except Exception as raised:  # user code may raise anything
-        return f"the model's loss_function was replaced, and cannot be called with a rank's labels ({reason(raised)})"
+        return f"the model's loss_function was replaced, and the new one cannot be called with a rank's labels ({reason(raised)})"
     if error <= TOLERANCE[torch.float32]:
         return None
     return (
