@@ -42,8 +42,9 @@ def unchanged(watched: Watched) -> Looks:
     FSDP2, checkpoints and torch.compile around modules.
     """
     checks: list[Callable[[], None]] = []
-    if watched.mesh.tp_size > 1 or watched.program.experts:
-        checks = [_Modules(watched).check, _Parameters(watched).check, _Frozen(watched, split=True).check]
+    split = watched.mesh.tp_size > 1 or bool(watched.program.experts)  # parameters; over cp values alone are
+    if split or watched.program.resolved.context_parallel:
+        checks = [_Modules(watched).check, _Parameters(watched).check, _Frozen(watched, split=split).check]
     elif watched.split:
         checks = [_Frozen(watched, split=False).check]
 
@@ -161,7 +162,7 @@ class _Frozen:
     trained; adapters have the layouts of their styles, and one is active at a time.
 
     Args:
-        split: whether values or experts are split.
+        split: whether parameters or experts are split.
     """
 
     def __init__(self, watched: Watched, *, split: bool):
