@@ -15,13 +15,17 @@ MOST = 8  # ranks at once, unless tp alone is larger
 _BESIDE = (Axis.CP, Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
 
 
-def ranks_over_cp(shared: Mapping[int, int]) -> int:
+def ranks_over_cp(shared: Mapping[int, int], kept: MeshSizes | None = None) -> int:
     """The number of ranks of cp that shows what its rules do: two, or two for each key-value head that several have.
 
     Args:
         shared: numbers of such heads -> the number of them on a rank of tp.
+        kept: the mesh, where it exchanges heads of a model that keeps its own numbers of them: all its ranks then, or as many as fit.
     """
-    return 2 * max(shared.values(), default=1)
+    if kept is None:
+        return 2 * max(shared.values(), default=1)
+    room = MOST // _least(kept.of(Axis.TP))
+    return next(n for n in range(max(2, min(room, kept.cp)), 0, -1) if kept.cp % n == 0)
 
 
 def proof_meshes(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]:

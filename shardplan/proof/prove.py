@@ -23,7 +23,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, variant_name, variant_words, without_sequence
-from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
+from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.sections import DataParallel
 from shardplan.core.tree import full_name
@@ -214,7 +214,7 @@ def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overl
     if ("expert_parallel" not in on and sizes.ep > 1) or ("context_parallel" not in on and sizes.cp > 1):
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
-    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), over_cp=ranks_over_cp(reduced.shared))
+    return proof_meshes(replace(simulated_sizes(sizes, section), pp=1), over_cp=reduced.over_cp)
 
 
 def on_mesh(on: Overlays, mesh: MeshSizes) -> Overlays:

@@ -63,6 +63,12 @@ def heads_shared_over_cp(resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, 
     return counts if exact else {count: fewest[each] for count, each in counts.items()}
 
 
+def exchanges_heads(resolved: ResolvedPlan) -> bool:
+    """Whether a plan exchanges heads over cp."""
+    rules = () if resolved.on_cp is None else resolved.on_cp.modules.values()
+    return any(STYLES[one.rule.style].exchanges_heads for one in rules)
+
+
 def _mixer(facts: Facts, one: Requirement) -> Assignment:
     """The module around a requirement's modules that exchanges the heads."""
     assert facts.resolved.on_cp is not None

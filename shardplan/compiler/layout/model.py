@@ -11,7 +11,7 @@ from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
-from shardplan.compiler.check.exchanged_heads import heads_shared_over_cp
+from shardplan.compiler.check.exchanged_heads import exchanges_heads, heads_shared_over_cp
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import Draws
@@ -66,6 +66,7 @@ class ModelLayouts:
         cp: the size of the axis cp; above 1 where the checked plans have rules for it.
         shared: the model's number of key-value heads that several ranks of cp share -> how many of them a rank of tp
             has in the reduced model (`heads_shared_over_cp`).
+        over_cp: the number of ranks of cp that shows what its rules do.
         pp, blocks: with several stages, the reduced model has blocks for a first, a middle and a last one, or `blocks`.
     """
 
@@ -79,15 +80,16 @@ class ModelLayouts:
         blocks: int = 0,
         cp: int = 1,
         shared: Mapping[int, int] = MappingProxyType({}),
+        over_cp: int = 2,
     ):
         self.found, self.tp, self.ep, self.heads_times, self.pp, self.cp = found, tp, ep, heads_times, pp, cp
-        self.blocks, self.shared = blocks or min(pp, STAGES), dict(shared)
+        self.blocks, self.shared, self.over_cp = blocks or min(pp, STAGES), dict(shared), over_cp
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
 
     @classmethod
     def for_mesh(
-        cls, found: FoundModel, resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, whole: bool, blocks: int = 0
+        cls, found: FoundModel, resolved: Collection[ResolvedPlan], sizes: MeshSizes, *, whole: bool, blocks: int = 0
     ) -> ModelLayouts:
         """The model at the sizes that represent a mesh.
 
@@ -97,9 +99,11 @@ class ModelLayouts:
             blocks: the number of blocks of a pipeline's schedule; 0: as the mesh says.
         """
         shared = heads_shared_over_cp(resolved, sizes, exact=whole or not found.shrinks)
-        first = sizes if whole else proof_meshes(sizes, over_cp=ranks_over_cp(shared))[0]
+        kept = not found.shrinks and any(map(exchanges_heads, resolved))
+        over_cp = ranks_over_cp(shared, sizes if kept else None)
+        first = sizes if whole else proof_meshes(sizes, over_cp=over_cp)[0]
         axes = {"pp": blocks or sizes.pp, "blocks": blocks, "cp": first.cp}
-        return cls(found, sizes.of(Axis.TP), first.ep, **axes, shared=shared)
+        return cls(found, sizes.of(Axis.TP), first.ep, **axes, shared=shared, over_cp=over_cp)
 
     def of(self, **changes: Any) -> ModelLayouts:
         """The same model with other sizes."""
@@ -108,7 +112,9 @@ class ModelLayouts:
     @property
     def axes(self) -> dict[str, Any]:
         """The arguments other than the model."""
-        return {name: getattr(self, name) for name in ("tp", "ep", "heads_times", "pp", "blocks", "cp", "shared")}
+        return {
+            name: getattr(self, name) for name in ("tp", "ep", "heads_times", "pp", "blocks", "cp", "shared", "over_cp")
+        }
 
     @property
     def sizes(self) -> MeshSizes:

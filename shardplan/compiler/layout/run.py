@@ -15,6 +15,7 @@ from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.model.rebinding import copied
+from shardplan.model.reduced.forms import runs
 from shardplan.model.reduced.recorder import record
 from shardplan.model.reduced.trace import Place
 from shardplan.styles.boundary import returns_tokens
@@ -74,8 +75,10 @@ class Workbench:
 
     @cached_property
     def unlabelled(self) -> Workbench:
-        """The same without labels."""
+        """The same without labels; this one where the model's code cannot do without them."""
         inputs = {name: value for name, value in self.inputs.items() if name != "labels"}
+        if not runs(copied(self.model), inputs):
+            return self
         return Workbench(self.model, inputs, self.tree, self.atoms)
 
 
