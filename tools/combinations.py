@@ -30,7 +30,8 @@ without its expert-parallel section, it is refused on meshes with ep too."""
 # By code; `python -m tests.adversaries.generated` takes these for no mistakes.
 RIGHT_AND_REFUSED = {
     "SP413": "experts that look at several of their tokens (a mean, a sort), with ep not above tp: there they get the tokens of one batch. With more "
-    "data-parallel ranks in the ep axis the same experts train wrong, so they are refused on every mesh",
+    "data-parallel ranks in the ep axis the same experts train wrong, so they are refused on every mesh. Where the ranks of ep are those of cp, "
+    "the finding is SP404 of the rules for cp",
 }
 
 

@@ -82,6 +82,7 @@ class Adversary:
         known: why `validate` does not see what is wrong; counted apart.
         stirred: noise is added to every parameter, as those at zero or one hide wrong gradients.
         own_inputs: `validate` makes inputs itself (a model of transformers).
+        own_tokens: it is called inside of `shardplan.context_parallel`, and each rank of cp has the outputs of its own tokens.
         around: what is around all of it, `validate` and training.
     """
 
@@ -110,6 +111,7 @@ class Adversary:
     known: str = ""
     stirred: bool = True
     own_inputs: bool = False
+    own_tokens: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .adversary import Adversary, document
 from .live import OPTIONS, OwnMlp, llama, tokens
 from .meshes import MESHES, on
+from .mixtures import PLAN, mixture
 from .parts import ATTENTION, MLP, Mlp, MlpBlock, Stack, features
 from .training import frozen_norms
 
@@ -137,7 +138,34 @@ def own_class(module: nn.Module) -> None:
 
 
 def weight_hook(module: nn.Module) -> None:
-    module.weight.register_hook(lambda grad: grad / (1e-3 + grad.norm()))
+    module.weight.register_hook(unit)
+
+
+def stack_hook(module: nn.Module) -> None:
+    module.up.register_hook(unit)
+
+
+def accumulated(change: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    """On every parameter, after its gradient was averaged over data-parallel ranks."""
+
+    def hook(parameter: Tensor) -> None:
+        parameter.grad = change(parameter.grad)
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def half(grad: Tensor) -> Tensor:
+    return grad / 2
+
+
+def unit(grad: Tensor) -> Tensor:
+    return grad / (1e-3 + grad.norm())
+
+
+def hook_rows(module: nn.Module) -> None:
+    """It looks at all rows that a module returns."""
+    module.register_forward_hook(lambda module, args, output: output - output.mean(0, keepdim=True))
 
 
 CHANGES = {
@@ -195,6 +223,33 @@ def later(name: str, build: Callable[[], nn.Module], after: Any, mesh: str = "",
     )
 
 
+def of_experts(name: str, how: Callable[[nn.Module], None], part: str, mesh: str, **more: Any) -> Adversary:
+    build = partial(mixture, normed=True)
+    after = partial(change, how, f"layers.1.mlp.{part}")
+    return later(f"experts_{name}", build, after, mesh, **{"plan": PLAN, **more})
+
+
+ON_EXPERTS = (
+    ("rows", hook_rows, "experts"),
+    ("backward", hook_backward, "experts"),
+    ("inside", hook_rows, "experts.norm"),
+    ("inside_backward", hook_backward, "experts.norm"),
+    ("forward_inside", own_forward, "experts.norm"),
+    ("class_inside", own_class, "experts.norm"),
+    ("gate", hook_rows, "router.gate"),
+    ("gate_backward", hook_backward, "router.gate"),
+    ("weight", weight_hook, "router.gate"),
+    ("weight_inside", weight_hook, "experts.norm"),
+    ("stack", stack_hook, "experts"),
+    ("half_gate", partial(accumulated, half), "router.gate"),
+    ("half_inside", partial(accumulated, half), "experts"),
+)
+UNSHARDED = {section: rules for section, rules in PLAN.items() if section != "data_parallel"}
+# A hook after a gradient's average is not the average of its values: data-parallel ranks have one batch here.
+ON_ONE_BATCH = (
+    ("unit_gate", partial(accumulated, unit), "router.gate"),
+    ("unit_inside", partial(accumulated, unit), "experts"),
+)
 KINDS = ("number", "nested", "buffer", "unkept_buffer", "closure", "default", "partial", "code")
 LAYER = "model.layers.1.mlp.up_proj"
 CASES = (
@@ -276,4 +331,16 @@ CASES = (
         for name in ("hook", "class")
     ),
     on("dp", "llama", llama, "after_llama_hook", "raises", SAID, after=partial(change, hook, LAYER)),
+    *(of_experts(*one, mesh) for mesh in ("ep", "ep_tp", "ep_over_tp") for one in ON_EXPERTS),
+    *(of_experts(*one, "dp_ep") for one in ON_EXPERTS if "inside" in one[0]),
+    *(of_experts(*one, "ep_tp") for one in ON_ONE_BATCH),
+    *(
+        of_experts(f"bare_{name}", how, part, "ep_tp", plan=UNSHARDED)
+        for name, how, part in (*ON_EXPERTS, *ON_ONE_BATCH)
+    ),
+    *(
+        of_experts(f"sequence_{name}", how, part, "ep_over_tp", sequence_parallel=True)
+        for name, how, part in ON_EXPERTS
+        if "gate" in part
+    ),
 )

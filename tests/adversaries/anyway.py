@@ -38,12 +38,12 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     read, about = given.plan, given.findings
     meshed = read_mesh(mesh)
     sizes = meshed.sizes
-    on = overlays_of(adversary.sequence_parallel and (sizes.tp or 1) > 1, sizes)
+    on = overlays_of(adversary.sequence_parallel and (sizes.tp or 1) > 1, sizes, context=read.has_context)
     variants = check_variants(bind_variants(read, found.tree, sizes, {without_sequence(on), on}))
     errors = [d for d in (*about, *variants.findings[on]) if d.is_error]
     if errors:
         raise NotAppliedError(" ".join(f"{d.code} {d.message}" for d in errors))
-    reduced = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp)
+    reduced = ModelLayouts.for_mesh(found, variants.resolved.values(), sizes, whole=False)
     variants = prove_layouts(variants, read, reduced, allow_unproven=True)
     if adversary.staged:
         variants, staged = prove_stages(variants, read, reduced, allow_unproven=True, anyway=True)

@@ -7,6 +7,7 @@ from . import (
     buffers,
     calls,
     constants,
+    context,
     diffusion,
     dtypes,
     experts,
@@ -46,7 +47,7 @@ PARTS = (
     inputs,
     live,
 )
-WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants)
+WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context)
 ON_MESHES: tuple[Adversary, ...] = tuple(case for part in WITH_AXES for case in part.CASES)
 CASES: tuple[Adversary, ...] = (*(case for part in PARTS for case in part.CASES), *ON_MESHES)
 assert len({case.name for case in CASES}) == len(CASES)

@@ -112,7 +112,8 @@ def _errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dic
     if adversary.after is not None:
         for one in (*copies, *parts_of(sharded)):
             adversary.after(one)
-    runs = [Unsharded(adversary, copies, own, dtype), Sharded(adversary, sharded, own, dtype, orders)]
+    cp = mesh["cp"] if adversary.own_tokens else None
+    runs = [Unsharded(adversary, copies, own, dtype), Sharded(adversary, sharded, own, dtype, orders, cp)]
     result: dict[str, float] = {}
     absent: set[str] = set()
     for step in range(len(adversary.seeds)):

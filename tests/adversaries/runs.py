@@ -7,9 +7,11 @@ number."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -118,6 +120,7 @@ class Sharded:
 
     Args:
         orders: of the rows of packed parameters, by name.
+        cp: the ranks that have outputs of their own tokens.
     """
 
     def __init__(
@@ -127,8 +130,10 @@ class Sharded:
         own: int,
         dtype: torch.dtype,
         orders: Mapping[str, tuple[int, Tensor] | None],
+        cp: DeviceMesh | None = None,
     ) -> None:
         self.adversary, self.model, self.own, self.dtype, self.orders = adversary, model, own, dtype, orders
+        self.cp = cp
         trained = _trained(model)
         self.optimizer = adversary.optimizer(trained) if trained else None
 
@@ -143,7 +148,7 @@ class Sharded:
             torch.manual_seed(number + 1000)
             seen = {"loss": model.step(**_batch(adversary, number, self.own, self.dtype))}
         else:
-            seen = _forward_and_back(adversary, model, number, self.own, self.dtype)
+            seen = _forward_and_back(adversary, model, number, self.own, self.dtype, self.cp)
         if adversary.max_norm is not None:
             clipped = model if isinstance(model, shardplan.Pipeline) else _trained(model)
             norm = shardplan.clip_grad_norm_(clipped, adversary.max_norm)
@@ -163,19 +168,38 @@ class Sharded:
         return value if order is None else value.index_select(*order)
 
 
-def _forward_and_back(adversary: Adversary, model: nn.Module, number: int, share: int, dtype: torch.dtype) -> Seen:
-    """Of each micro-batch, which are batches of their own: the outputs and the loss."""
+def _forward_and_back(
+    adversary: Adversary, model: nn.Module, number: int, share: int, dtype: torch.dtype, cp: DeviceMesh | None = None
+) -> Seen:
+    """Of each micro-batch, which are batches of their own: the outputs and the loss.
+
+    Args:
+        cp: the ranks that have outputs of their own tokens, and losses whose mean is that of all.
+    """
     seen: Seen = {}
     for micro in range(adversary.micro_batches):
         torch.manual_seed(number + 1000)
-        output = model(**_batch(adversary, number, share, dtype, micro))
-        loss = adversary.loss(output) / adversary.micro_batches
-        loss.backward()
+        batch = _batch(adversary, number, share, dtype, micro)
+        with nullcontext(batch) if cp is None else shardplan.context_parallel(model, **batch) as given:
+            output = model(**given)
+            loss = adversary.loss(output) / adversary.micro_batches
+            loss.backward()
         values = {f"output{place}": value for place, value in tensors(output) if value.is_floating_point()}
+        made = {name: whole(value).detach().clone() for name, value in {**values, "loss": loss}.items()}
         seen |= {
-            f"{name} of {micro}": whole(value).detach().clone() for name, value in {**values, "loss": loss}.items()
+            f"{name} of {micro}": value if cp is None else _of_all(value, cp, batch) for name, value in made.items()
         }
     return seen
+
+
+def _of_all(value: Tensor, cp: DeviceMesh, batch: Mapping[str, Any]) -> Tensor:
+    """The mean of the ranks' losses; of a value that has their own tokens, those of all."""
+    own = value.ndim > 2 and value.shape[1] * cp.size() == batch["input_ids"].shape[1]
+    if not own and value.ndim:
+        return value
+    every = [torch.empty_like(value) for _ in range(cp.size())]
+    dist.all_gather(every, value.contiguous(), group=cp.get_group())
+    return torch.cat(every, 1) if own else torch.stack(every).mean(0)
 
 
 def _state(model: nn.Module) -> Seen:
