@@ -68,6 +68,7 @@ QUICK = {
     "test_schema",
     "test_site",
     "test_versions",
+    "test_walk",
     "test_reduced_model_counts",
 }
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/architecture.md, done on a copy of the project: the files that the page names, and no others, are
+"""The recipes of docs/extending.md, done on a copy of the project: the files that the page names, and no others, are
 edited by hand; the rest is written by the commands that it names, and the new thing works."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.doc_blocks import ROOT
 from tests.sampling import sampled
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "extending.md").read_text("utf-8")
 PLAN = 'version: "1"\nname: mine\n'
 COPIED = ("shardplan", "plans", "schemas", "docs", "tools", "README.md", "pyproject.toml")
 TESTS = ("case_tree.py", "update_cases.py", "test_moves.py", "cases/models")
@@ -264,7 +264,7 @@ RECIPES = (STYLE, MOVE, FIELD, CHECK, BACKEND, ARCHITECTURE)
 
 
 def section(title: str) -> str:
-    return PAGE.partition(f"\n### {title}\n")[2].partition("\n### ")[0]
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def by_hand(title: str) -> list[str]:
