@@ -44,6 +44,18 @@ def _cli() -> str:
     return cli_document()
 
 
+def _command(name: str) -> str:
+    from shardplan.cli.reference import command_document
+
+    return command_document(name)
+
+
+def _commands() -> tuple[str, ...]:
+    from shardplan.cli.arguments import COMMANDS
+
+    return tuple(COMMANDS)
+
+
 def _report_schema() -> str:
     from shardplan.report import json_text
     from shardplan.report.report_schema import report_schema
@@ -62,6 +74,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/diagnostics.md": _diagnostics,
     **{f"docs/diagnostics/{code}.md": partial(_diagnostic, code) for code in _codes()},
     "docs/cli.md": _cli,
+    **{f"docs/cli/{name}.md": partial(_command, name) for name in _commands()},
     "docs/combinations.md": _combinations,
     "schemas/report.schema.json": _report_schema,
     "schemas/plan.schema.json": _plan_schema,

@@ -1,9 +1,8 @@
-"""docs/cli.md, made from the parser."""
+"""docs/cli.md and the pages of docs/cli/, made from the parser."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from .arguments import COMMANDS, EDITOR, Table, build_parser, commands_of
 
@@ -24,20 +23,23 @@ a terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on. Tables are folded to 
 
 
 def cli_document() -> str:
-    """The reference of the command line as Markdown."""
+    """The command line in one table, with the exit codes, as Markdown."""
     parser = build_parser()
-    parts = ["# Command line", parser.description or "", _table(parser), *_commands("shardplan", parser, COMMANDS)]
-    return "\n\n".join([*parts, EXIT_CODES])
+    rows = [f"| [{name}](cli/{name}.md) | {COMMANDS[name][0]} |" for name in commands_of(parser)]
+    commands = "\n".join(["| command | what it does |", "|---|---|", *rows])
+    return "\n\n".join(["# Command line", parser.description or "", commands, _table(parser), EXIT_CODES])
 
 
-def _commands(above: str, parser: argparse.ArgumentParser, table: Table) -> Iterator[str]:
-    for name, command in commands_of(parser).items():
-        yield _command(f"{above} {name}", command, *table[name][:2])
-        yield from _commands(f"{above} {name}", command, EDITOR)
+def command_document(name: str) -> str:
+    """The page of a command, and of the commands below it, as Markdown."""
+    command = commands_of(build_parser())[name]
+    below = [_command(f"## shardplan {name} {one}", sub, EDITOR, one) for one, sub in commands_of(command).items()]
+    return "\n\n".join([_command(f"# shardplan {name}", command, COMMANDS, name), *below]) + "\n"
 
 
-def _command(name: str, parser: argparse.ArgumentParser, summary: str, example: str) -> str:
-    return "\n\n".join([f"## {name}", summary, _table(parser), f"```console\n$ {example}\n```"])
+def _command(heading: str, parser: argparse.ArgumentParser, table: Table, name: str) -> str:
+    summary, example = table[name][:2]
+    return "\n\n".join([heading, summary, _table(parser), f"```console\n$ {example}\n```"])
 
 
 def _table(parser: argparse.ArgumentParser) -> str:
