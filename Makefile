@@ -53,7 +53,7 @@ docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
 demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 	@$(BIN)/python -m demo
 
-bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle machine; most of an hour
+bench: $(VENV)/.installed  ## the figures of docs/benchmarks*.md, on an idle machine; most of an hour
 	$(BIN)/python -m benchmarks
 
 release: $(VENV)/.installed  ## both distributions, built, installed into new environments and tried there; VERSION=0.2.0 writes the version first

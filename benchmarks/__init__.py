@@ -1,1 +1,1 @@
-"""Figures of the documentation, and the programs that measure them; docs/benchmarks.md is made by `make bench`."""
+"""Figures of the documentation, and the programs that measure them; docs/benchmarks.md and benchmarks-checks.md are made by `make bench`."""

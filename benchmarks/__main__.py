@@ -1,4 +1,4 @@
-"""Run benchmarks and write their sections into docs/benchmarks.md: `python -m benchmarks [name ...]`.
+"""Run benchmarks and write their sections into their pages: `python -m benchmarks [name ...]`.
 
 Each is a module of this folder that prints its section; `python -m benchmarks.NAME` runs one and writes nothing.
 """

@@ -1,4 +1,4 @@
-"""The page of figures, docs/benchmarks.md: one section for each benchmark, between two markers, replaced when it runs again."""
+"""The pages of figures: one section for each benchmark, between two markers, replaced when it runs again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / name
+    for name in (
+        "docs/benchmarks.md",
+        "docs/benchmarks-checks.md",
+        "docs/benchmarks-gpu.md",
+        "reports/communication.md",
+    )
+]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -17,17 +26,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def write_section(name: str, text: str) -> None:
-    """Put a section into the page: in its place, where it has one, else at the end.
+    """Put a section into its place on one of the pages.
 
     Args:
         name: of the benchmark.
         text: in Markdown, beginning with a heading of the second level.
     """
     section = f"<!-- {name} -->\n{text.strip()}\n<!-- end of {name} -->"
-    before = PAGE.read_text("utf-8")
     place = re.compile(f"<!-- {name} -->.*<!-- end of {name} -->", re.DOTALL)
-    after, found = place.subn(lambda _: section, before)
-    PAGE.write_text(after if found else f"{before.rstrip()}\n\n{section}\n", "utf-8")
+    (page,) = [page for page in PAGES if place.search(page.read_text("utf-8"))]
+    page.write_text(place.sub(lambda _: section, page.read_text("utf-8")), "utf-8")
 
 
 def ratio_text(measured: Sequence[float], base: Sequence[float]) -> str:

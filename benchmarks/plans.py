@@ -55,12 +55,12 @@ TEXT = """## Communication of every built-in plan
 
 `python -m benchmarks.plans`: what a training step sends on the tp axis at the dimensions of the type's default configuration, tp
 2 and 4, each kind of layer once, logits whole, for one type of each built-in plan that is proven there ({count} of {all}): elements for each
-token, over the least that the same split allows ([reports/communication.json](../reports/communication.json);
+token, over the least that the same split allows ([communication.json](communication.json);
 an all-gather or a reduce-scatter of a value is half an all-reduce of it). What is
 sent grows with the tokens and with nothing else, unless said below: {shapes} (batch x tokens) lie on one line.
 
 With the least: {least}. The others, for the reasons that are said below the table of
-[model types](../reports/model-types.md); with the sequence split most of them gather the hidden state once more, where the gradients of
+[model types](model-types.md); with the sequence split most of them gather the hidden state once more, where the gradients of
 whole matrices would be summed otherwise (fewer elements for each step) or code needs the whole sequence:
 """
 
