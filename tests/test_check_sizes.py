@@ -53,7 +53,10 @@ def test_a_finding_names_the_rule_the_modules_and_the_sizes_that_work():
     assert finding.primary.location.path == ("tensor_parallel", "model.layers.*.self_attn.{q,k,v}_proj")
     assert finding.modules[:2] == ("model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")
     assert len(finding.modules) == 64
-    assert finding.help == "use tp 2, 4, 8, 16 or 32: each fits everything that this plan splits"
+    assert finding.help == (
+        "use tp 2, 4, 8, 16 or 32: each fits everything that this plan splits; or pad the heads to 36, and those of keys and values "
+        "to 9, in the model (2.1% more parameters)"
+    )
 
 
 def test_both_variants_of_a_plan_give_the_same_finding():

@@ -191,8 +191,12 @@ def as_written(option: str, value: object) -> Any:
     if option == "arguments":
         return dict(cast(tuple[tuple[str, str], ...], value))
     if option == "shares":
-        return [one.written for one in cast(tuple[Share, ...], value)]
-    return list(value) if isinstance(value, tuple) else value
+        shares = [one.written for one in cast(tuple[Share, ...], value)]
+        named: dict[str, Any] = {name: said for one in shares if isinstance(one, dict) for name, said in one.items()}
+        return named if len(named) == len(shares) else shares
+    if isinstance(value, tuple):
+        return [int(one) if isinstance(one, str) and one.isdecimal() else one for one in value]
+    return value
 
 
 def stated_options(rule: Rule) -> dict[str, Any]:

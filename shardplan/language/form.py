@@ -94,7 +94,8 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
         message = f"{_subject(path[:-1])} has no `{path[-1]}`"
         findings.add(WRONG_VALUE, message, path[:-1], "key", help=_MISSING)
     elif kind == "without_style":
-        findings.add(WRONG_VALUE, f"{_subject(path)} has no `style`", path, "key", help=_MISSING)
+        help, words = _with_style(node)
+        findings.add(WRONG_VALUE, f"{_subject(path)} has no `style`", path, help=help, words=words)
     elif path == ("extends",) and kind == "string_pattern_mismatch":
         return  # the search for a parent says where it may be
     else:
@@ -168,6 +169,15 @@ def _right_field(path: Path, root: Node) -> Proposed:
     return f"the fields are {_listed(known, 'and')}", ()
 
 
+def _with_style(node: Node | None) -> Proposed:
+    """A rule with the style that changes nothing, where its options alone say something (shares of a module's code)."""
+    said: Any = to_data(node) if isinstance(node, MapNode) else {}
+    if "shares" not in said or not all(takes("replicate", name) for name in said):
+        return _MISSING, ()
+    rule = value_text({"style": "replicate", **said})
+    return f"write {quoted(rule, 300)}: this style leaves the module itself as it is", (rule,)
+
+
 def _right_value(kind: str, must_be: str, node: Node | None) -> Proposed:
     match node:
         case None | Scalar(None):
@@ -181,6 +191,8 @@ def _right_value(kind: str, must_be: str, node: Node | None) -> Proposed:
             return did_you_mean(text, near), (near,)
         case Scalar(str(text)) if "number" in must_be and text.isdecimal():
             return "remove the quotes", (text,)
+        case Scalar(int(), text) if "mapping with `dim`" in must_be:
+            return f"write `{{dim: {text}}}`", (f"{{dim: {text}}}",)
         case Scalar(bool() | int() | float(), text) if kind == "string_type":
             return "put it in quotes: " + quoted(f'"{text}"'), (f'"{text}"',)
     return None, ()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Severity
 from shardplan.core.expressions import count_of
-from shardplan.core.plan import Rule
+from shardplan.core.plan import Rule, section_at
+from shardplan.language.plan_texts import rule_text
 from shardplan.styles.divided_numbers import attribute
 from shardplan.styles.packed_lengths import packed_parts
 
@@ -24,6 +26,7 @@ DECLARED = ("declared", "attribute")
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
     yield from by_rule(_problems(facts), _words)
+    yield from _without_dim(facts)
     if facts.tp is not None:
         yield from _indivisible(facts, facts.tp)
 
@@ -43,10 +46,51 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
                 yield DIVIDES, value, rule.stating("divides"), assignment.name
         for path in rule.divided:
             value = attribute(resolved, assignment, path)
-            if isinstance(value, str):
+            if isinstance(value, str) and not _is_tensor(facts, assignment.name, path):
                 yield DIVIDE, value, rule.stating("shares"), assignment.name
         if style.features.tail is not None and not isinstance(resolved.tree.numbers.get(style.features.tail), int):
             yield NUMBER, f"the configuration has no number {style.features.tail}", rule, assignment.name
+
+
+def _is_tensor(facts: Facts, name: str, path: str) -> bool:
+    """Whether a share without a dim is a buffer of a module, or an argument of its forward."""
+    module = facts.resolved.tree.modules.get(name)
+    return module is not None and path not in module.numbers and path in (*module.buffers, *(module.arguments or ()))
+
+
+def _without_dim(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule that names a buffer or an argument as if it were a number."""
+    tree, seen = facts.resolved.tree, set()
+    for name, assignment in facts.resolved.assignments.items():
+        rule = assignment.rule
+        wrong = [path for path in rule.divided if _is_tensor(facts, name, path)]
+        if not wrong or rule.location in seen:
+            continue
+        seen.add(rule.location)
+        module, path, stating = tree.modules[name], wrong[0], rule.stating("shares")
+        shape = module.buffers.get(path, ())
+        dims = [dim for dim, length in enumerate(shape) if length > 1 and length % (facts.tp or 1) == 0]
+        new = replace(
+            stating,
+            shares=tuple(replace(one, dim=dims[0]) if one.name == path else one for one in stating.shares if dims),
+        )
+        section = section_at(stating.location.path)
+        what = (
+            f"a buffer {list(shape)}"
+            if shape
+            else "a buffer"
+            if path in module.buffers
+            else "an argument of the forward"
+        )
+        yield Diagnostic(
+            code=DIVIDE,
+            severity=Severity.ERROR,
+            message=f"`shares` does not fit for {tree.named([name])}: {path} is {what} of {module.class_name}, and no number",
+            primary=Label(stating.location),
+            help=f"write `shares: {{{path}: {{dim: {dims[0] if dims else 1}}}}}`: the dim that has the heads or features",
+            modules=tuple(n for n, a in facts.resolved.assignments.items() if a.rule.location == rule.location),
+            proposals=(Edit(section, rule.pattern, rule_text(new), stating.location),) if dims and section else (),
+        )
 
 
 def _words(code: Code, rule: Rule) -> tuple[str, str]:

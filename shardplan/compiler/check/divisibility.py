@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from math import gcd
+from math import gcd, prod
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.tree import ModuleTree, parent
 
 from .check_words import join, sizes
 from .facts import Facts
@@ -19,6 +20,7 @@ FEATURES = Code("SP303")
 NO_SIZE = Code("SP307")
 NOTHING = Code("SP309")
 
+HEAD_KINDS: tuple[Kind, ...] = ("heads", "key_value_heads")
 MOST_COUNTS = 5  # listed in a message
 CODE_OF: dict[Kind, Code] = {"heads": HEADS, "key_value_heads": HEADS, "features": FEATURES}
 
@@ -45,16 +47,48 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             yield _finding(
                 KEY_VALUE,
                 f"{what} is {count}, and tp={tp} {_unshared(count, requirements[0].shares, tp)}",
-                sizes(facts.allowed),
+                f"{sizes(facts.allowed)}{_padded(facts, requirements, tp)}",
                 requirements,
             )
         else:
             yield _finding(
                 CODE_OF[kind],
                 f"{what} is {count}, which tp={tp} does not divide",
-                sizes(facts.allowed),
+                f"{sizes(facts.allowed)}{_padded(facts, requirements, tp)}",
                 requirements,
             )
+
+
+def _padded(facts: Facts, requirements: list[Requirement], tp: int) -> str:
+    """The next number that tp divides, and what a model of that size would have more; "" where it is not one dim of matrices.
+
+    A query head of zeros in a group that is there reads this group's values, so its columns of the output matrix would be trained: heads
+    are added by whole groups.
+    """
+    first, tree = requirements[0], facts.resolved.tree
+    around = _around(tree, first)
+    heads = [r for r in facts.requirements if r.kind in HEAD_KINDS and around & _around(tree, r)]
+    counts = sorted({r.count for r in heads}) if first.kind in HEAD_KINDS else []
+    if first.rule.groups is not None or len(counts) > 2 or (len(counts) == 2 and counts[1] % counts[0]):
+        return ""
+    if len(counts) == 2:
+        few, each = counts[0], counts[1] // counts[0]
+        new = next(n for n in range(few + 1, few + tp + 1) if n * each % tp == 0 and (n % tp == 0 or tp % n == 0))
+        added, requirements = new / few - 1, heads
+        what = f"pad the heads to {new * each}, and those of keys and values to {new},"
+    else:
+        new = first.count - first.count % -tp
+        added, what = new / first.count - 1, f"pad it to {new}"
+    split = {name for requirement in requirements for name in requirement.modules}
+    lengths = {name: prod(parameter.shape) for name, (_, parameter) in tree.parameters.items()}
+    own = sum(length for name, length in lengths.items() if name in split or tree.owner(name) in split)
+    share = own * added / sum(lengths.values())
+    return f"; or {what} in the model ({share:.1%} more parameters)".replace("(0.0%", "(under 0.1%") if own else ""
+
+
+def _around(tree: ModuleTree, requirement: Requirement) -> set[str]:
+    """The modules that hold what is split."""
+    return {parent(name if name in tree.modules else tree.owner(name)) for name in requirement.modules}
 
 
 def _unshared(heads: int, length: int, tp: int) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.plan import Rule
+from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Severity
+from shardplan.core.plan import Rule, section_at
 from shardplan.core.tree import ModuleInfo, full_name, parent
-from shardplan.styles import feature_dim
+from shardplan.language.plan_texts import rule_text
+from shardplan.styles import STYLES, feature_dim
 from shardplan.styles.head_counts import stays_split
 
 from .check_words import join
@@ -18,6 +19,7 @@ SIBLING = Code("SP350")
 PARAMETER = Code("SP351")
 
 MATMUL = ("linear", "conv1d")
+ROWS = "rowwise"  # reads what a sibling splits by its output features
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -97,14 +99,40 @@ def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
 
 
 def _finding(facts: Facts, code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
-    what = facts.resolved.tree.named(names)
+    tree = facts.resolved.tree
+    what = tree.named(names)
     beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
     replicate = "replicate" if " and " in what else f"{what}: replicate"
+    edits = _like_siblings(facts, names, split) if code == SIBLING else ()
+    add = " and ".join(f"`{edit.pattern}: {edit.value}`" for edit in edits)
     return Diagnostic(
         code=code,
         severity=Severity.WARNING,
         message=f"no rule names {what}, which stays whole next to the split {beside}",
         primary=Label(next(iter(split.values())).location, "splits its siblings"),
-        help=f"add a rule; for a whole copy on every rank, write `{replicate}`",
+        help=f"add {add or 'a rule'}; for a whole copy on every rank, write `{replicate}`",
         modules=tuple(names),
+        proposals=edits if len(edits) == 1 else (),
     )
+
+
+def _like_siblings(facts: Facts, names: list[str], split: dict[str, Rule]) -> tuple[Edit, ...]:
+    """The rules that split matrices as their siblings of the same widths are split, or read what these split; none where one has no such sibling."""
+    tree = facts.resolved.tree
+    edits: dict[str, Edit] = {}
+    for name in names:
+        own, rule = _widths(tree.modules[name]), None
+        for sibling, other in split.items():
+            sides = STYLES[other.style].weight.shard
+            widths = _widths(tree.modules[sibling]) if parent(sibling) == parent(name) else None
+            if own is None or widths is None:
+                continue
+            if widths == own and own[0] != own[1]:
+                rule = rule_text(other)
+            elif rule is None and sides == "out" and own == widths[::-1] and other.packed is None:
+                rule = ROWS
+        if rule is None:
+            return ()
+        section = section_at(next(iter(split.values())).location.path) or "tensor_parallel"
+        edits.setdefault(tree.pattern(name), Edit(section, tree.pattern(name), rule))
+    return tuple(edits.values())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Severity
 from shardplan.core.layout import LayoutKind
-from shardplan.core.plan import Rule
+from shardplan.core.plan import section_at
 from shardplan.core.tree import parent
 from shardplan.styles.packed_lengths import packed_parts
 
@@ -62,6 +62,7 @@ def _place(facts: Facts, name: str) -> Place:
 
 def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
     rules = {name: facts.stored[name].rule for name in places if name in facts.stored}
+    edits = _edits(facts, places)
     first = next(name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules)
     return Diagnostic(
         code=DIFFERENT,
@@ -75,24 +76,33 @@ def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
             if name != first and rule is not rules[first]
         ),
         notes=tuple(f"{name}: no rule, so it is whole" for name in places if name not in rules),
-        help=_remedy(facts, places, rules),
+        help=_remedy(edits),
         modules=tuple(places),
+        proposals=edits[:1],
     )
 
 
-def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> str:
+def _edits(facts: Facts, places: dict[str, Place]) -> tuple[Edit, ...]:
+    """The rules that split the partners like the embedding; none where nothing is split by rows."""
+    tree, edits = facts.resolved.tree, []
+    for name, place in places.items():
+        owner = tree.parameters[name][0] if name in tree.parameters else None
+        if owner is None or owner.kind not in BY_ROWS or place.dim == 0:
+            continue
+        pattern = tree.address(owner.name)
+        rule = facts.stored[name].rule if name in facts.stored else None
+        written = rule is not None and section_at(rule.location.path) == "tensor_parallel"
+        location = rule.location if rule is not None and written else None
+        override = location is not None and rule is not None and rule.pattern != pattern
+        edits.append(Edit("tensor_parallel", pattern, BY_ROWS[owner.kind], location, override=override))
+    return tuple(edits) if any(place.dim == 0 for place in places.values()) else ()
+
+
+def _remedy(edits: tuple[Edit, ...]) -> str:
     """The line that splits the partner like the embedding; where there is no such line, both whole."""
-    tree = facts.resolved.tree
-    owners = {name: tree.parameters[name][0] for name in places if name in tree.parameters}
-    lines = [
-        f"`{tree.address(owner.name)}: {BY_ROWS[owner.kind]}`"
-        for name, owner in owners.items()
-        if owner.kind in BY_ROWS and places[name].dim != 0
-    ]
-    rows = any(place.dim == 0 for place in places.values())
-    return (
-        f"add or change {' and '.join(lines)}" if rows and lines else "keep all of them whole, or split all along dim 0"
-    )
+    if not edits:
+        return "keep all of them whole, or split all along dim 0"
+    return f"add or change {' and '.join(f'`{edit.pattern}: {edit.value}`' for edit in edits)}"
 
 
 def _units(facts: Facts, units: dict[str, str]) -> Diagnostic:

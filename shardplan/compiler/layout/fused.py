@@ -3,12 +3,15 @@ split them, and the line of the model's code that must change where no rule help
 
 from __future__ import annotations
 
+import linecache
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, combinations
 
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, starred
+from shardplan.model.reduced.trace import SourceLine, Trace
 from shardplan.styles import STYLES, feature_dim
 from shardplan.styles.head_counts import HEAD_SIZES
 
@@ -18,30 +21,65 @@ from .undivided import dividing
 
 PACKED = "packed_colwise"
 WIDEST = 6  # parts
+DEFAULT = 2  # parts of a rule without `packed`
+EQUAL = (3, 2)  # numbers of parts to try where the code does not cut at once
+Packed = int | tuple[str, ...]
 MOST_ATTRIBUTES = 4  # to try, besides the width
+# A line that reads the length of the sequence, and perhaps more: `B, T, C = x.shape`, `T = x.size(1)`.
+LENGTH = re.compile(r"([\w ,]+?)\s*=\s*(\w+)\.(?:shape(?:\[1\]|\[:2\])?|size\(1?\))")
 SHAPING = ("view", "reshape", "unflatten", "expand", "split")
 KINDS = ("crash", "slices")
 
 
-def fused_repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
+def fused_repairs(plan: ResolvedPlan, finding: Finding, reference: Trace) -> Iterator[Repair]:
     """Changes to try where a module's code fails on the result of a matrix below it: pack the matrix, and divide the
-    numbers by which the code cuts."""
+    numbers by which the code cuts.
+
+    Args:
+        reference: the unsharded run of the reduced model.
+    """
     module = plan.tree.modules.get(finding.module)
     if finding.kind not in KINDS or module is None:
         return
     tp = plan.sizes.tp or 1
     numbers = {n: v for n, v in module.numbers.items() if n not in HEAD_SIZES}  # heads are split, never inside
     counts = {n: v for n, v in numbers.items() if type(v) is int and v > 1 and v % tp == 0}
-    tried: list[tuple[str, int, tuple[str, ...]]] = []
+    tried: list[tuple[str, Packed, tuple[str, ...]]] = []
     for child in _fused_children(plan, module):
         features = _out_features(child)
+        cut = _cut_parts(plan, child, reference)
+        if cut is not None:
+            tried.append((child.name, cut, ()))
+        elif _splits(plan, child.name):
+            tried += [(child.name, parts, ()) for parts in EQUAL if features % parts == 0]
         for width in (n for n, v in counts.items() if features % v == 0 and 1 < features // v <= WIDEST):
             parts = features // counts[width]
             others = [n for n, v in counts.items() if n != width and counts[width] % v == 0][:MOST_ATTRIBUTES]
             for more in chain(((),), ((n,) for n in others), combinations(others, 2)):
                 tried.append((child.name, parts, (width, *more)))
-    for name, parts, divided in sorted(tried, key=lambda one: len(one[2])):  # the fewest numbers first
-        yield _both(plan, module.name, name, parts, divided)
+    for name, packed, divided in sorted(tried, key=lambda one: len(one[2])):  # the fewest numbers first
+        if divided or not _is_packed(plan, name, packed):
+            yield _both(plan, module.name, name, packed, divided)
+
+
+def _is_packed(plan: ResolvedPlan, name: str, parts: Packed) -> bool:
+    rule = plan.assignments[name].rule if name in plan.assignments else None
+    return rule is not None and rule.style == PACKED and (rule.packed or DEFAULT) == parts
+
+
+def _cut_parts(plan: ResolvedPlan, child: ModuleInfo, reference: Trace) -> Packed | None:
+    """The parts into which the code cuts the result of a matrix at once: their number, or the length of each; None where it does not.
+
+    Lengths are those of the model where it has no configuration, as it is then its own reduced model.
+    """
+    made = {event.outputs[0] for event in reference.events if event.kind == "op" and event.module == child.name}
+    for event in reference.events:
+        if event.kind == "op" and len(event.outputs) > 1 and set(event.inputs) & made:
+            lengths = [reference.values[number].shape[-1] for number in event.outputs]
+            if sum(lengths) == _out_features(child):
+                same = len(set(lengths)) == 1
+                return len(lengths) if same else None if plan.tree.numbers else tuple(map(str, lengths))
+    return None
 
 
 def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
@@ -51,6 +89,8 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
         return None
     if not any(word in finding.source.text for word in SHAPING):
         return None
+    if (length := _length_of_slice(plan, finding.source)) is not None:
+        return length
     fused = [child for child in _fused_children(plan, module) if _splits(plan, child.name)]
     if not fused:
         return None
@@ -61,16 +101,35 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
     )
 
 
-def _both(plan: ResolvedPlan, module: str, child: str, parts: int, divided: tuple[str, ...]) -> Repair:
+def _length_of_slice(plan: ResolvedPlan, source: SourceLine) -> str | None:
+    """What to change where a line reshapes by the length of the sequence, which the code reads from a rank's slice of it."""
+    lines = linecache.getlines(source.file)[: source.line]
+    for number, text in reversed(list(enumerate(lines, 1))) if plan.sequence_parallel else ():
+        read = LENGTH.fullmatch(text.strip())
+        names = [name.strip() for name in read[1].split(",")] if read else []
+        length = names[0] if len(names) == 1 else names[1] if len(names) > 1 else ""
+        if read and length.isidentifier() and re.search(rf"\b{length}\b", source.text):
+            return (
+                f"change `{text.strip()}` (line {number}): `{read[2]}` is a rank's slice of the sequence in front of the norm that "
+                f"gathers it. Read {length} from what is gathered, as in `{length} = h.shape[1]` where h is the norm's result"
+            )
+        if text.lstrip().startswith("def "):
+            return None
+    return None
+
+
+def _both(plan: ResolvedPlan, module: str, child: str, parts: Packed, divided: tuple[str, ...]) -> Repair:
     """The matrix packed, where it is not, and the numbers of the module divided."""
     numbers = dividing(plan, module, divided)
     matrix = plan.assignments.get(child)
     rule = matrix.rule if matrix is not None else None
-    if rule is not None and rule.style == PACKED and (rule.packed or 2) == parts:
+    if _is_packed(plan, child, parts):
         return numbers
-    packed = Rule("", PACKED, OURS, packed=parts, shares=rule.shares if rule is not None else ())
+    packed = Rule(
+        "", PACKED, OURS, packed=None if parts == DEFAULT else parts, shares=rule.shares if rule is not None else ()
+    )
     first = change(plan, child, rule, packed, matrix.section if matrix is not None else "tensor_parallel")
-    return replace(first, also=numbers)
+    return replace(first, also=numbers) if divided else first
 
 
 def _fused_children(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[ModuleInfo]:

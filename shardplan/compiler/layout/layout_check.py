@@ -27,10 +27,10 @@ from .mergeable_sums import SeenSum, SharedSum
 from .outside_reads import outside_repairs
 from .read_results import read_in_any
 from .reads import SharedRead, agreed
-from .repairs import OURS, Repair, combined, repairs
+from .repairs import OURS, Repair, combined, moved_inputs, repairs, sliced_results
 from .run import Workbench, prove
 from .typing_result import Proof
-from .undivided import dividing_repairs
+from .undivided import dividing_repairs, of_crash, share_repairs
 from .unsummed import holding, undeclared
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -232,7 +232,7 @@ def _explain(
         repair, left = _fix(plan, bench, groups, search)
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         if repair is None and help:
-            found = replace(found, help=advice(plan, group[0]))
+            found = replace(found, help=advice(plan, group[0]) or of_crash(plan, group[0]))
         taken = revised(changes, repair)
         if taken is not None:
             at, again = taken
@@ -314,8 +314,11 @@ def _fix(
 
     first = group[0]
     own = chain(
-        fused_repairs(plan, first),
+        moved_inputs(plan, first),
+        sliced_results(plan, first),
+        fused_repairs(plan, first, bench.reference),
         dividing_repairs(plan, first, bench.model),
+        share_repairs(plan, first, bench.model, bench.reference),
         outside_repairs(plan, first, bench.reference),
     )
     for repair in chain(own, repairs(plan, first)):

@@ -12,6 +12,7 @@ from shardplan.core.diagnostics import Location
 from shardplan.core.layout import P
 from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section, section_at, stated_options
 from shardplan.core.tree import ancestors, block, full_name
+from shardplan.language.plan_texts import value_text
 from shardplan.styles import STYLES, Style
 from shardplan.styles.kept_options import KEPT, with_kept
 from shardplan.styles.style_record import REMOVAL, TrialKind
@@ -21,6 +22,8 @@ from .finding import Finding
 OURS = Location("<help>")
 Choice = tuple[Style | None, Output | None]  # a style, and its `output:`
 REMOVE: Choice = (None, None)
+# Where I becomes R: at what a block reads, and at the result of a module.
+BLOCK_INPUT, RESULT = "input_with_grad_allreduce", "output_with_grad_allreduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,11 @@ class Repair:
     @property
     def help(self) -> str:
         """The instruction; and its cost, where it gives up a split."""
-        own = self.placed._instruction
-        both = own if self.also is None else f"{own}, and {self.also._instruction}"
-        return f"{both}{self.given_up}"
+        return f"{', and '.join(self._instructions)}{self.given_up}"
+
+    @property
+    def _instructions(self) -> tuple[str, ...]:
+        return (self.placed._instruction, *(self.also._instructions if self.also is not None else ()))
 
     @property
     def placed(self) -> Repair:
@@ -125,16 +130,7 @@ def combined(one: Repair, other: Repair) -> Repair | None:
 def written(rule: Rule) -> str:
     """A rule's style and options as a plan writes them."""
     options = stated_options(rule)
-    if not options:
-        return rule.style
-    listed = ", ".join(f"{name}: {_value(value)}" for name, value in options.items())
-    return f"{{style: {rule.style}, {listed}}}"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_value(one)}' for name, one in value.items())}}}"
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    return value_text({"style": rule.style, **options}) if options else rule.style
 
 
 def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
@@ -190,6 +186,49 @@ def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
                 if key not in seen:
                     seen.add(key)
                     yield repair
+
+
+def moved_inputs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
+    """Changes to try where a block input makes R of a value that a residual reads too: the norms at the block's beginning make it."""
+    if finding.kind not in ("partial", "meeting"):
+        return
+    tree = plan.tree
+    for name in (finding.module, *ancestors(finding.module)):
+        assignment = plan.assignments.get(name)
+        norms = [child for child in tree.children[name] if tree.modules[child].kind == "norm"]
+        if assignment is None or assignment.rule.style != BLOCK_INPUT or not norms:
+            continue
+        old = assignment.rule
+        kept = with_kept(Rule("", "replicate", OURS), old)
+        whole = change(plan, name, old, kept if stated_options(kept) else None, assignment.section)
+        for chosen in (norms, *([norm] for norm in norms)) if len(norms) > 1 else (norms,):
+            repair = None
+            for norm in reversed(chosen):
+                there = plan.assignments.get(norm)
+                rule = there.rule if there is not None else None
+                section: Section = there.section if there is not None else "tensor_parallel"
+                repair = replace(change(plan, norm, rule, Rule("", RESULT, OURS), section), also=repair)
+            yield replace(whole, also=repair)
+
+
+def sliced_results(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
+    """Changes to try where a block of an overlay adds whole results to slices of the sequence: all its row-wise matrices return slices."""
+    if not plan.sequence_parallel or finding.kind not in ("crash", "slices"):
+        return
+    whole = {
+        name: f"{a.rule.style}_seq"
+        for name, a in plan.assignments.items()
+        if a.section == "tensor_parallel" and name.startswith(f"{finding.module}.") and f"{a.rule.style}_seq" in STYLES
+    }
+    results = [name for name in whole if STYLES[plan.assignments[name].rule.style].output_source == P]
+    repair = None
+    for name in dict.fromkeys(plan.tree.pattern(name) for name in reversed(results)):
+        one = next(n for n in results if plan.tree.pattern(n) == name)
+        old = plan.assignments[one].rule
+        more = change(plan, one, old, with_kept(Rule("", whole[one], OURS), old), "sequence_parallel")
+        repair = more if repair is None else combined(more, repair) or replace(more, also=repair)
+    if repair is not None:
+        yield repair
 
 
 def reads_outside(style: Style) -> bool:

@@ -1,4 +1,5 @@
-"""Numbers of a module by which its code reshapes what a plan splits, such as the number of heads: `shares` should name them."""
+"""What `shares` should name: numbers of a module by which its code reshapes what a plan splits, such as the number of heads; its buffers
+and arguments that have a value for each head."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.shares import Share
 from shardplan.core.tree import ModuleInfo, is_count
 from shardplan.model.forward_code import forward_reads
+from shardplan.model.reduced.trace import Trace
 from shardplan.styles import STYLES
 from shardplan.styles.divided_numbers import CONFIG
 from shardplan.styles.head_counts import HEAD_SIZES
@@ -21,6 +23,7 @@ from .repairs import OURS, Repair, change
 
 KINDS = ("crash", "slices", "untyped")
 MOST_NUMBERS = 4  # to try, of a module, and as many of its configuration
+MOST_TENSORS = 8  # dims to try, of all buffers and arguments
 
 
 def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> Iterator[Repair]:
@@ -41,13 +44,62 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
         yield dividing(plan, module.name, divided)
 
 
+def share_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module, reference: Trace) -> Iterator[Repair]:
+    """Changes to try where a module's code combines slices with whole values of its own: its share of a buffer, or of an
+    argument that it is called with (a bias for each head).
+
+    Args:
+        model: the reduced model, for the code.
+        reference: its unsharded run, for the arguments.
+    """
+    module, ranks = plan.tree.modules.get(finding.module), plan.sizes.tp or 1
+    if finding.kind not in KINDS or module is None or not _splits(plan, module.name):
+        return
+    declared = plan.assignments[module.name].rule.shares if module.name in plan.assignments else ()
+    known = {(one.name, one.dim) for one in declared}
+    reads = forward_reads(type(model.get_submodule(module.name)))
+    tensors = {name: shape for name, shape in module.buffers.items() if name in reads}
+    called = reference.at.get((module.name, 1, "in"))  # of its first call
+    for name, number in zip(called.names, called.inputs, strict=True) if called is not None else ():
+        value = reference.values[number]
+        if name in (module.arguments or ()) and not reference.requires_grad[number] and value.ndim > 2:
+            tensors[name] = (1, *value.shape[1:])  # a slice of the batch is no share of heads
+    tries = [
+        Share(name, dim=dim)
+        for name, shape in tensors.items()
+        for dim, length in enumerate(shape)
+        if (name, dim) not in known and length > 1 and length % ranks == 0
+    ]
+    for share in tries[:MOST_TENSORS]:
+        yield _sharing(plan, module.name, (share,))
+
+
+def of_crash(plan: ResolvedPlan, finding: Finding) -> str | None:
+    """What usually helps where no change of one rule does: each whole operand of the code that raises needs a rank's part."""
+    if finding.kind != "crash":
+        return None
+    where = plan.tree.pattern(finding.module) or "the model"
+    return (
+        f"give a rank its part of what is whole on this line: split the matrix that makes it, or name it in `shares` of the rule for {where} "
+        "(`{name: {dim: 1}}` for a buffer or an argument, `[name]` for a number of the module); what the code makes itself from numbers "
+        "must follow the shape of the slice (`q.shape[1]`)"
+    )
+
+
 def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repair:
     """The rule of a module with further numbers divided; a rule that only does this where it has none."""
     around = plan.assignments.get(module)
+    declared = around.rule.divided if around is not None else ()
+    return _sharing(plan, module, tuple(Share(name) for name in divided if name not in declared))
+
+
+def _sharing(plan: ResolvedPlan, module: str, more: tuple[Share, ...]) -> Repair:
+    around = plan.assignments.get(module)
     old = around.rule if around is not None else None
     base = old if old is not None else Rule("", "replicate", OURS)
-    more = (Share(name) for name in divided if name not in base.divided)
-    new = replace(base, shares=(*base.shares, *more), location=OURS)
+    changed = {one.name for one in more}
+    kept = (one for one in base.shares if one.name not in changed)
+    new = replace(base, shares=(*kept, *more), location=OURS)
     return change(plan, module, old, new, around.section if around is not None else "tensor_parallel")
 
 
