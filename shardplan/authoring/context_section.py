@@ -105,8 +105,9 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
             return NoSection("what sequence parallelism does over tp is not right over cp", findings)
     handed_out = _handed_out(layouts)
     for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style in MIXERS):
-        fewer = {name: rule for name, rule in rules.items() if tree.pattern(name) != pattern}
         parts = {name for name in tree.modules if any(tree.pattern(n) == pattern for n in (name, *ancestors(name)))}
+        # An entrance inside it splits again what it gathers.
+        fewer = {n: r for n, r in rules.items() if tree.pattern(n) != pattern and (r.style != ENTER or n not in parts)}
         routers = {name: rule for name, rule in handed_out.items() if name in parts and name not in fewer}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
         for more in ({**below, **routers}, routers) if below else (routers,):

@@ -259,7 +259,7 @@ class HeadShare:
 
     Args:
         over_both: how a parameter is read that is split over an axis of tp * cp ranks.
-        over_tp: how it is read on tp; None if a rank of tp has all of it.
+        over_tp: how it is read on tp; None if a rank of tp has all of it, as of buffers.
         size: the length of the whole dim.
         tp, cp: the sizes of the axes.
         owner: the module that has it, relative to the module that reads its share.

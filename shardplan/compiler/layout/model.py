@@ -212,12 +212,11 @@ class ModelLayouts:
         operation each: which experts a rank runs depends on its tokens.
 
         Args:
-            resolved: the plan, bound to the reduced model.
+            resolved: the plan, bound to the reduced model; of one with rules for cp, either these or the others.
         """
-        rules = [*resolved.modules.items(), *(resolved.on_cp.modules.items() if resolved.on_cp is not None else ())]
         experts = frozenset(
             name
-            for name, a in rules
+            for name, a in resolved.modules.items()
             if STYLES[a.rule.style].experts is not None
             or (STYLES[a.rule.style].weight.as_input and has_stacks(resolved.tree.modules[name]))
         )
@@ -413,7 +412,7 @@ class ModelLayouts:
         """
         benches = self.benches_for(resolved)
         report = check_layout(resolved, benches, help=help, search=search) if self.tp > 1 else LayoutReport()
-        report = report if resolved.on_cp is None else with_cp(report, resolved.on_cp, benches)
+        report = report if resolved.on_cp is None else with_cp(report, resolved.on_cp, self.benches_for(resolved.on_cp))
         if not report.ok:
             return report
         found = token_findings(resolved, benches, self.ep if "expert_parallel" in resolved.overlays else self.tp)

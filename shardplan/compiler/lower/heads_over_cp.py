@@ -74,13 +74,13 @@ class _Exchange:
         self.tokens = V(mixer.assignment.rule.seq_dim).on(Axis.CP)
 
     def program(self, one: BoundModule) -> ModuleProgram | None:
-        """The program of a module below, or of the mixer itself, with its numbers."""
+        """The program of a module below, or of the mixer itself, with its numbers. The mixer reads the shares of buffers over both axes."""
         base = self.programs.get(one.name) or ModuleProgram(one.name)
         fused = base.fused and (one.assignment is None or one.assignment.rule.fused)
         if self._projects(one):  # its own numbers are its weight's
-            program = replace(base, fused=fused, on_cp=self._projection(one))
+            program = replace(base, fused=fused, buffers=(), on_cp=self._projection(one))
         else:
-            program = replace(base, divide=one.divide, settings=one.settings, fused=fused)
+            program = replace(base, divide=one.divide, settings=one.settings, fused=fused, buffers=())
         if one.mean_ranks > 1:
             program = self._with_means(program, one)
         return None if program == ModuleProgram(one.name) else program
@@ -121,8 +121,7 @@ class _Exchange:
             yield from self._shares(one, owner)
         layer = full_name(owner, one.module.layer) if one.module.layer else owner
         for buffer in one.buffers:
-            known = self._over_tp(one, buffer.name, buffer=True)
-            yield self._share(buffer, known, one.module.buffers[buffer.name], layer, buffer=True)
+            yield self._share(buffer, None, one.module.buffers[buffer.name], layer, buffer=True)
 
     def _shares(self, one: BoundModule, owner: str = "") -> Iterator[HeadShare]:
         for parameter in one.parameters:
@@ -142,11 +141,11 @@ class _Exchange:
         assert program.dim is not None
         return HeadShare(program, over_tp, shape[program.dim], self.tp, self.cp, owner, buffer)
 
-    def _over_tp(self, one: BoundModule, name: str, *, buffer: bool = False) -> ParameterProgram | None:
+    def _over_tp(self, one: BoundModule, name: str) -> ParameterProgram | None:
         program = self.programs.get(one.name)
         if self.tp == 1 or program is None:
             return None
-        return next((p for p in (program.buffers if buffer else program.parameters) if p.name == name), None)
+        return next((p for p in program.parameters if p.name == name), None)
 
     def _projection(self, one: BoundModule) -> ContextProgram:
         shares = {share.over_both.name: share for share in self._shares(one)}

@@ -87,8 +87,8 @@ class Enter:
                 self.shared.regime.length = x.shape[boundary.dst.split_dim(x.ndim)]
             if over_tp and program.link == "block_input":
                 assert self.shared.link is not None
-                self.shared.link.note(x, boundary.dst.split_dim(x.ndim))
                 given = next((before for before, *_, after in moves if after is x), x)  # before the move over cp
+                self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
                 on_cp = program.on_cp

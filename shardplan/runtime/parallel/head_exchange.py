@@ -93,7 +93,7 @@ class HeadShares:
     def _own(self, one: HeadShare, whole: Tensor | None) -> Tensor | None:
         if whole is None:
             return None
-        if one.over_tp is not None and not one.buffer:
+        if one.over_tp is not None:
             whole = read(whole, one.over_tp, self.regime)
         ranges = one.of_ranks(self.over_tp.get_local_rank())[self.regime.over_cp.get_local_rank()]
         return pieces_of(whole, one.dim, ranges)

@@ -222,10 +222,15 @@ class PartialEmbedding:
         self.pending = {source: count - 1 for source, count in self.pending.items() if count > 1}
         return partial
 
-    def note(self, x: Tensor, dim: int) -> None:
-        """Called by each block input with the value that it splits, and the dim. The value's gradient is complete, for other readers too."""
+    def note(self, x: Tensor, shape: torch.Size, dim: int) -> None:
+        """Called by each block input with the value that the model's code gave it, and the shape and the dim that it splits. The value's
+        gradient is complete, for other readers too.
+
+        Args:
+            shape: that of `x`, or of this rank's slice of it over cp.
+        """
         if self.running and dim == self.seq_dim:
-            self.shape = x.shape
+            self.shape = shape
             self.gathered(x, partial=False)
 
 

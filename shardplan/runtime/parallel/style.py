@@ -101,8 +101,8 @@ class ModuleStyle(ParallelStyle):
         if program.parameters:
             parameters = {variant: pr.parameters for variant, pr in self.programs.items()}
             wrap_forward(module, LocalParameters(parameters, regime))
-        if program.buffers:
-            buffers = {variant: pr.buffers for variant, pr in self.programs.items()}
+        buffers = {variant: pr.buffers for variant, pr in self.programs.items()}
+        if any(buffers.values()):
             wrap_forward(module.get_submodule(program.layer), OwnBuffers(buffers, regime, mesh))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
