@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from sampling import sampled
 from small_models import CONFIGS, meta_model
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -31,6 +32,9 @@ from shardplan.model.labels_over_cp import own_labels_of
 from shardplan.runtime.parallel import boundaries
 from shardplan.runtime.parallel.dim_exchange import Cut
 from shardplan.styles.boundary import returns_tokens
+from tests.model_settings import without_dropout
+from tests.zoo.context import every_rank
+from tests.zoo.experts import config_of
 
 ENDS = {"model.layers.0": "split_seq_input", "model.norm": "gather_seq_output"}
 HEADS = {"model.layers.0": "split_seq_input", "model.layers.*.self_attn": "exchange_heads"}
@@ -370,3 +374,25 @@ def test_hidden_states_that_own_code_collects_are_whole_over_both_axes():
     plan = {"version": "1", "name": "mpt-cp", "extends": "mpt", "context_parallel": section}
     report = shardplan.validate(meta_model("mpt"), plan, {"cp": 2, "tp": 2}, sequence_parallel=True)
     assert report.ok and report.proven, report
+
+
+# What is right on each axis alone, and was wrong on both.
+BOTH = {
+    "falcon_h1": "a buffer of the mixer has a share on each rank of both",
+    "minimax": "so have three buffers of decays",
+    "mvp": "its own code returns what its blocks read first, with the hidden states",
+    "gemma3n_text": "hidden states have the sequence in dim 2",
+    "longcat_flash": "a rule inside of experts that are one operation over cp",
+    "axk1": "a norm inside of the experts' block splits the sequence that tp gathered for the block",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(BOTH, 2))
+def test_types_on_both_axes(name: str):
+    with every_rank():
+        report = shardplan.validate(
+            without_dropout(config_of(name)), "auto", {"cp": 2, "tp": 2}, sequence_parallel=True
+        )
+    assert report.ok and report.proven, (BOTH[name], report)
+    assert report.proof is not None and report.proof.sizes.cp == 2 and report.proof.sizes.tp == 2

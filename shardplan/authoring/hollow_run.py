@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shardplan.compiler.layout.run import Workbench
 from shardplan.core.module_program import ModuleProgram
+from shardplan.model.labels_over_cp import SEQUENCE
 from shardplan.model.rebinding import copied
 from shardplan.runtime.parallel.forward import arguments_of
-from shardplan.runtime.parallel.outputs import SEQUENCE
 from shardplan.torchlib.hollow import Hollow
 
 

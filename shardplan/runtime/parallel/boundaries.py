@@ -84,7 +84,10 @@ class Enter:
                 return reads.read(x, mesh)
             src = boundary.src
             if not over_tp and src.kind == "R":
-                self.shared.regime.length = x.shape[boundary.dst.split_dim(x.ndim)]
+                regime, dim = self.shared.regime, boundary.dst.split_dim(x.ndim)
+                if regime.length is None:  # further splits are of other values
+                    regime.seq_dim = dim
+                regime.length = x.shape[dim]
             if over_tp and program.link == "block_input":
                 assert self.shared.link is not None
                 given = next((before for before, *_, after in moves if after is x), x)  # before the move over cp

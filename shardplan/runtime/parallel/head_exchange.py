@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.core.layout import R, V
 from shardplan.core.module_program import ContextProgram, HeadShare
 from shardplan.core.moves import Ranges
+from shardplan.model.labels_over_cp import SEQUENCE
 from shardplan.torchlib.attributes import owner_of
 from shardplan.torchlib.hollow import Hollow
 
 from .dim_exchange import pieces_of
-from .outputs import SEQUENCE
 from .reading import read
 from .regime import Regime
 from .tensor_moves import move

@@ -17,8 +17,6 @@ from shardplan.core.layout import I, P, R, V
 from .regime import LeftBehind
 from .tensor_moves import move
 
-SEQUENCE = 1  # the dim of hidden states [batch, sequence, hidden]
-
 
 def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply a change to the output, or else to the first tensor in it (tuples, lists, mappings and dataclasses, in
@@ -171,21 +169,22 @@ class HiddenStates:
         return move(state, self.mesh, V(self.seq_dim), I)
 
 
-def whole_over_cp(output: Any, length: int, mesh: DeviceMesh) -> Any:
+def whole_over_cp(output: Any, length: int, dim: int, mesh: DeviceMesh) -> Any:
     """Return a model's output with hidden states whole over cp.
 
     Args:
         output: a transformers ModelOutput, which is changed in place, or a tuple. Outputs without hidden states are left alone.
         length: the length of the whole sequence.
+        dim: its dim, in hidden states too.
         mesh: the one-dimensional cp mesh.
     """
 
     def whole(state: Any) -> Any:
-        if state is None or state.ndim <= SEQUENCE or state.shape[SEQUENCE] * mesh.size() != length:
+        if state is None or state.ndim <= dim or state.shape[dim] * mesh.size() != length:
             return state
-        return move(state, mesh, V(SEQUENCE), R)
+        return move(state, mesh, V(dim), R)
 
     for name, states in hidden_states_of(output).items():
         output[name] = _each(states, whole)
     # Keys of a cache, [batch, heads, sequence, features], have one more dim.
-    return in_tuples(output, lambda one: whole(one) if isinstance(one, Tensor) and one.ndim == 3 else one)
+    return in_tuples(output, lambda one: whole(one) if isinstance(one, Tensor) and one.ndim == dim + 2 else one)

@@ -36,6 +36,7 @@ class Regime:
         ep: the one-dimensional mesh over which experts are distributed; None where they are not.
         cp: the one-dimensional mesh over which the plan splits sequences; None where it does not.
         length: the length of the whole sequence that the current forward split over cp; None before that.
+        seq_dim: its dim where that was split first, in hidden states.
         expert_share: the factor for the gradients of the parameters on ep (`MeshSizes.expert_share`).
         experts: the names of all modules of experts.
         home: the variant that the plan was applied with.
@@ -53,6 +54,7 @@ class Regime:
     ep: DeviceMesh | None = None
     cp: DeviceMesh | None = None
     length: int | None = None
+    seq_dim: int = 1
     expert_share: float = 1.0
     experts: tuple[str, ...] = ()
     home: str = ""

@@ -163,7 +163,9 @@ class ModuleStyle(ParallelStyle):
             regime.length = None
 
         def end(module: nn.Module, args: Any, output: Any) -> Any:
-            return output if regime.length is None else whole_over_cp(output, regime.length, regime.over_cp)
+            if regime.length is None:
+                return output
+            return whole_over_cp(output, regime.length, regime.seq_dim, regime.over_cp)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
