@@ -194,7 +194,7 @@ def another(model: nn.Module) -> nn.Module:
     ("model", "change", "words"),
     [
         ("mixtral", nn.Module.train, f"no module of experts has a router bias '{BIAS}'"),
-        ("deepseek_v3", half, "is in torch.bfloat16: keep it in float32"),
+        ("deepseek_v3", half, "is in torch.bfloat16, in which small steps are lost"),
         ("deepseek_v3", another, "and each buffer one module"),
     ],
     ids=["none", "half precision", "two"],
