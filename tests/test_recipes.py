@@ -196,7 +196,7 @@ CHECK = Recipe(
         "docs/diagnostics/SP399.md": {"": PAGE_OF_CODE},
         "tests/cases/err/SP399-nothing.case": {"": CASE},
     },
-    ("python tests/update_cases.py", "python tools/generate.py"),
+    ("python tests/update_cases.py SP399", "python tools/generate.py"),
     {
         "tests/cases/err/SP399-nothing.case": "error[SP399]: the plan splits nothing",
         "docs/diagnostics.md": "SP399",
