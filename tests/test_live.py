@@ -685,3 +685,54 @@ def test_transformers_models_take_inputs():
         find_any(LlamaConfig(), inputs=lambda seed: inputs(seed, LlamaConfig(hidden_size=64))), tp=2
     )
     assert torch.equal(plain.inputs(0)["input_ids"], made["input_ids"])
+
+
+class Table(nn.Module):
+    """A buffer outside the state dict, that `reset_parameters` computes."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.known = known
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.register_buffer("scale", torch.empty(8), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.known:
+            self.scale.copy_(torch.linspace(1, 2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x * self.scale)))
+
+
+class Weighed(nn.Module):
+    """The same, with a buffer that the model's `_init_weights` computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Table(known=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Table):
+            module.scale.copy_(torch.linspace(1, 2, 8))
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1)
+            nn.init.zeros_(module.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["reset_parameters", "_init_weights", "neither"])
+def test_buffers_on_the_meta_device_that_an_initialisation_makes(how: str) -> None:
+    with torch.device("meta"):
+        model = Weighed() if how == "_init_weights" else Table(known=how == "reset_parameters")
+    at = "inner." if how == "_init_weights" else ""
+    plan = {"version": "1", "tensor_parallel": {f"{at}up": "colwise", f"{at}down": "rowwise"}}
+    named = shardplan.Model(model, inputs=lambda seed: {"x": torch.randn(2, 4, 8)})
+    report = shardplan.validate(named, plan, {"tp": 2})
+    if how == "neither":
+        assert [one.code for one in report.diagnostics] == ["SP520"]
+        assert "reset_parameters()" in (report.diagnostics[0].help or "")
+    else:
+        assert report.proven

@@ -94,3 +94,20 @@ def test_a_plan_with_errors_is_not_linted_further(tmp_path: Path) -> None:
     assert said('version: "1"\ntensor_parallel: {a: colwize}\ncompile: {}\n', tmp_path) == [
         "there is no style `colwize`"
     ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "help"),
+    [
+        ("  a.q: ColwiseParallel\n", "did you mean `colwise`?"),
+        ("  a.o: RowwiseParallel\n", "did you mean `rowwise`?"),
+        ("  a.norm: SequenceParallel\n", "did you mean `sequence_parallel`?"),
+        ("  a.o: qqq\n", "most plans need colwise, rowwise, packed_colwise"),
+        ("data_parallel: {mixed_precision: bf16}\n", "write `{param: bfloat16, reduce: float32}`"),
+    ],
+)
+def test_the_words_of_others_are_known(rules: str, help: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(f'version: "1"\n{"tensor_parallel:" if rules[0] == " " else ""}\n{rules}')
+    (found,) = lint_plan(path).diagnostics
+    assert (found.help or "").startswith(help)

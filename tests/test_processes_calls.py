@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from processes import on_ranks
 from small_models import batch, small_model, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardplan
 from shardplan.core.diagnostics import PlanError
@@ -363,6 +364,16 @@ def disagree(how: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+# What all ranks say of the rank that differs: the failure, or the first line that differs.
+FIRST_DIFFERENCE = {
+    "another plan": "Rank 3 has `",
+    "a wrong plan": "It failed on rank 3: error[SP201]",
+    "no sequence parallelism": "Rank 3 has `",
+    "no checkpointing": "Rank 3 has `",
+    "another precision": "Rank 3 has `",
+}
+
+
 @pytest.mark.parametrize(
     "how", ["another plan", "a wrong plan", "no sequence parallelism", "no checkpointing", "another precision"]
 )
@@ -373,6 +384,7 @@ def test_ranks_that_disagree_all_say_so_before_anything_is_done(how):
             assert kind == "PlanError" and "q_prj" in text
         else:
             assert kind == "DifferentRanks" and "different programs" in text
+            assert FIRST_DIFFERENCE[how] in text
 
 
 def other_model() -> str:
@@ -388,6 +400,35 @@ def other_model() -> str:
 
 def test_ranks_with_models_of_other_sizes_all_say_so():
     assert all("different programs" in text for text in on_ranks(4, other_model))
+
+
+# Weights of several seeds
+
+
+def drawn(seeds: str) -> list[str]:
+    """The warnings of a training forward."""
+    torch.manual_seed(dist.get_rank() if seeds != "one" else 7)
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.GELU(), nn.Linear(32, 16, bias=False))
+    weights = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    rules = {"0": "colwise", "2": "rowwise"}
+    plan = {"version": "1", "tensor_parallel": rules}
+    named = shardplan.Model(model, inputs=lambda seed: {"input": torch.ones(2, 4, 16)})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = shardplan.apply_plan(named, mesh, plan | {"data_parallel": {"backend": "fsdp2"}})
+    if seeds == "several, and loaded":
+        for name, parameter in model.state_dict().items():
+            parameter.copy_(distribute_tensor(weights[name], parameter.device_mesh, parameter.placements))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4, 16)).sum().backward()
+    return [str(one.message) for one in caught if "different seeds" in str(one.message)]
+
+
+@pytest.mark.parametrize("seeds", ["one", "several", "several, and loaded"])
+def test_weights_of_several_seeds_are_told_once_where_they_are_trained(seeds: str) -> None:
+    told = on_ranks(4, drawn, seeds)
+    assert [len(one) for one in told] == [int(seeds == "several"), 0, 0, 0]
 
 
 # A rank that fails half-way

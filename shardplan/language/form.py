@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from shardplan.core.diagnostics import Code
+from shardplan.core.dtypes import NAMES
 from shardplan.core.plan import SECTIONS, section_at, section_path
 from shardplan.core.suggest import closest, did_you_mean
 from shardplan.core.version import __version__
@@ -180,6 +181,11 @@ def _with_style(node: Node | None) -> Proposed:
 
 def _right_value(kind: str, must_be: str, node: Node | None) -> Proposed:
     match node:
+        case Scalar(str(text)) if kind == "model_type" and (dtype := NAMES.get(text)) is not None:
+            said = value_text({"param": dtype, "reduce": "float32"})
+            return f"write `{said}`: the dtype in which layers compute, and that in which gradients are added up", (
+                said,
+            )
         case None | Scalar(None):
             return "give it a value, or remove the line", (None,)
         case Scalar(str(text)) if must_be.startswith("true") and text.lower() in _SWITCHES:

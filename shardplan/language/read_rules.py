@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -86,14 +87,32 @@ def rule_mappings(entry: Node, path: Path) -> Iterator[tuple[Path, MapNode]]:
             yield (*path, i), item
 
 
+# Named where a style is no known word.
+USUAL = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "embedding_rowwise",
+    "colwise_gather_output",
+    "input_with_grad_allreduce",
+    "replicate",
+)
+
+
 def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
     if rule.style is None:
         return
     style = canonical_style(rule.style)
     if style is None:
         names = style_names()
-        near = closest(rule.style, names, cutoff=0.75)
-        help = did_you_mean(rule.style, near) if near else f"the styles are {', '.join(names)}"
+        near = closest(rule.style, names, cutoff=0.75) or closest(
+            re.sub("[_-]?parallel", "", rule.style, flags=re.IGNORECASE), names
+        )
+        help = (
+            did_you_mean(rule.style, near)
+            if near
+            else f"most plans need {', '.join(USUAL)}; the page Styles has all {len(names)}"
+        )
         words = (near,) if near else ()
         findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help, words=words)
         return

@@ -142,6 +142,19 @@ def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> Plan
     )
 
 
+def _initialize(module: nn.Module, initializer: nn.Module) -> None:
+    """As `materialize` does, children first: by the nearest `_init_weights(module)` around a module, else by its `reset_parameters()`."""
+    if callable(getattr(module, "_init_weights", None)):
+        initializer = module
+    for child in module.children():
+        _initialize(child, initializer)
+    by_model, by_itself = getattr(initializer, "_init_weights", None), getattr(module, "reset_parameters", None)
+    if callable(by_model):
+        by_model(module)
+    if callable(by_itself):
+        by_itself()
+
+
 def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     if isinstance(model, FoundModel):
         return model.build("cpu")
@@ -153,15 +166,15 @@ def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
         for tensor in (*result.parameters(), *result.buffers()):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
     filled = {(id(b), b._version) for b in result.buffers()}
-    for module in result.modules():
-        if callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
+    with torch.no_grad():
+        _initialize(result, result)
     unset = [n for n, b in result.named_buffers() if (id(b), b._version) in filled or bool(b.isnan().any())]
     if unset:
         raise refuse(
             NO_REDUCED_MODEL,
             f"{name} is on the meta device, so the values of its buffers are not known",
             notes=tuple(unset),
-            help="build it on the CPU, or name the callable that builds it (`module:callable`)",
+            help="give the module that has it a `reset_parameters()` that computes it, as `materialize` needs too; or build the model on "
+            "the CPU, or name the callable that builds it (`module:callable`)",
         )
     return result

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ DIFFERENT = (
     "the ranks compiled different programs, or compiling failed on some ranks (another plan, model or version); "
     "compare compile_plan(...).describe() between the ranks"
 )
+FAILED = "failed: "
+SHOWN = 160  # characters of a line
 
 
 class DifferentRanks(RuntimeError):
@@ -44,7 +47,7 @@ class Agreement:
             RuntimeError: a rank is missing: it failed before, or does something else.
         """
         if not _all_equal("shared", self._mesh):
-            raise DifferentRanks(DIFFERENT)
+            raise DifferentRanks(_difference("", self._mesh))
         return on_first_rank(make, self._mesh)
 
 
@@ -63,10 +66,13 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
     except DifferentRanks:  # the other ranks know
         raise
     except Exception as error:
-        _all_equal(f"failed: {error}", mesh)
+        said = f"{FAILED}{error}"
+        if not _all_equal(said, mesh):
+            _difference(said, mesh)
         raise
-    if not _all_equal("".join(agreement.said), mesh):
-        raise DifferentRanks(DIFFERENT)
+    said = "".join(agreement.said)
+    if not _all_equal(said, mesh):
+        raise DifferentRanks(_difference(said, mesh))
 
 
 def on_first_rank(make: Callable[[], Result], mesh: DeviceMesh) -> Result:
@@ -95,6 +101,37 @@ def intention(program: Program) -> str:
     sections = (resolved.data_parallel, resolved.activation_checkpointing, resolved.compile)
     options = [repr(replace(section, location=None)) for section in sections if section is not None]
     return "\n".join([program.describe(), *parameters, *options])
+
+
+def _difference(text: str, mesh: DeviceMesh) -> str:
+    """What differs first, in words: a rank on which compiling failed, and why; else the first line that another rank has than the
+    first rank. All ranks of the mesh call it together."""
+    first = on_first_rank(lambda: text, mesh)
+    found: dict[int, str] = {}
+    if text.startswith(FAILED):
+        found[dist.get_rank()] = (
+            f"it failed on rank {dist.get_rank()}: {_shown(text.removeprefix(FAILED).partition(chr(10))[0])}"
+        )
+    elif text != first and not first.startswith(FAILED):
+        mine, theirs = next(pair for pair in _pairs(text, first) if pair[0] != pair[1])
+        found[dist.get_rank()] = f"rank {dist.get_rank()} has `{_shown(mine)}`, the first rank `{_shown(theirs)}`"
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        boxes: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(boxes, found, group=group)
+        found = {rank: words for box in boxes for rank, words in box.items()}
+    failed = [words for words in found.values() if words.startswith("it failed")]
+    shown = next(iter(failed or (found[rank] for rank in sorted(found))), "")
+    return f"{DIFFERENT}. {shown[:1].upper()}{shown[1:]}" if shown else DIFFERENT
+
+
+def _pairs(text: str, other: str) -> Iterator[tuple[str, str]]:
+    return zip_longest(text.splitlines(), other.splitlines(), fillvalue="nothing")
+
+
+def _shown(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
 def _all_equal(text: str, mesh: DeviceMesh) -> bool:

@@ -18,7 +18,7 @@ from .later_float8 import no_later_float8
 from .refusals import no_attention_maps, no_later_adapters, no_whole_labels
 from .same_inputs import is_compared, same_inputs
 from .same_kinds import same_kinds
-from .same_weights import same_weights
+from .same_weights import one_initialisation, same_weights
 from .sampling import end_together, sample_alike
 from .unchanged import unchanged
 from .unequal_means import warn_of_unequal_means
@@ -67,6 +67,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(no_later_float8, "model", some=True),
     Guard(unchanged, "stage"),
     Guard(same_weights, "stage", compares=True),
+    Guard(one_initialisation, "model", compares=True),
     Guard(same_kinds, "model", compares=True),
     Guard(same_inputs, "model", compares=True),
     Guard(_put_right, "program"),

@@ -43,6 +43,7 @@ from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
 from .random_numbers import ByVariant, draws_of, streams_of, use_common_streams, use_own_streams
 from .refusals import refuse_adapter_changes, refuse_changes
+from .same_weights import drawn_apart
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
 from .unfit_models import refuse_scattered
@@ -322,6 +323,7 @@ def apply_program(
                 f'fused logits: {backend.name} may free the head\'s parameters before the loss reads them: pass logits="sharded", or '
                 'data_parallel={"backend": "fsdp2"}'
             )
+    apart = drawn_apart(model, mesh, src_data_rank) if kind == "model" and compare else ()
     before = names_of(model)
     name = ""
     try:
@@ -342,7 +344,7 @@ def apply_program(
                 work.steps.append(name)
         result = work.result if work.result is not None else model
         split, regime = work.moves or work.result is not None, None if work.shared is None else work.shared.regime
-        guard(Watched(result, work.inner, mesh, split, work.parts, program, regime), kind, compare=compare)
+        guard(Watched(result, work.inner, mesh, split, work.parts, program, regime, apart), kind, compare=compare)
         order_hooks(result)
         steps = tuple(work.steps)
         record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -11,11 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardplan.core.mesh import Axis
+
 from .agreement import least
+from .plan_mesh import PlanMesh
 from .same_inputs import content
 from .watched import Looks, Watched
 
 SHOWN = 3
+BEGINNING = 64  # elements of a parameter that tell two initialisations apart
+APART = (
+    "the ranks drew their weights from different seeds, so split weights are put together from several initialisations: call "
+    "torch.manual_seed with one number on all ranks before the model is built, or load a checkpoint"
+)
 PIECE = 2**24  # elements summed at once, to bound the memory
 
 
@@ -40,6 +49,54 @@ def same_weights(watched: Watched) -> Looks:
         return True
 
     return {watched.outer: look}
+
+
+def drawn_apart(model: nn.Module, mesh: PlanMesh, src_data_rank: int | None) -> tuple[bool, ...]:
+    """For each parameter, whether ranks that keep parts of it have different values before it is split, by its first elements; () on the
+    meta device.
+
+    Args:
+        src_data_rank: the tp rank that sends its weights to the others; None: each tp rank keeps a part of its own.
+    """
+    axes = (Axis.DP_SHARD, Axis.CP, *((Axis.TP,) if src_data_rank is None else ()))
+    over = [mesh.mesh[mesh.names[axis]] for axis in axes if axis in mesh.names]
+    if not over or any(parameter.is_meta for parameter in model.parameters()):
+        return ()
+    found = [number % 2**56 for number in _beginnings(model).tolist()]
+    smallest = [*found, *(-number for number in found)]
+    for axis in over:
+        smallest = least(smallest, axis)
+    return tuple(low != -high for low, high in zip(smallest[: len(found)], smallest[len(found) :], strict=True))
+
+
+def one_initialisation(watched: Watched) -> Looks:
+    """Warn in the first training forward where ranks drew their weights from different seeds, and none were loaded since. Each split weight
+    is then put together from parts of several initialisations: training is right, but no seed and no other mesh gives it again."""
+    if not any(watched.drawn_apart):
+        return {}
+    before = _beginnings(watched.outer)
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> bool:
+        if not (module.training and torch.is_grad_enabled()):
+            return False
+        now = _beginnings(watched.outer)
+        kept = (
+            len(now) == len(before) == len(watched.drawn_apart)
+            and (now == before)[torch.tensor(watched.drawn_apart)].any()
+        )
+        if kept and dist.get_rank() == 0:
+            warnings.warn(APART, stacklevel=2)
+        return True
+
+    return {watched.outer: look}
+
+
+def _beginnings(model: nn.Module) -> Tensor:
+    """A number for the first elements of each parameter, as this rank stores it."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    strided = (one.detach() for one in parts if one.layout == torch.strided)
+    sums = [content(one.reshape(-1)[:BEGINNING]).cpu() for one in strided]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class Watched:
         program: the applied program.
         regime: the switches of the tensor-parallel styles; None where there are none.
         split: whether it runs on several tp ranks, or in a data-parallel backend.
+        drawn_apart: for each parameter, whether ranks had different values before they were split; () where that is not known.
     """
 
     outer: nn.Module
@@ -40,3 +41,4 @@ class Watched:
     parts: Looks
     program: Program
     regime: Regime | None
+    drawn_apart: tuple[bool, ...] = ()
