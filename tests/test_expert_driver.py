@@ -207,7 +207,7 @@ def test_wrong_ids_and_results_are_refused(mesh, exchange):
         with pytest.raises(ValueError, match=r"layer\.experts was called with 1 expert ids outside of 0 to 7"):
             wrapped(PlainExperts(), exchange, mesh)(call.tokens, ids, call.weights)
     for what, words in (("tuple", "a tuple"), ("wide", r"\[12, 32\] in float32"), ("half", r"\[12, 16\] in bfloat16")):
-        with pytest.raises(ValueError, match=rf"\[12, 16\] in float32; layer\.experts returns {words}"):
+        with pytest.raises(ValueError, match=rf"\[12, 16\] in float32, but layer\.experts returns {words}"):
             wrapped(Other(what), exchange, mesh)(call.tokens, call.ids, call.weights)
 
 
