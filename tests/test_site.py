@@ -19,6 +19,8 @@ def test_every_page_is_in_the_navigation():
     docs = ROOT / "docs"
     written = {str(path.relative_to(docs)) for pattern in ("*.md", "guides/*.md") for path in docs.glob(pattern)}
     assert listed - {"decisions/README.md"} == written
+    by_question = (docs / "index.md").read_text("utf-8")
+    assert [page for page in sorted(listed - {"index.md"}) if f"({page})" not in by_question] == []
 
 
 def test_every_public_name_is_on_the_page_of_the_python_interface():
