@@ -13,6 +13,7 @@ from processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForQuestionAnswering
 
 import shardplan
 from shardplan.api import deriving
@@ -311,3 +312,16 @@ def test_on_ranks() -> None:
     assert "SP530" in told[0] and "SP530" in also[0]
     assert "the ranks compiled different programs" in told[1] and "SP101" in also[1]
     assert "SP52" in told[2] and "SP52" in also[2]  # the first rank's own
+
+
+def test_a_head_that_holds_the_model_under_another_name_gets_a_derived_plan() -> None:
+    """The built-in plan names no module of it: `auto` derives, instead of one finding for each rule."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=2, head_dim=8, vocab_size=128)
+    with torch.device("meta"):
+        model = AutoModelForQuestionAnswering.from_config(config)
+    report = shardplan.validate(model, "auto", {"tp": 2}, sequence_parallel=False)
+    assert report.proven and report.derived is not None
+    assert "transformer.layers.*.mlp.down_proj: rowwise" in report.derived.text
+    told = shardplan.validate(model, "auto", {"tp": 2}, derive=False)
+    assert [one.code for one in told.diagnostics] == ["SP511"]

@@ -89,8 +89,8 @@ def words_of_models(text: str) -> set[str]:
 
 
 def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) -> ReadPlan:
-    """The built-in plan for the model of a tree: its `models` names the model, and its `for` holds. A `for` without a
-    value (SP209) and several such plans (SP512) are findings.
+    """The built-in plan for the model of a tree: its `models` names the model, its `for` holds, and it names modules of this class (some
+    heads hold the same model under another name). A `for` without a value (SP209) and several such plans (SP512) are findings.
 
     Args:
         derive: derives a plan where there is none; None: that is a finding (SP511).
@@ -98,7 +98,7 @@ def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) ->
     from shardplan.language import builtin_plans, parse_plan
     from shardplan.model import choose_plan, no_plan
 
-    from .bind import admits
+    from .bind import admits, names_any
 
     wanted = (*tree.class_names, str(tree.model_type))
     texts = {name: path.read_text("utf-8") for name, path in builtin_plans().items()}
@@ -112,7 +112,7 @@ def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) ->
     except PlanError as error:
         files = dict(chain.from_iterable(one.sources.files.items() for one in parsed.values()))
         return ReadPlan(sources=SourceMap(files), findings=error.diagnostics)
-    if chosen is not None:
+    if chosen is not None and names_any(chosen, tree):
         return ReadPlan.of(parsed[chosen.name])
     if derive is not None:
         return derive()

@@ -19,7 +19,7 @@ from .combine import contradictions
 from .conditions import admits, decided
 from .heads_below import with_heads_below
 from .matching import Names
-from .models import other_model
+from .models import names_any, other_model
 from .pipeline_parts import may_match_nothing, pipeline_parts
 from .section_globs import expand, wrapped
 from .summed_blocks import declared_sums
@@ -122,4 +122,4 @@ def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return (*first, more)
 
 
-__all__ = ["admits", "bind", "decided"]
+__all__ = ["admits", "bind", "decided", "names_any"]

@@ -7,8 +7,24 @@ from collections.abc import Iterator
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.plan import PlanFile
 from shardplan.core.tree import ModuleTree
+from shardplan.language.globs import parse_glob
+from shardplan.styles import NONE
+
+from .matching import Names
 
 OTHER_MODEL = Code("SP205")
+
+
+def names_any(plan: PlanFile, tree: ModuleTree) -> bool:
+    """Whether a plan, or one that it extends, has a rule for layers that matches something; True for one without such rules."""
+    globs = [
+        parse_glob(rule.pattern)
+        for one in plan.lineage
+        for rule in one.tensor_parallel
+        if "*" in rule.pattern and rule.style != NONE
+    ]
+    names = Names(tree)
+    return not globs or any(names.reach(glob) for glob in globs)
 
 
 def other_model(plan: PlanFile, tree: ModuleTree) -> Iterator[Diagnostic]:
