@@ -181,6 +181,7 @@ def test_most_plans_communicate_at_the_minimum() -> None:
 
 def test_the_page_is_made_from_the_table() -> None:
     assert (REPORTS / "model-types.md").read_text("utf-8") == page(list(TABLE.values()))
+    assert "- xlnet, split: " in page([TABLE["xlnet"]]) and "xlnet" not in page([TABLE["llama"]])  # one type's own
 
 
 def test_the_collection_stays_readable() -> None:

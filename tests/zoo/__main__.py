@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -124,13 +124,14 @@ def has_more(e: Entry, word: str) -> bool:
     return any(sum(found.values()) > sum(least[when].values()) for when, found in e.collectives[word].items())
 
 
-def why(file: Path = REASONS) -> list[str]:
-    """A line for each reason."""
+def why(types: Collection[str], file: Path = REASONS) -> list[str]:
+    """A line for each reason of these types."""
     return [
         f"- {name}, {SAID.get(what, what)}: "
         + (f"modeling_{module}.py:{line}: `{code}`: {text}." if module else f"{text}.")
         for name, found in sorted(reasons(file).items())
         for what, module, line, code, text in found
+        if name in types
     ]
 
 
@@ -158,7 +159,14 @@ def page(found: Sequence[Entry]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     by_hand = [f"- {e.name}: {' '.join(e.init_why[0].split())[:400]}" for e in planned if e.init_why]
     lines += [MORE, BY_HAND.strip(), "", *by_hand, ""]
-    lines += [WHY.format(version=transformers.__version__).strip(), "", *why(), "", "## Refused checkpoints", ""]
+    lines += [
+        WHY.format(version=transformers.__version__).strip(),
+        "",
+        *why({e.name for e in found}),
+        "",
+        "## Refused checkpoints",
+        "",
+    ]
     known = {name: text for e in planned for name, text in e.checkpoints.items()}
     lines += [f"- {name}: {text}" for name, text in known.items() if not is_proven(text)]
     lines += ["", "## Without a plan", ""]

@@ -69,7 +69,7 @@ def page(found: Sequence[Entry]) -> str:
     lines += [f"- {e.name}: {', '.join(f'`{name}`' for name in e.unlearned)}" for e in planned if e.unlearned]
     lines += ["", "## Without a plan", ""]
     lines += [f"- {e.name}: {' '.join(e.reason.split())[:300]}" for e in found if not e.verdicts]
-    lines += [WHY.format(version=transformers.__version__).rstrip(), "", *why(LACKING)]
+    lines += [WHY.format(version=transformers.__version__).rstrip(), "", *why({e.name for e in found}, LACKING)]
     good = [e for e in planned if is_right(e)]
     head = HEAD.format(
         version=transformers.__version__,
