@@ -66,3 +66,27 @@ def test_the_refusal_says_what_a_pad_costs_and_the_padded_model_fits() -> None:
     said = sum(float(text.split("(")[1].split("%")[0]) for text in pads.values())
     assert abs(said - 100 * (parameters["new"] / parameters["old"] - 1)) < 0.2
     assert shardplan.validate(Model("llama", settings=PADDED), "llama", {"tp": 4}).ok
+
+
+class Scaled(nn.Module):
+    """A buffer with 6 places, and matrices of 48 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(48, 16)
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down((self.up(x).unflatten(-1, (-1, 8)) * self.scale[:, None]).flatten(-2))
+
+
+def test_sizes_that_do_not_divide_a_shared_buffer_are_not_printed() -> None:
+    model = Model(nn.Sequential(Scaled()), inputs=lambda seed: {"input": torch.randn(2, 4, 16)})
+    rules = {"0": {"style": "replicate", "shares": {"scale": {"dim": 0}}}, "0.up": "colwise", "0.down": "rowwise"}
+    plan = {"version": "1", "tensor_parallel": rules}
+    refused = shardplan.validate(model, plan, {"tp": 4})
+    assert [one.code for one in refused.errors] == ["SP313"]
+    assert refused.errors[0].help == "use tp 2, 3 or 6: each fits everything that this plan splits"
+    assert refused.tp_lines == ("tp: 1, 2, 3, 6 (by size alone; refused at 4)",)
+    assert shardplan.validate(model, plan, {"tp": 3}).proven
+    assert shardplan.coverage(model, plan).allowed_tp == {"tensor_parallel": (1, 2, 3, 6)}

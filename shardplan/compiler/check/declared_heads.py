@@ -4,6 +4,7 @@ equals the module's own."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.expressions import EvaluationError, count_of, evaluate, parse_expression
@@ -15,7 +16,7 @@ from shardplan.styles.head_counts import number_or_none
 from shardplan.styles.packed_lengths import packed_parts
 from shardplan.styles.tensor_shares import tensor_share
 
-from .check_words import by_rule
+from .check_words import by_rule, sizes
 from .facts import Facts
 from .stored_by_rules import StoredParameter
 
@@ -36,7 +37,9 @@ WORDS = {
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
-    yield from by_rule(_problems(facts), lambda code, rule: WORDS[code])
+    for found in by_rule(_problems(facts), lambda code, rule: WORDS[code]):
+        uneven = found.message.endswith(f"tp={facts.tp} does not divide")
+        yield replace(found, help=sizes(facts.allowed)) if uneven else found
 
 
 def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:

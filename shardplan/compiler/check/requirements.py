@@ -152,6 +152,19 @@ def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
     return f"{part} {side} features of {facts.resolved.tree.named(stored.assigned)}"
 
 
+def _shared_lengths(facts: StorageFacts) -> Iterator[int]:
+    """The lengths of the dims of buffers, and the heads of arguments, of which each rank reads an even share."""
+    tree = facts.resolved.tree
+    for name, assignment in facts.resolved.modules.items():
+        for one in assignment.rule.shares:
+            shape = tree.modules[name].buffers.get(one.name, ())
+            count = count_of(one.heads, tree.numbers) if one.heads is not None else None
+            if isinstance(count, int):
+                yield count
+            elif one.dim is not None and one.like is None and one.dim < len(shape):
+                yield shape[one.dim]
+
+
 def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement], axis: Axis) -> tuple[int, ...]:
     """The sizes of an axis that every requirement on it allows, and that leave no rank without a row of a vocabulary;
     (1,) where the plan splits nothing."""
@@ -161,9 +174,11 @@ def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement], axis: Ax
     common = gcd(*(requirement.count for requirement in required if not requirement.shares))
     sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
     rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)}
+    lengths = set(_shared_lengths(facts)) if axis is Axis.TP else set()
     return tuple(
         size
         for size in sizes
         if all(requirement.allows(size) for requirement in required)
+        and all(length % size == 0 for length in lengths)
         and not any(leaves_rank_empty(n, size) for n in rows)
     )
