@@ -1,4 +1,4 @@
-"""Build the two distributions and try them as somebody does who installs them: `make release`, in five minutes.
+"""Build the two distributions and try them as somebody does who installs them: `make release`.
 
     python tools/release.py [--version 0.1.0] [--out dist]
 
