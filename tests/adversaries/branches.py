@@ -36,6 +36,12 @@ def lifted(seed: int) -> dict[str, Any]:
     return made if seed < 100 else {"x": made["x"] + 3}
 
 
+def larger(seed: int) -> dict[str, Any]:
+    """The values of a rare batch are larger."""
+    made = features(seed)
+    return made if seed < 100 else {"x": 4 * made["x"]}
+
+
 def either(seed: int) -> dict[str, Any]:
     """Every other batch takes the other way."""
     return {**features(seed), "flag": seed % 2 == 1}
@@ -58,6 +64,25 @@ class Side(Stack):
         if flag or (self.by_data and bool(x.mean() > 1)):
             x = x + self.side(x)
         return self.trunk(x) if self.by_data else x
+
+
+class Asking(MlpBlock):
+    """Halves its MLP's values where the sum of the hidden ones, or of the output, is large."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of == "output":
+            y = self.mlp(x + self.norm(x))
+            return x + (y if y.abs().sum() < 300 else y / 2)
+        h = self.mlp.hidden(x + self.norm(x))
+        return x + self.mlp.down(h if h.sum() < 300 else h / 2)
+
+
+def asking(of: str) -> nn.Module:
+    return Stack(Asking(of), Asking(of))
 
 
 class Later(Mlp):
@@ -227,6 +252,21 @@ READERS = {"layers.*.mlp.{a,b}": "colwise", "layers.*.mlp.down": "rowwise"}
 WAYS = {**MLP, "layers.*.other.up": "colwise", "layers.*.other.down": "rowwise"}
 UNTAKEN = "the way is taken in no run of the proof"
 CASES = (
+    *(
+        Adversary(
+            f"asks_for_a_sum/{of}",
+            partial(asking, of),
+            larger,
+            document(MLP),
+            verdict,
+            why,
+            seeds=RARE,
+        )
+        for of, verdict, why in (
+            ("hidden", "wrong", "in a rare batch ranks take other branches: each has a summand"),
+            ("output", "right", "the sum of what is whole"),
+        )
+    ),
     Adversary("flag/right", Side, flagged, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary("flag/wrong", Side, flagged, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary(

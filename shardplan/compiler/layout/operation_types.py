@@ -74,6 +74,7 @@ class Operations:
             spread = self.spreads.of(event, index)
             if not self.known.run.requires_grad[output]:
                 self.known.types[output] = Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else FREE
+                self._compared(event, spread, output)
             elif spread == "?" or (spread is None and unfilled):
                 self.known.types[output] = Type("?", sources=frozenset(sources))
             elif spread is None:
@@ -166,6 +167,13 @@ class Operations:
             self.doubts[event.place] = tuple(found)
             return None
         return [number for position, number in found.items() if known[position]]
+
+    def _compared(self, event: Event, spread: Spread | str | None, output: int) -> None:
+        """A comparison that a partial sum decides: its result is the same on all ranks by chance. Counts of a rank's own tokens are none."""
+        if isinstance(spread, Spread) and spread.kind == "whole" and self.known.run.values[output].dtype == torch.bool:
+            acting = self._acting(event, spread) or ()
+            if any(self.known.type_of(i).kind == "P" and self.known.run.requires_grad[i] for i in acting):
+                self._hidden(event, [*acting], output)
 
     def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
         partial = any(self.known.type_of(number).kind == "P" for number in acting)

@@ -76,5 +76,5 @@ def _differ(before: Sequence[Tensor] | None, after: Sequence[Tensor] | None) -> 
     return any(
         a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
         for a, b in zip(before, after, strict=True)
-        if a.is_floating_point()
+        if a.is_floating_point() or a.dtype == torch.bool  # what code asks: a comparison
     )
