@@ -7,41 +7,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
+
+import torch
+
+from shardplan import validate
+from shardplan.compiler.user_inputs import FoundOnce
+from tests.model_settings import find
+from tests.mutants.asked import in_process
 
 from .page import table
 
 TYPES = Path(__file__).parents[1] / "reports" / "model-types.json"
-SHOWN = 8  # of the types with the largest ratios, for each mesh
+SHOWN = 3  # of the types with the largest ratios, for each mesh
 GOALS = {"tp": (1.4, 3.0), "ep": (2.0, 4.0), "pp": (2.0, 4.0)}  # the median, the worst
 SECTION = """## The proof
 
 `python -m benchmarks.proving{words}`: processor time of `validate TYPE auto` with the numeric proof, all variants of the plan, over that of
 the same process that only imports torch, transformers and the package and builds the model on the meta device; and without the
-proof (`--no-proof`). A process for each plan and mesh, which takes the time at both ends: what comes before is the same. {count} of
+proof (`--no-proof`). A process for each plan and mesh, forked after the imports, whose time counts: what comes before is the same. {count} of
 {all} built-in plans; those with experts that ranks share have the meshes with ep as well.
-"""
-# As `validate`, for the nearest configuration to a type's default that can be built. Prints the processor time at both ends,
-# and how the report is.
-VALIDATE = """
-import json
-import sys
-from time import process_time
-from shardplan import validate
-from shardplan.compiler.user_inputs import FoundOnce
-from tests.model_settings import find
-class Built(FoundOnce):
-    _found = find(sys.argv[1])
-name, mesh, proof = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "proof"
-built = process_time()
-report = validate(Built(name), "auto", mesh, proof=proof)
-print("seconds", built, process_time(), *sorted({found.code for found in report.diagnostics if found.is_error}))
 """
 
 
@@ -78,20 +68,26 @@ def one_of_each_plan() -> dict[str, bool]:
     return dict(sorted(known.values()))
 
 
-def measured(name: str, mesh: Mesh, proof: str) -> tuple[float, str]:
-    """The ratio, and the codes of what was found.
+def measured(name: str, mesh: Mesh, proof: bool, imported: float) -> tuple[float, str]:
+    """The ratio, and the codes of what was found; in a process forked from this one, which has imported and built nothing more.
+
+    Args:
+        imported: processor seconds of this process for its imports.
 
     Raises:
         RuntimeError: the process failed.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", VALIDATE, name, json.dumps(mesh.sizes), proof]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if ended.returncode:
-        raise RuntimeError(f"{name}: {ended.stderr}")
-    *_, last = ended.stdout.splitlines()
-    built, whole, *codes = last.split()[1:]
-    return float(whole) / float(built), " ".join(codes)
+
+    def validated() -> tuple[float, float, list[str]]:
+        class Built(FoundOnce):
+            _found = find(name)
+
+        built = process_time()
+        report = validate(Built(name), "auto", mesh.sizes, proof=proof)
+        return built, process_time(), sorted({found.code for found in report.diagnostics if found.is_error})
+
+    built, whole, codes = in_process(validated)
+    return (imported + whole) / (imported + built), " ".join(codes)
 
 
 def main() -> None:
@@ -107,23 +103,23 @@ def main() -> None:
     names = args.types or drawn
     words = f" --share {args.share} --seed {args.seed}" if args.share > 1 else ""
     print(SECTION.format(words="".join(f" {name}" for name in args.types) or words, count=len(names), all=len(known)))
-    summary, worst = [], []
+    torch.set_num_threads(1)
+    summary, worst, imported = [], [], process_time()
     for mesh in (one for one in MESHES if one.goal in args.mesh):
-        rows = []
+        rows: list[tuple[float, float, str, str]] = []
         for name in (one for one in names if mesh.goal != "ep" or known.get(one, True)):
-            ratios = {}
-            for proof in ("none", "proof"):
-                runs = [measured(name, mesh, proof) for _ in range(args.repeats)]
+            ratios: dict[bool, float] = {}
+            for proof in (False, True):
+                runs = [measured(name, mesh, proof, imported) for _ in range(args.repeats)]
                 ratios[proof], codes = statistics.median(ratio for ratio, _ in runs), runs[0][1]
-            rows.append((ratios["proof"], ratios["none"], name, codes))
-            print(
-                f"{mesh.shown} {name} {ratios['none']:.2f} {ratios['proof']:.2f} {codes}", file=sys.stderr, flush=True
-            )
+            rows.append((ratios[True], ratios[False], name, codes))
+            print(f"{mesh.shown} {name} {ratios[False]:.2f} {ratios[True]:.2f} {codes}", file=sys.stderr, flush=True)
         if not rows:
             continue
         rows.sort(reverse=True)
         right = [row for row in rows if not row[3]]
-        median, without = (statistics.median(row[at] for row in right or rows) for at in (0, 1))
+        median = statistics.median(more for more, *_ in right or rows)
+        without = statistics.median(less for _, less, *_ in right or rows)
         most, goal = rows[0][0], GOALS[mesh.goal]
         summary.append(
             [mesh.shown, len(right), f"{without:.2f}", f"{median:.2f}", f"{most:.2f}", f"{goal[0]} and {goal[1]:.0f}"]
