@@ -11,7 +11,10 @@ from torch.distributed.tensor import DTensor
 import shardplan
 from shardplan.core.fits import Choice
 from shardplan.core.mesh import MeshSizes
-from shardplan.cost.fit_screening import Bytes, _memory
+from shardplan.cost import fit_screening
+from shardplan.cost.devices import read_device
+from shardplan.cost.fit_screening import Bytes, Table, _memory, screen
+from shardplan.cost.muon_step import owners_work
 from shardplan.cost.part_costs import PartCosts, Stored
 from shardplan.cost.stage_costs import StageCosts
 from shardplan.optimizers import Muon
@@ -108,8 +111,65 @@ def test_muons_step_is_counted_as_it_runs(mesh):
     assert muon.flops["bfloat16"] > 0 == plain.flops.get("bfloat16", 0)
 
 
-def test_where_muon_is_not_estimated_a_value_error_says_so():
-    with pytest.raises(ValueError, match="without pipeline stages"):
-        estimated("muon", mesh={"pp": 2, "dp_shard": 1, "tp": 2}, micro_batches=2)
-    with pytest.raises(ValueError, match="fit compares with the optimizers adamw"):
-        shardplan.fit("llama", gpus=8, device="h100", global_batch=8, seq_len=8, optimizer="muon")
+SECTION = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": ["model.norm", "lm_head"]}
+
+
+def test_muons_step_of_a_stage_is_counted_as_it_runs():
+    """Of the first pp rank: its own matrices, their collectives and states. The busiest rank's work and bytes are in the estimate."""
+    sizes = {"pp": 2, "dp_shard": 2, "tp": 2}
+    stages = shardplan.PipelineOptions("1f1b", 2)
+    options = {"pipeline_parallel": SECTION, "pipeline": stages, "src_data_rank": None, "prove": False}
+    with fake_mesh(*sizes.values(), names=tuple(sizes)) as real:
+        pipeline = shardplan.apply_plan(SOURCE.find().build("meta"), real, "auto", **options)
+        [stage] = pipeline.parts
+        stage.to_empty(device="cpu")
+        optimizer = Muon(pipeline)
+        assert 0 < len(optimizer.stacks) < len(Muon(SOURCE.find().build("meta")).stacks)
+        for parameter in stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with CollectiveCounter() as counter:
+            optimizer.step()
+        states = (x for state in optimizer.state.values() for x in state.values())
+        kept = sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in states)
+    plain, muon = (
+        shardplan.estimate(
+            SOURCE,
+            "auto",
+            sizes,
+            shardplan.TrainingStep(8, precision="fp32", optimizer=name, micro_batches=2),
+            pipeline_parallel=SECTION,
+        )
+        for name in ("none", "muon")
+    )
+    assert muon.pipeline.fullest == 1  # it has the last norm too, whose two moments AdamW keeps, and a number of steps
+    assert muon.memory.most["optimizer state"] == kept + 2 * 4 * LLAMA["hidden_size"] // 2 + 4
+    before = Counter({(one.axis, one.collective): (one.calls, one.bytes) for one in plain.traffic})
+    added = [one for one in muon.traffic if before[one.axis, one.collective] != (one.calls, one.bytes)]
+    assert sorted(one.collective for one in added) == ["all_reduce", "all_to_all"]
+    counted = sum(one.calls - (before[one.axis, one.collective] or (0, 0))[0] for one in added)
+    assert counted == len(counter.calls) == 3, "both stages have as many blocks"
+    sent = 2 * sum(call.elements for call in counter.calls if call.name == "all_to_all") * 3 // 4
+    assert [one.bytes for one in added if one.collective == "all_to_all"] == [sent]
+    whole = shardplan.estimate(
+        SOURCE, "auto", {"dp_shard": 2, "tp": 2}, shardplan.TrainingStep(8, precision="fp32", optimizer="muon")
+    )
+    assert muon.flops["bfloat16"] == pytest.approx(whole.flops["bfloat16"] / 2, rel=0.1)
+
+
+def test_the_owners_work_that_fit_compares_is_that_of_the_estimate(monkeypatch):
+    """Copies of a matrix are stepped by all ranks that have them: other meshes are the best than with AdamW."""
+    found = SOURCE.find()
+    alone = shardplan.estimate(
+        SOURCE, "auto", {"dp_shard": 1, "tp": 1}, shardplan.TrainingStep(8, precision="fp32", optimizer="muon")
+    )
+    assert owners_work(found) == pytest.approx(alone.flops["bfloat16"], rel=0.01)
+    monkeypatch.setattr(fit_screening, "_stages", lambda *_: (StageCosts(("one",), (PartCosts(),), 0, 0),))
+    table, device = Table(("one",), None, {}, False), read_device("h100")
+    shards, copies = (
+        screen(Choice(sizes, 1, 1, "none", False, False, False, None, False), table, Bytes(4, 2, 4, 4), device, 10**15)
+        for sizes in (MeshSizes(dp_shard=4), MeshSizes(dp_replicate=2, dp_shard=2))
+    )
+    assert shards.bound.terms["compute"] == 10**15 / 4 / device.flops["bfloat16"] == copies.bound.terms["compute"] / 2
+    options = {"gpus": 4, "device": "h100", "global_batch": 8, "seq_len": 64, "best": 1}
+    [row] = shardplan.fit(SOURCE, "auto", {"tp": 2, "pp": 1}, optimizer="muon", **options).rows
+    assert row.estimate.flops["bfloat16"] > owners_work(found) / 4 and row.estimate.asked.step.optimizer == "muon"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ class Search:
                 offload=what.get("offload", False),
             )
             for choice in made:
-                if (one := screen(choice, table, self._width, self.device)) is not None:
+                if (one := screen(choice, table, self._width, self.device, self._owners)) is not None:
                     yield one
 
     @property
@@ -173,8 +174,15 @@ class Search:
 
         wide = self.precision == "fp32"
         optimizer, stored = self._step.optimizer, 4 if wide else 2
-        states = 2 * stored if optimizer.startswith("adamw") else 0
+        # Of Muon the momentum of the matrices: the estimates of the best count the states of all else.
+        states = {"sgd": 0, "none": 0, "muon": stored, "whole-matrix": stored}.get(optimizer, 2 * stored)
         return Bytes(stored, 2, stored, states, stored if optimizer == "adamw" else 0)
+
+    @cached_property
+    def _owners(self) -> int:
+        from shardplan.cost.muon_step import owners_work
+
+        return owners_work(self.programs.model.find()) if self._step.optimizer == "muon" else 0
 
     def _combined(
         self, tp: int, tables: Iterator[tuple[Checkpointing, bool, Table]], meshes: list[MeshSizes] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
 from shardplan.core.mesh import MeshSizes
@@ -16,7 +16,7 @@ from .keywords import model_of
 from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
-    from shardplan.core.estimates import Device, FitOptimizer, Precision
+    from shardplan.core.estimates import Device, OptimizerName, Precision
     from shardplan.core.fits import Fit, Fitted
     from shardplan.cost.fit_screening import Screened
 
@@ -38,7 +38,7 @@ def fit(
     global_batch: int,
     seq_len: int,
     precision: Precision = "fp32",
-    optimizer: FitOptimizer = "adamw",
+    optimizer: OptimizerName = "adamw",
     best: int = 5,
     tokens: float | None = None,
     efficiency: tuple[float, float] | None = None,
@@ -59,7 +59,7 @@ def fit(
         global_batch: sequences of a step on all devices. Micro-batches follow from it.
         seq_len: tokens of a sequence.
         precision: the precision of stored parameters, gradients and the optimizer's state; with fp32, products are in bfloat16.
-        optimizer: as for `estimate`.
+        optimizer: as for `estimate`. What "muon" and "whole-matrix" send is counted in the estimates of the best.
         best: how many configurations.
         tokens: the tokens of the whole training, for `Fit.days`.
         efficiency: the least and the most of the bound's speed that was measured on such devices; None: as the device's file says.
@@ -71,7 +71,7 @@ def fit(
         PlanError: no size of tp allows the plan.
         ValueError: a wrong argument; no whole nodes; a model without repeated layers; no configuration fits.
     """
-    from shardplan.core.estimates import FitOptimizer, Question, TrainingStep
+    from shardplan.core.estimates import Question, TrainingStep
     from shardplan.core.fits import Fit
     from shardplan.cost.devices import read_device
     from shardplan.cost.mesh_candidates import axes_of
@@ -80,8 +80,6 @@ def fit(
     known = read_device(device) if isinstance(device, str) else device
     _check(gpus, global_batch, best, tokens, efficiency or known.efficiency)
     _check_nodes(gpus, known)
-    if optimizer not in get_args(FitOptimizer):
-        raise ValueError(f"fit compares with the optimizers {', '.join(get_args(FitOptimizer))}, not {optimizer!r}")
     step = TrainingStep(seq_len, precision="bf16" if precision == "fp32" else precision, optimizer=optimizer)
     asked = Question(named.shown, plan_name(plan), False, step)
     axes = axes_of(mesh or {}, gpus)

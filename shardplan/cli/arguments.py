@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from shardplan.core.estimates import FitOptimizer, OptimizerName
+from shardplan.core.estimates import OptimizerName
 from shardplan.core.mesh import AXES, Axis
 from shardplan.core.schedules import SCHEDULES
 from shardplan.core.suggest import closest
@@ -255,7 +255,7 @@ def _fit(parser: Parser) -> None:
     parser.add_argument("--seq-len", type=tokens, required=True, metavar="N", help="tokens of a sequence")
     text = "the dtype of stored parameters, gradients and optimizer state (fp32, with products in bfloat16)"
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=text)
-    parser.add_argument("--optimizer", choices=get_args(FitOptimizer), default="adamw", help=OPTIMIZER)
+    parser.add_argument("--optimizer", choices=get_args(OptimizerName), default="adamw", help=OPTIMIZER)
     parser.add_argument("--best", type=ranks, default=5, metavar="N", help="how many configurations (5)")
     parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training, for its days: 1e12")
     text = "measured shares of the bound's speed, the least and the most, as 0.35,0.5: bounds become estimates"

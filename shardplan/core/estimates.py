@@ -26,8 +26,7 @@ Phase = Literal["forward", "backward", "optimizer step"]
 Term = Literal["compute", "memory", "links in a node", "network", "pipeline"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-FitOptimizer = Literal["adamw", "adamw-fused", "adamw-for-loop", "sgd", "none"]
-OptimizerName = Literal[FitOptimizer, "muon", "whole-matrix"]
+OptimizerName = Literal["adamw", "adamw-fused", "adamw-for-loop", "sgd", "none", "muon", "whole-matrix"]
 # Uses of memory. "gathered parameters" are FSDP's whole copies of units; "activations" what a forward keeps for its
 # backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "masks and scores" every tensor
 # over pairs of tokens; "temporaries" all else.
@@ -99,8 +98,8 @@ class TrainingStep:
         precision: the dtype in which parameters, gradients and optimizer state are stored; also written "bfloat16" or
             torch.bfloat16.
         optimizer: "adamw" (torch's default on a GPU, which updates all parameters at once), "adamw-fused",
-            "adamw-for-loop", "sgd", "muon" (shardplan.optimizers.Muon, with AdamW for all that is not a matrix; without
-            pp), "whole-matrix" (the same with your own `whole_matrix`, whose work and states are unknown) or "none".
+            "adamw-for-loop", "sgd", "muon" (shardplan.optimizers.Muon, with AdamW for all that is not a matrix),
+            "whole-matrix" (the same with your own `whole_matrix`, whose work and states are unknown) or "none".
         expert_load: the busiest ep rank's share of all rows for experts, over the mean of the ranks; the cost is that
             rank's. 1 is an even load; at most ep.
         micro_batches: forwards and backwards per optimizer step; with pp the number that the schedule runs, else

@@ -13,7 +13,7 @@ from shardplan.styles.backends import BACKENDS
 from .depth import Depths, cut, depths_of, whole
 from .least_time import bound_of
 from .ledger import Bytes, Ledger
-from .muon_step import with_muon
+from .muon_step import WHOLE_MATRICES, with_muon
 from .pipeline_estimate import pipeline_ledger
 from .step_ledgers import step_ledger
 
@@ -50,11 +50,7 @@ def estimate_mesh(
         known = ", ".join(name for name, backend in BACKENDS.items() if backend.traceable)
         raise ValueError(f"estimate supports the data-parallel backend {known}, not {section.backend}")
     offloaded = section is not None and bool(section.cpu_offload)
-    muon = asked.step.optimizer in ("muon", "whole-matrix")
-    if muon and sizes.pp > 1:
-        raise ValueError(
-            "estimate counts muon and whole-matrix without pipeline stages: leave out pp, or estimate another optimizer"
-        )
+    muon = asked.step.optimizer in WHOLE_MATRICES
     if sizes.pp > 1:
         made, layers, depth = pipeline_ledger(found, program, asked, device, offloaded=offloaded, progress=progress)
         ledger, memory, pipeline = made.ledger, made.memory, made.pipeline

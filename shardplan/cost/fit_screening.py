@@ -86,8 +86,12 @@ def choices(
                 )
 
 
-def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screened | None:
-    """The memory and the bound of a configuration, nearly; None where it has fewer blocks than stages."""
+def screen(choice: Choice, table: Table, width: Bytes, device: Device, owners: int = 0) -> Screened | None:
+    """The memory and the bound of a configuration, nearly; None where it has fewer blocks than stages.
+
+    Args:
+        owners: operations in bfloat16 of the optimizer, which the ranks that share matrices divide.
+    """
     sizes, pp = choice.sizes, choice.sizes.pp
     schedule = SCHEDULES[choice.schedule] if choice.schedule else None
     laps = schedule.stages_per_rank if schedule else 1
@@ -103,6 +107,8 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screen
     for one in busiest:
         for dtype, n in one.flops("forward", "backward").items():
             flops[dtype] = flops.get(dtype, 0) + n * choice.micro_batches
+    if owners:
+        flops["bfloat16"] = flops.get("bfloat16", 0) + owners // (sizes.world_size // sizes.dp_replicate)
     stored = sum((one.stored for one in busiest), Stored())
     touched = sum(one.touched for one in busiest) * choice.micro_batches
     touched += _share(stored, sizes) * (3 * width.stored + 2 * width.states)

@@ -30,11 +30,12 @@ from shardplan.torchlib.private import private
 from .fake_rank import fake_mesh, groups_of, without_memory
 from .ledger import Bytes, Ledger, Moment, moments_of
 from .meter import Meter
-from .running_module import Places
+from .running_module import Place, Places
 from .step_ledgers import DTYPES
 
 _without_modes: Any = private("disable_modes")
-STEPPING = ("optimizer step", "")
+STEPPING: Place = ("optimizer step", "")
+WHOLE_MATRICES = ("muon", "whole-matrix")  # names of optimizers
 
 
 def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Question, *, offloaded: bool) -> Ledger:
@@ -43,17 +44,20 @@ def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Questi
     Args:
         offloaded: parameters and optimizer state are in the host's memory.
     """
-    step = _stepped(found, program, asked, offloaded=offloaded)
-    [own] = step.moments.values()
-    states: Bytes = {"optimizer state": own.peak.get("optimizer state", 0)}
+    step = muon_ledger(found, program, asked, offloaded=offloaded)
+    states: Bytes = {"optimizer state": step.moments[STEPPING].peak.get("optimizer state", 0)}
 
     def held(bytes: Bytes) -> dict[Category, int]:
         return dict(Counter(bytes) + Counter(states))
 
     moments = {place: Moment(held(one.peak), held(one.most)) for place, one in ledger.moments.items()}
+    return replace(with_step(ledger, step), moments={**moments, **step.moments})
+
+
+def with_step(ledger: Ledger, step: Ledger) -> Ledger:
+    """A step without an optimizer, and what the optimizer computes, sends and touches."""
     return replace(
         ledger,
-        moments={**moments, **step.moments},
         flops=dict(Counter(ledger.flops) + Counter(step.flops)),
         calls=dict(Counter(ledger.calls) + Counter(step.calls)),
         bytes=dict(Counter(ledger.bytes) + Counter(step.bytes)),
@@ -61,8 +65,15 @@ def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Questi
     )
 
 
-def _stepped(found: FoundModel, program: Program, asked: Question, *, offloaded: bool) -> Ledger:
-    """The optimizer's second step alone, for the whole model."""
+def muon_ledger(
+    found: FoundModel, program: Program, asked: Question, *, offloaded: bool, roots: Sequence[str] | None = None
+) -> Ledger:
+    """The optimizer's second step alone, for the whole model.
+
+    Args:
+        program: on a mesh without stages.
+        roots: the modules and parameters of the stages of a rank; None: all.
+    """
     resolved = program.resolved
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     with fake_mesh(resolved.sizes) as mesh, without_advice(), ExitStack() as entered:
@@ -72,9 +83,14 @@ def _stepped(found: FoundModel, program: Program, asked: Question, *, offloaded:
         ties = tied_groups(applied)
         applied.to_empty(device="cpu")
         restore_ties(applied, ties)
+        own = {
+            p for name, p in applied.named_parameters(remove_duplicate=False) if roots is None or _below(name, roots)
+        }
+        for parameter in {*applied.parameters()} - own:
+            parameter.requires_grad_(False)
         with _without_modes():  # it reads the ranks of the mesh
-            own = torch.clone if asked.step.optimizer == "whole-matrix" else None
-            optimizer = Muon(applied, rest=partial(torch.optim.AdamW, foreach=True), whole_matrix=own)
+            whole_matrix = torch.clone if asked.step.optimizer == "whole-matrix" else None
+            optimizer = Muon(applied, rest=partial(torch.optim.AdamW, foreach=True), whole_matrix=whole_matrix)
         section = resolved.data_parallel
         groups = dict(groups_of(mesh, BACKENDS[section.backend] if section is not None else None, {}))
         widest = next((axis for axis in (*DATA_PARALLEL, Axis.CP) if resolved.sizes.of(axis) > 1), Axis.TP)
@@ -88,7 +104,7 @@ def _stepped(found: FoundModel, program: Program, asked: Question, *, offloaded:
         entered.enter_context(patch.object(muon, "check_same_gradients", _agreed))
         entered.enter_context(meter.running())
         parameters = [p for p in applied.parameters() if p.requires_grad]
-        meter.mark([*applied.parameters(), *applied.buffers()], "parameters")
+        meter.mark([*own, *applied.buffers()], "parameters")
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         meter.mark((p.grad for p in parameters if p.grad is not None), "gradients")
@@ -107,6 +123,17 @@ def _stepped(found: FoundModel, program: Program, asked: Question, *, offloaded:
     moments = moments_of(log, offloaded=offloaded)
     assert [*moments] == [STEPPING], [*moments]
     return Ledger(moments, flops, log.calls, log.bytes, 0, touched)
+
+
+def owners_work(found: FoundModel) -> int:
+    """The operations in bfloat16 with which Muon steps all matrices of a model once: the ranks that share them divide these."""
+    optimizer = Muon(found.build("meta"))
+    steps = optimizer.param_groups[0]["ns_steps"]
+    return sum(2 * steps * stack.shape[0] * stack.work for stack in optimizer.stacks)
+
+
+def _below(name: str, roots: Sequence[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
 
 
 def _agreed(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:

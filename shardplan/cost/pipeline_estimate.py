@@ -27,6 +27,7 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 
 from .depth import cut, depths_of
 from .ledger import Ledger
+from .muon_step import STEPPING, WHOLE_MATRICES, muon_ledger, with_step
 from .part_costs import Stored
 from .pipeline_time import Moment, StageBytes, fullest, step_seconds
 from .stage_costs import StageCosts, hand_over, sends, stage_seconds, stages_of
@@ -97,8 +98,15 @@ def pipeline_ledger(
     kept = [StageBytes(sum(stage.kept.values()), _gradients(stage.stored, added)) for stage in stages]
     moments = [fullest(schedule, pp, count, rank, kept) for rank in range(pp)]
     keep = resolved.data_parallel is not None and resolved.data_parallel.reshard_after_forward is False
+    updates: list[Ledger | None] = [None] * pp
+    if step.optimizer in WHOLE_MATRICES:
+        progress(f"tracing the optimizer's step of {pp} pp ranks")
+        for rank, one in enumerate(own):
+            roots = [root for stage in one for root in divided.roots_of(stage)]
+            updates[rank] = muon_ledger(found, inner, asked, offloaded=offloaded, roots=roots)
+    how = {"added": added, "whole": keep, "offloaded": offloaded}
     memories = [
-        _memory(divided, stages, own[rank], moment, count, ledger, added=added, whole=keep, offloaded=offloaded)
+        _memory(divided, stages, own[rank], moment, count, ledger, updates[rank], **how)
         for rank, moment in enumerate(moments)
     ]
     peaks = tuple(memory.total for memory in memories)
@@ -106,6 +114,8 @@ def pipeline_ledger(
     bubble = 1 - count * sum(busy) / (seconds * pp) if seconds else 0.0
     pipeline = PipelineEstimate(schedule.name, count, lengths, bubble, peaks, full, moments[full].in_flight, busiest)
     totals = _totals(stages, own[busiest], count, stored=_stored(stages, own[full]))
+    if (update := updates[busiest]) is not None:
+        totals = with_step(totals, update)
     return PipelineLedger(pipeline, seconds, memories[full], totals), depths.count, depth
 
 
@@ -146,6 +156,7 @@ def _memory(
     moment: Moment,
     micro_batches: int,
     ledger: Ledger,
+    update: Ledger | None,
     *,
     added: bool,
     whole: bool,
@@ -155,6 +166,7 @@ def _memory(
 
     Args:
         moment: the one with the most.
+        update: the optimizer's step of this rank, where it was traced alone.
         added: FSDP2 adds gradients of several micro-batches.
         whole: parameters stay gathered between micro-batches.
     """
@@ -171,18 +183,21 @@ def _memory(
     buffers = micro_batches * sum(stages[stage].received + stages[stage].handed for stage in own)
     peak: Counter[Category] = Counter(kept)
     peak["parameters"] = stored.bytes
-    peak["optimizer state"] = stored.states
+    states, temporary = stored.states, 0
+    if update is not None:
+        step = update.moments[STEPPING].peak
+        states, temporary = step.get("optimizer state", 0), step.get("temporaries", 0)
+    elif (stepping := ledger.moments.get(STEPPING)) is not None and traced.bytes:
+        temporary = int(stepping.most.get("temporaries", 0) * stored.bytes / traced.bytes)
+    peak["optimizer state"] = states
     peak["gathered parameters"] = gathered
     peak["gradients"] = _gradients(_stored(stages, moment.trained), added)
     peak["temporaries"] += burst + buffers
     phase: Phase = "backward"
-    stepping = ledger.moments.get(("optimizer step", ""))
-    share = stored.bytes / traced.bytes if traced.bytes else 0
-    temporary = int(stepping.most.get("temporaries", 0) * share) if stepping is not None else 0
     after: Counter[Category] = Counter(
         {
             "parameters": stored.bytes,
-            "optimizer state": stored.states,
+            "optimizer state": states,
             "gathered parameters": gathered if whole else 0,
             "gradients": stored.bytes,
             "temporaries": temporary + buffers,
