@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.utils import prune
 
+import shardplan
 from shardplan import Model, validate
 from shardplan.core.report import Report
 from shardplan.proof.compare import compare
@@ -33,6 +35,7 @@ from tests.proofs import (
     reduced_model,
 )
 from tests.simulation import rank_values, simulated_mesh, whole_values
+from tests.small_models import batch, small_model
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
@@ -173,6 +176,26 @@ def test_clipping_is_right(name, sp):
         torch.testing.assert_close(rank_values(value)[1], reference.get_parameter(key).grad, rtol=1e-4, atol=1e-7)
     wrong = sum(value.item() for value in rank_values(summed).values()) ** 0.5
     assert wrong > expected.item() * 1.0001
+
+
+@pytest.mark.parametrize(
+    "term", [lambda loss, terms: sum(terms), lambda loss, terms: (loss + terms[0]).backward()], ids=["sum", "loss"]
+)
+def test_a_term_of_the_parameters_that_ends_a_script_says_what_to_write(term, monkeypatch, compiled_once):
+    """torch's words name no cause. They stay, and the help is below them, once."""
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: told.append(error))
+    with fake_mesh(2, 2, names=("dp_shard", "tp")) as mesh:
+        for _ in range(2):
+            model = shardplan.apply_plan(small_model("llama"), mesh, "auto", src_data_rank=None, prove=False)
+        with pytest.raises(RuntimeError, match=r"different meshes|mixed torch\.Tensor and DTensor") as raised:
+            term(model(input_ids=(ids := batch(0)), labels=ids).loss, [p.square().sum() for p in model.parameters()])
+    for _ in range(2):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    sys.excepthook(ValueError, other := ValueError("x"), None)
+    assert told == [raised.value, raised.value, other] and not hasattr(other, "__notes__")
+    (note,) = raised.value.__notes__
+    assert note.startswith("help: parameters are DTensors") and "`p.grad.add_(p, alpha=2 * weight)`" in note
 
 
 class Failure(Exception):

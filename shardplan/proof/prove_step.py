@@ -24,6 +24,7 @@ from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.schedules import Schedule, schedule_of
 from shardplan.model.adapters import unwrapped
 from shardplan.model.reduced.precision import in_dtype
+from shardplan.runtime.apply.mixed_tensors import help_for
 from shardplan.torchlib.modes import reduced_runs
 
 from .pipelined import AXES, Scheduled, scheduled_for
@@ -38,11 +39,6 @@ from .user_step import MICRO, STEPS, Trial, dealt, joined, run_trial
 
 DIFFERENT_STEP = Code("SP561")
 ALONE = MeshSizes(tp=1)
-_MIXED = (
-    "parameters are DTensors, and do not combine with a plain loss or tensor: add the gradient of a term of the parameters to theirs "
-    "after backward, `p.grad.add_(p, alpha=2 * weight)` for a sum of squares; `full_tensor()` returns a whole parameter"
-)
-SAID_BY_TORCH = {"mixed torch.Tensor and DTensor": _MIXED, "different meshes": _MIXED, "cross-mesh": _MIXED}
 
 
 @dataclass(frozen=True)
@@ -238,7 +234,7 @@ def prove_step(
 
 
 def _help(error: RuntimeError, otherwise: str) -> str:
-    return next((help for said, help in SAID_BY_TORCH.items() if said in str(error)), otherwise)
+    return help_for(error) or otherwise
 
 
 def _finding(found: Difference, task: StepTask) -> Diagnostic:
