@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardplan
-from shardplan.optimizers import Muon
+from shardplan.optimizers import Muon, stepped_by
 from shardplan.optimizers.assignment import assign
 from shardplan.proof.threads import on_threads
 from tests.collective_counter import CollectiveCounter
@@ -192,6 +192,79 @@ def test_a_step_with_a_state_is_that_of_the_function():
         optimizer.step()
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter, expected[name], rtol=1e-12, atol=0), name
+
+
+class Packaged(torch.optim.Optimizer):
+    """An optimizer as packages write them: its number of steps is in the group, its state has lists, numbers and None, and its first step only
+    begins it.
+
+    Args:
+        decay: of the parameter, which `whole_matrix` does not know.
+        keeps: something else that is kept.
+    """
+
+    def __init__(self, parameters, lr=1.0, decay=0.0, keeps=None):
+        super().__init__(parameters, {"lr": lr, "decay": decay, "keeps": keeps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {
+                        "grams": [torch.zeros_like(p @ p.T), torch.zeros_like(p.T @ p)],
+                        "none": None,
+                        "seen": 0.0,
+                        "first": True,
+                    }
+                    state["other"] = group["keeps"]
+                state["grams"][0] += p.grad @ p.grad.T
+                state["grams"][1] += p.grad.T @ p.grad
+                state["seen"] += 0.5
+                if state["first"]:
+                    state["first"] = False
+                    continue
+                assert state["none"] is None and type(group["step"]) is int and type(state["first"]) is bool
+                update = state["grams"][0] @ p.grad @ state["grams"][1] / (group["step"] * state["seen"])
+                p.mul_(1 - group["decay"]).sub_(update, alpha=group["lr"])
+
+
+def test_a_packages_optimizer_steps_whole_matrices():
+    """On shards as on the unsharded model, and there as by itself."""
+    hooked = {**SOAP, "whole_matrix": stepped_by(Packaged), "matrices": STATE["matrices"]}
+    for found in on_threads(3, partial(uneven, hooked)):
+        for name, (expected, value) in found.items():
+            assert torch.allclose(value, expected, rtol=1e-11, atol=1e-13), name
+    model, alone = Own(), Own()
+    stack = [nn.Parameter(one.clone()) for one in alone.stack.detach()]
+    optimizer = Muon(model, lr=0.1, weight_decay=0.0, **hooked)
+    plain = Packaged([alone.rows, alone.columns, alone.plain, *stack], lr=0.1)
+    for step in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = drawn(name, parameter, step)
+            getattr(alone, name).grad = parameter.grad.clone()
+        for one, gradient in zip(stack, alone.stack.grad, strict=True):
+            one.grad = gradient.clone()
+        optimizer.step()
+        plain.step()
+    for name in ("rows", "columns", "plain"):
+        assert torch.allclose(getattr(model, name), getattr(alone, name), rtol=1e-12), name
+    assert torch.allclose(model.stack, torch.stack(stack), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"decay": 0.1}, ValueError, "the update of Packaged depends on the values of the matrix"),
+        ({"keeps": "text"}, TypeError, "keeps state/other, a str: only tensors, numbers"),
+        ({"keeps": {"a/b": 1}}, TypeError, "keeps 'a/b', whose name has / or :"),
+    ],
+)
+def test_what_cannot_step_whole_matrices_is_found_when_it_is_made(options, error, words):
+    with pytest.raises(error, match=words):
+        stepped_by(lambda matrices: Packaged(matrices, **options))
 
 
 def test_a_state_is_of_tensors():

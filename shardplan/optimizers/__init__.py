@@ -1,5 +1,6 @@
 """Optimizers that step whole matrices, for models whose matrices are sharded."""
 
 from .muon import Muon
+from .published_steps import stepped_by
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "stepped_by"]

@@ -14,6 +14,11 @@ _UNFIT = {
         "takes means of rows and columns in place",
         "Write torch.optim.AdamW(...), whose two moments are sharded as the parameters are, or shardplan.optimizers.Muon(model, ...)",
     ),
+    ("pytorch_optimizer.optimizer.shampoo.Shampoo", "pytorch_optimizer.optimizer.soap.SOAP"): (
+        "multiplies whole matrices, and keeps plain tensors of them",
+        "Write shardplan.optimizers.Muon(model, whole_matrix=stepped_by(...)), which hands it whole matrices",
+    ),
+    ("pytorch_optimizer.optimizer.lamb.Lamb",): ("changes norms in place", "Write timm.optim.Lamb(...)"),
     (torch.optim.Rprop,): ("writes at places that a mask chooses", "Write torch.optim.AdamW(...)"),
 }
 _UNFUSED = (torch.optim.SGD, torch.optim.Adagrad)
