@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.parallel import published_kernels
 from shardplan.runtime.training import causal_lm_loss, cross_entropy, entropy, fused_logits, log_probabilities
 from tests.collective_counter import CollectiveCounter
 
@@ -201,6 +203,70 @@ def test_what_does_not_fit_is_refused():
             call()
     ids[0, 0] = 11
     assert cross_entropy(logits, ids, reduction="none").isnan().sum() == 1
+
+
+def check_kernel(called: list[dict[str, Any]]) -> None:
+    """Losses that a kernel takes, against torch on whole logits.
+
+    Args:
+        called: the options of its calls.
+    """
+    ids = targets(11)
+    hidden, weight, bias, _ = leaves = [x.detach().float().requires_grad_() for x in tensors(11)]
+    cases = [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"z_loss": 0.01}]
+    for number, options in enumerate(cases, 1):
+        value = cross_entropy(fused_logits(hidden, weight, bias).float(), ids, **options) * 0.3
+        assert len(called) == number
+        logits, z_loss = functional.linear(hidden, weight, bias), options.get("z_loss", 0.0)
+        wanted = torchs(logits, ids, {k: v for k, v in options.items() if k != "z_loss"})
+        squares = logits.logsumexp(-1).square()[ids != -100]
+        wanted = 0.3 * (wanted + z_loss * squares.mean())
+        assert relative_error(value.detach(), wanted.detach()) <= TOLERANCE[torch.float32], options
+        found, expected = (torch.autograd.grad(x, leaves[:3], retain_graph=True) for x in (value, wanted))
+        for one, reference in zip(found, expected, strict=True):
+            assert relative_error(one, reference) <= TOLERANCE[torch.float32], options
+    rows = fused_logits(hidden, weight, bias)
+    assert cross_entropy(rows, torch.full_like(ids, -100)).isnan()
+    assert cross_entropy(rows, ids.masked_fill(ids == ids[0, 0], 11)).isnan()
+    count = len(called)
+    cross_entropy(rows, ids, reduction="none")
+    cross_entropy(rows, ids, torch.ones(11))
+    cross_entropy(rows, ids, chunk_size=2)
+    cross_entropy(torch.tanh(rows), ids)
+    cross_entropy(fused_logits(*(x.double() for x in (hidden, weight, bias))), ids)
+    cross_entropy(functional.linear(hidden, weight, bias), ids)
+    log_probabilities(rows, ids)
+    assert len(called) == count, "what it cannot do stays ours"
+
+
+def test_a_kernel_of_another_package_takes_what_it_can(monkeypatch):
+    """Liger's, which runs on CUDA alone: its place here has torch, with its arguments."""
+    called: list[dict[str, Any]] = []
+
+    def kernel(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
+        called.append(options)
+        logits = functional.linear(hidden, weight, bias)
+        squares = logits.logsumexp(-1).square()[target != options["ignore_index"]].sum()
+        names = ("ignore_index", "label_smoothing", "reduction")
+        loss = functional.cross_entropy(logits, target, **{name: options[name] for name in names})
+        return loss + options["lse_square_scale"] * squares
+
+    monkeypatch.setattr(published_kernels, "_liger", lambda: kernel)
+    hidden, weight, bias, _ = (x.float() for x in tensors(11))
+    cross_entropy(fused_logits(hidden, weight, bias), targets(11))
+    assert not called, "not on a CPU"
+    monkeypatch.setattr(published_kernels, "DEVICES", ("cpu",))
+    check_kernel(called)
+
+
+def test_ligers_kernel_in_tritons_interpreter(monkeypatch):
+    """Where both are installed: `TRITON_INTERPRET=1 python -m pytest tests/test_processes_fused_logits.py -k liger`."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or (liger := published_kernels._liger()) is None:
+        pytest.skip("needs Liger, Triton and TRITON_INTERPRET=1")
+    called: list[dict[str, Any]] = []
+    monkeypatch.setattr(published_kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(published_kernels, "_liger", lambda: lambda *x, **y: called.append(y) or liger(*x, **y))
+    check_kernel(called)
 
 
 class Own(nn.Module):

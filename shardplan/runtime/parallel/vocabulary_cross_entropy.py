@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .published_kernels import sum_by_kernel
 from .vocabulary_sums import Rows, sums_of
 
 Reduction = Literal["none", "mean", "sum"]
@@ -37,6 +38,11 @@ def cross_entropy_of(
     ignored = target == ignore_index
     ids = target.masked_fill(ignored, 0).long()
     unknown = (ids < 0) | (ids >= size)
+    if weight is None and reduction != "none" and chunk is None:
+        counts = ~(ignored | unknown)
+        if (total := sum_by_kernel(rows, target, counts, label_smoothing, z_loss)) is not None:
+            total = total.masked_fill((unknown & ~ignored).any(), torch.nan)
+            return total if reduction == "sum" else total / counts.sum()
     every = None
     if label_smoothing:
         every = torch.ones((), device=target.device) if weight is None else weight
