@@ -39,6 +39,10 @@ test: $(VENV)/.installed  ## what every change must pass
 build/timm: | $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --target $@ timm torchvision
 
+# Packages whose optimizers are compared on the page of benchmarks.
+build/optimizers: | $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --target $@ torchao pytorch_optimizer
+
 test-all: $(VENV)/.installed build/timm  ## the slow rest: real processes, whole matrices
 	$(PYTEST) -m "slow and not exhaustive"
 
@@ -53,7 +57,7 @@ docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
 demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 	@$(BIN)/python -m demo
 
-bench: $(VENV)/.installed  ## the figures of docs/benchmarks*.md, on an idle machine; most of an hour
+bench: $(VENV)/.installed build/timm build/optimizers  ## the figures of docs/benchmarks*.md, on an idle machine; most of an hour
 	$(BIN)/python -m benchmarks
 
 release: $(VENV)/.installed  ## both distributions, built, installed into new environments and tried there; VERSION=0.2.0 writes the version first

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 # Classes, packages' ones by name -> the operation of their steps that DTensor has no rule for, and what to write.
-_UNFIT = {
+_UNFIT: dict[tuple[type | str, ...], tuple[str, str]] = {
     (torch.optim.Adafactor, "transformers.optimization.Adafactor"): (
         "takes means of rows and columns in place",
         "Write torch.optim.AdamW(...), whose two moments are sharded as the parameters are, or shardplan.optimizers.Muon(model, ...)",
