@@ -1,6 +1,6 @@
 """A running baseline of the reward, kept in an object, follows a rank's own batches."""
 
-# named: after step 1 ranks had state.*value otherwise
+# named: after step 1 state.*value differed on ranks
 
 import torch
 
