@@ -15,6 +15,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Report
 from shardplan.report.html_parts import text
 from shardplan.report.html_report import html_report
+from tests.own_models import WIDTH, Stack, tokens
 
 CONFIG = LlamaConfig(
     vocab_size=128,
@@ -221,3 +222,31 @@ def test_the_command(tmp_path, capsys):
     assert main(["show", "llama", "llama", "--device", "h100", "--html", str(out)]) == 2
     assert main(["show", "llama", "llama", "--seq-len", "8"]) == 2
     assert main(["show", "llama", "llama", *small, "--no-proof", "--html", str(tmp_path / "no" / "x.html")]) == 2
+
+
+class SummedBlock(nn.Module):
+    """Adds up two results, and norms each head with a weight that every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.head_norm = nn.LayerNorm(4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.head_norm(self.q(x).unflatten(-1, (-1, 4))).flatten(-2)
+        return x + self.o(heads) + self.down(self.up(x).relu())
+
+
+def test_blocks_with_a_sum_are_one_and_a_partial_gradient_is_called_so():
+    rules = {
+        "layers.*": {"style": "replicate", "sum_outputs": ["o", "down"]},
+        "layers.*.{q,up}": "colwise",
+        "layers.*.head_norm": "replicated_with_grad_allreduce",
+        "layers.*.{o,down}": "rowwise",
+    }
+    model = Model(Stack(SummedBlock), inputs=tokens)
+    made = plan_report(model, {"version": "1", "tensor_parallel": rules}, {"tp": 2}, proof=False)
+    page = Page(shown(made)).text
+    assert "weight I read as R" in page and "weight V(0)" in page and "weight V(0) read" not in page
+    assert "out P, reduced at layers.*.down" in page
+    assert page.count("head_norm") == 3  # once in the tree of equal blocks; in the flow with the title of its box

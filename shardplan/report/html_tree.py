@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.describe import leaving
 from shardplan.core.layout import Layout
-from shardplan.core.module_program import ModuleProgram
+from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.moves import move_ops
 from shardplan.core.sources import SourceMap
 from shardplan.core.stages import PipelineCut
@@ -161,13 +161,18 @@ def _steps(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> It
 
 def _entering(label: str, depth: int, module: ModuleProgram) -> Iterator[_Step]:
     moves = [f"in {move.argument or ''} {move.src} -> {move.dst}".replace("  ", " ") for move in module.enter]
-    moves += [f"{p.name} {p.stored}" for p in module.parameters if p.name == "weight" or len(module.parameters) == 1]
+    moves += [_parameter(p) for p in module.parameters if p.name == "weight" or len(module.parameters) == 1]
     found = tuple(
         word for move in module.enter if move.shared_with is None for word in _collectives(move.src, move.dst)
     )
     if module.group is not None:
         found += (f"backward: all-reduce, {len(module.group.parameters)} gradients",)
     yield _Step(depth, label, module.style, _cut(", ".join(moves)), found)
+
+
+def _parameter(p: ParameterProgram) -> str:
+    """How it is stored; and read, where that differs: a whole weight whose gradient is a partial sum is stored as I and read as R."""
+    return f"{p.name} {p.stored}" + (f" read as {p.computed}" if p.computed != p.stored else "")
 
 
 def _leaving(depth: int, label: str, module: ModuleProgram) -> Iterator[_Step]:

@@ -18,6 +18,7 @@ from shardplan.core.module_program import (
 )
 from shardplan.core.nesting import when
 from shardplan.core.plan import Overlays, ResolvedPlan
+from shardplan.core.tree import starred
 from shardplan.styles.boundary import returns_tokens
 
 NUMBERS: dict[Draws, str] = {
@@ -167,7 +168,7 @@ def leaving(module: ModuleProgram) -> str:
     """What a module's output goes through, in words."""
     assert module.leave is not None
     if module.joins is not None:
-        return f"{module.leave.src}, reduced at {module.joins}"
+        return f"{module.leave.src}, reduced at {starred(module.joins)}"  # so that equal layers are told in one line
     if module.link == "source":
         return f"{module.leave.src}, joins the partial sum" if module.leave.src == I else "P until the block input"
     return f"{module.leave.src} -> {module.leave.dst}"
