@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .adversary import Adversary
 from .afterwards import CHANGES, SAID, change, unfreeze
+from .calls import Looked, ids
 from .live import OPTIONS, llama
 from .meshes import gpt_oss, mixtral, rows
 from .mixtures import LOOKING, OTHERS, TOGETHER, Mixture
@@ -665,6 +666,24 @@ CASES = (
             ("hook", "layers.1.mlp.up.weight", "register_hook", "cp_dp"),
             ("accumulated", "layers.0.norm1.weight", "register_post_accumulate_grad_hook", "cp"),
         )
+    ),
+    of(
+        "max_norm",
+        "cp_dp",
+        Looked,
+        "wrong",
+        "FSDP2 has a copy of the table, which the forward changes",
+        plan(ENDS, MLP),
+        ids,
+    ),
+    of(
+        "max_norm",
+        "cp",
+        Looked,
+        "wrong",
+        "FSDP2 has a copy of the table, which the forward changes",
+        plan(ENDS, MLP),
+        ids,
     ),
     of("stages", "cp_pp", blocks, "refused", "cp has no stages", codes=("SP389",)),
     *(
