@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_runs import Recipe, compare
 from processes import on_ranks
 from small_models import batch, small_model, whole
 from torch import Tensor, nn
@@ -361,3 +362,17 @@ def test_a_model_of_ones_own_with_a_head_that_is_a_unit(sizes: dict[str, int]):
     for gradients in on_ranks(2, own_ranks, sizes):
         for name, parameter in reference.named_parameters():
             assert relative_error(gradients[name], parameter.grad) <= EXACT, name
+
+
+@pytest.mark.slow
+def test_over_cp():
+    """The loss, the logits and every gradient, in float64 where float32 is not enough."""
+    report = shardplan.verify("qwen3", "auto", {"cp": 2, "tp": 2}, logits="fused", processes=True)
+    assert report.proven, report
+    assert report.proof is not None and report.proof.processes
+
+
+@pytest.mark.slow
+def test_in_the_last_stage():
+    """Three clipped steps of AdamW in float64."""
+    compare(Recipe("qwen3", {"pp": 2, "tp": 2}, options={"logits": "fused"}, sequence_parallel=True))
