@@ -109,8 +109,12 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         # An entrance inside it splits again what it gathers.
         fewer = {n: r for n, r in rules.items() if tree.pattern(n) != pattern and (r.style != ENTER or n not in parts)}
         routers = {name: rule for name, rule in handed_out.items() if name in parts and name not in fewer}
+        # What hands its result out by a rule of its own may do so for the module around it.
+        handing = {above for name, rule in fewer.items() if rule.read_outside for above in ancestors(name)}
+        inner = {name: rule for name, rule in routers.items() if name not in handing}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
-        for more in ({**below, **routers}, routers) if below else (routers,):
+        tries = [{**more, **rest} for rest in (routers, inner) for more in (below, {})]
+        for more in [one for position, one in enumerate(tries) if one not in tries[:position]]:
             if not wrong(_outermost({**fewer, **more})):
                 rules = {**fewer, **more}
                 break
