@@ -113,8 +113,8 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         handing = {above for name, rule in fewer.items() if rule.read_outside for above in ancestors(name)}
         inner = {name: rule for name, rule in routers.items() if name not in handing}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
-        tries = [{**more, **rest} for rest in (routers, inner) for more in (below, {})]
-        for more in [one for position, one in enumerate(tries) if one not in tries[:position]]:
+        handed = [{**more, **rest} for rest in (routers, inner) for more in (below, {})]
+        for more in [one for position, one in enumerate(handed) if one not in handed[:position]]:
             if not wrong(_outermost({**fewer, **more})):
                 rules = {**fewer, **more}
                 break
