@@ -195,11 +195,12 @@ def test_what_to_change_is_said(attention: type[nn.Module], code: str, line: str
 
 
 @pytest.mark.slow
-def test_an_embedding_of_biases_that_other_blocks_read_is_named() -> None:
+def test_an_embedding_of_biases_that_other_blocks_read_is_split_by_heads() -> None:
     made = shardplan.init_plan(shardplan.Model(own.Buckets(), inputs=own.ids))
-    assert {d.code for d in made.diagnostics} == {"SP532"}
-    assert "q @ k.mT + bias" in made.diagnostics[0].notes[0] and made.diagnostics[0].help is not None
-    assert made.document["tensor_parallel"]["blocks.*.mlp.up"] == "colwise"
+    rules = made.document["tensor_parallel"]
+    assert (rules["blocks.*.bias"], rules["blocks.*.bias.weight"]) == ("local_params", "colwise")
+    assert rules["blocks.*.o"] == "rowwise" and not made.diagnostics
+    assert shardplan.verify(shardplan.Model(own.Buckets(), inputs=own.ids), made.document, {"tp": 2}).ok
 
 
 class Stages(nn.Module):

@@ -223,11 +223,11 @@ class ModuleTree:
         if not all(one.rpartition(".")[2].isdecimal() for one in elements):
             return False
         several = len({self.modules[one].class_name for one in elements}) > 1
-        if self.modules[name].class_name == "Sequential":
-            return several
         leaves = [one for one in elements if not self.children[one]]
         if len(leaves) == len(elements) and not several:
             return len({self._made_of(one) for one in elements}) > 1
+        if self.modules[name].class_name == "Sequential":
+            return several
         if element(elements[0]) and not leaves:
             return False
         if not several:  # in a list of lists, the same wrapper around different parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from .solve import Solved, Solver
 BESIDE = (half_covered.SIBLING, half_covered.PARAMETER)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 ELSEWHERE = "is at another place of its list in the model than in the reduced model, which has fewer layers"
+LARGE = 0.05  # the share of all parameters from which a matrix that stays whole is told
 HEAD: Options = {"style": "colwise_gather_output", "optional": True}
 
 
@@ -175,7 +176,8 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
             draft = more
             gathered += [] if solved.forbidden is None else [_whole(group, solved.forbidden)]
         elif len(group.regions) > 1:
-            groups += [Group((region,)) for region in group.regions]  # what does not go together may go alone
+            # What does not go together may go alone, where nothing split it before.
+            groups += [Group((region,)) for region in group.regions if region.row not in draft.tensor_parallel]
         else:
             whole.append(_whole(group, more))
     progress("splitting the vocabulary")
@@ -185,7 +187,29 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
     reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(board, with_whole_named(result, board.tree, board.tp))
+    whole += list(_alone(flow, tree, result, {name for one in (*whole, *gathered) for name in one.patterns}))
     return Searched(result, tuple(whole), tuple(gathered), reason)
+
+
+def _alone(flow: Flow, tree: ModuleTree, draft: Draft, told: Collection[str]) -> Iterator[Whole]:
+    """Large matrices that stay whole because nothing reads their results by parts.
+
+    Args:
+        tree: the model's own.
+        told: patterns of which another finding says why they stay whole.
+    """
+    everything = sum(parameter.numel for _, parameter in tree.parameters.values())
+    for pattern in dict.fromkeys(flow.tree.pattern(product.name) for product in flow.products.values()):
+        weights = [
+            m.parameter("weight") for n, m in tree.modules.items() if tree.pattern(n) == pattern and m.kind == "linear"
+        ]
+        size = sum(weight.numel for weight in weights if weight is not None)
+        if size < LARGE * everything or plain(pattern) in told or pattern in draft.tensor_parallel:
+            continue
+        gathered = f"write `{pattern}: {HEAD['style']}`: a rank stores a part of it, and its result is gathered"
+        yield Whole(
+            (plain(pattern),), Forbidden("no matrix after it in its block sums up what is made of its result", gathered)
+        )
 
 
 def _whole(group: Group, why: Forbidden) -> Whole:
@@ -241,12 +265,13 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
         weight = module.parameter("weight")
         if weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
             continue
-        if board.tree.pattern(product.name) != product.name:
+        pattern = board.tree.pattern(product.name)
+        if pattern != product.name and block(product.name) != product.name:
             continue  # a layer's
         if module.kind == "embedding":
-            embeddings.append(product.name)
+            embeddings.append(pattern)
         elif module.kind == "linear":
-            heads.append(product.name)
+            heads.append(pattern)  # of a list of heads too
     split = {**dict.fromkeys(embeddings, EMBEDDING), **dict.fromkeys(heads, HEAD)}
     for names in ((*embeddings, *heads), heads, embeddings):
         if names:

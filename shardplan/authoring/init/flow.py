@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ class Product:
         inputs: the values that it reads, without its own parameters.
         outputs: its results.
         turned: the parameter is stored [in, out], not [out, in] as nn.Linear's.
+        left: the parameter is the first factor: it mixes positions.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Product:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     turned: bool = False
+    left: bool = False
 
 
 class Flow:
@@ -83,14 +86,21 @@ class Flow:
             own = [i for i in event.inputs if i in self.run.parameters]
             given = tuple(i for i in event.inputs if i not in own)
             return Product(event.module, parent(event.module), given, event.outputs)
-        if event.name not in MATMULS:
+        if event.name not in MATMULS or (event.name == "einsum" and not self._contracts(event)):
             return None
         matrices = {i: found for i in event.inputs if (found := self._matrix(i)) is not None}
         if len(matrices) != 1:
             return None
         given = tuple(i for i in event.inputs if i not in matrices and self.run.requires_grad[i])
         name, turns = next(iter(matrices.values()))
-        return Product(name, event.module, given, event.outputs, turned=(event.name == "linear") == (turns % 2 == 1))
+        left = event.name in ("matmul", "mm", "bmm", "__matmul__") and event.inputs[0] in matrices
+        turned = (event.name == "linear") == (turns % 2 == 1)
+        return Product(name, event.module, given, event.outputs, turned=turned, left=left)
+
+    def _contracts(self, event: Event) -> bool:
+        """Whether an einsum sums over a dim of its operands: else it multiplies number by number, as by decays of each channel."""
+        out = Counter(self.run.values[event.outputs[0]].shape)
+        return any(Counter(self.run.values[number].shape) - out for number in event.inputs)
 
     def depthwise(self, event: Event) -> str | None:
         """The module whose channels an operation convolves, each by itself: that mixes no features, and is no product."""
@@ -105,7 +115,7 @@ class Flow:
         turns = 0
         while number not in self.run.parameters:
             event = self.producers.get(number)
-            if event is None or event.kind not in ("op", "read") or event.name in LOOK_UPS:
+            if event is None or event.kind not in ("op", "read") or event.name in LOOK_UPS or event.place[2] == "atom":
                 return None
             sources = [i for i in event.inputs if self.run.requires_grad[i]]
             if len(sources) != 1:

@@ -94,7 +94,8 @@ def regions(flow: Flow) -> Sequence[Region]:
             continue
         if listed and home == product.module and not element(home):
             continue  # outside of the blocks: a transform of the last hidden state before the head
-        region = _region(flow, product, sorted(feeding, key=products.index))
+        mixed = {other for one in feeding if one.left for other in flow.feeding(one)[0]}
+        region = _region(flow, product, sorted(feeding | mixed, key=products.index))
         taken.update(region.columns)
         found[region] = None
     return tuple(reversed(found))

@@ -192,7 +192,7 @@ class Solver:
         for pattern, owner in self._vectors(group, wrong).items():
             if pattern not in draft.tensor_parallel:
                 ways = [draft.tensor_parallel[column] for column in group.columns if column in draft.tensor_parallel]
-                packed = [options for options in ways if options["style"] == "packed_colwise"]
+                packed = [{**one, "style": "packed_colwise"} for one in ways if one["style"].startswith("packed_")]
                 styles = ("colwise", "rowwise", "headwise", "replicated_divided")
                 for options in (*packed, *({"style": style} for style in styles)):
                     yield self._holding(draft, owner).with_rules({pattern: options})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, product
 
@@ -23,6 +24,8 @@ TURNED = {
     "packed_colwise": "packed_rowwise",
     "packed_rowwise": "packed_colwise",
 }
+# A table of biases [positions, heads] whose look-ups stay split: all layers read their heads'.
+TABLE: Options = {"style": "local_params"}
 
 
 class Ways:
@@ -53,6 +56,8 @@ class Ways:
             yield Draft({**self.experts(group), **self._split(group, styles, names=self._itself)})
 
         yield from self._stacked(group)
+        yield from self._in_own_modules(group, choices)
+        yield from self._read_by_others(group)
 
     def gathered(self, group: Group) -> Draft:
         """The matrices are split; every rank computes all of what is between them."""
@@ -106,6 +111,14 @@ class Ways:
             return
         yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
 
+    def _in_own_modules(self, group: Group, choices: Sequence[Sequence[Options | None]]) -> Iterator[Draft]:
+        """Where modules of the model's own multiply by a matrix each, as nn.Linear does: they move what they read, or what they give."""
+        columns, rows = (self._owners(patterns) for patterns in (group.columns, group.rows))
+        if rows and not columns.keys() & rows.keys() and group.container is None:
+            moves: Rules = dict.fromkeys(columns, {"style": BLOCK_INPUT}) | dict.fromkeys(rows, {"style": "all_reduce"})
+            for styles in islice(product(*choices), MOST_DRAFTS):
+                yield Draft({**moves, **self._split(group, styles, names=self._itself)})
+
     def _stacked(self, group: Group) -> Iterator[Draft]:
         """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold the experts
         one below the other: split each expert."""
@@ -138,6 +151,8 @@ class Ways:
         for column, options in zip(group.columns, styles, strict=True):
             if options is not None:
                 rules.update(dict.fromkeys(names(column), self._as_stored(column, options)))
+            if options is TABLE:
+                rules[f"{column}.weight"] = {"style": "colwise"}
         for row in group.rows:
             rules.update(dict.fromkeys(names(row), self._as_stored(row, {"style": "rowwise"})))
         return rules
@@ -163,26 +178,70 @@ class Ways:
 
     def experts(self, group: Group) -> Rules:
         """Modules that own matrices as parameters move values for themselves alone; for one that is not called, the module around it does."""
+        return dict.fromkeys(self._owners((*group.columns, *group.rows)), {"style": "moe_tp_experts"})
+
+    def _owners(self, patterns: Iterable[str]) -> dict[str, None]:
+        """The innermost called modules around the matrices that are parameters."""
         parameters = {
             self.board.tree.pattern(name): owner.name for name, (owner, _) in self.board.tree.parameters.items()
         }
         owners: dict[str, None] = {}
-        for pattern in (*group.columns, *group.rows):
+        for pattern in patterns:
             owner = parameters.get(pattern, "")
             while owner and not self.flow.entries(self.board.tree.pattern(owner)):
                 owner = parent(owner)
             owners |= {self.board.tree.pattern(owner): None} if owner else {}
-        return {owner: {"style": "moe_tp_experts"} for owner in owners}
+        return owners
+
+    def _read_by_others(self, group: Group) -> Iterator[Draft]:
+        """Of first matrices whose results others of them read: those others are tables that all heads read, whole; or the former are
+        narrow, and they are whole with the norms of their results."""
+        if not group.latent or group.container is not None:
+            return
+        pattern, tree = self.board.tree.pattern, self.board.tree
+        readers = [
+            column
+            for column in group.columns
+            if any(pattern(source.name) in group.latent for source in self.flow.feeding(self._product(column))[0])
+        ]
+        styles = [PARTIAL if column in readers else next(self._split_column(column)) for column in group.columns]
+        whole = replace(group.regions[0], columns=tuple(c for c in group.columns if c not in readers))
+        yield Draft({**self.experts(Group((whole,))), **self._split(group, styles, names=self._itself)})
+        modules = {pattern(name): module for name, module in tree.modules.items()}
+        if not modules.keys() >= set(group.latent):
+            return
+        split = [None if column in group.latent else next(self._split_column(column)) for column in group.columns]
+        rules = self._split(group, split, names=self._itself)
+        for latent in group.latent:
+            rules |= {latent: {"style": BLOCK_INPUT}, **partial_gradients(latent, modules[latent])}
+        for norm in dict.fromkeys(norm for column in readers for norm in self._norms_before(column)):
+            rules[norm] = PARTIAL
+        yield Draft({**self.experts(group), **rules})
+
+    def _norms_before(self, column: str) -> Iterator[str]:
+        """The norms between a matrix and those that feed it."""
+        queue = list(self._product(column).inputs)
+        for number in queue:
+            event = self.flow.producers.get(number)
+            if number in self.flow.products or event is None:
+                continue
+            if self.board.tree.modules[event.module].kind == "norm":
+                yield self.board.tree.pattern(event.module)
+            queue += [n for n in event.inputs if n not in queue and self.flow.run.requires_grad[n]]
 
     def _column(self, group: Group, column: str) -> Iterator[Options | None]:
         if column in group.latent:
             yield {"style": "mla_kv_a_proj"}
             yield None
             return
+        yield from self._split_column(column)
+
+    def _split_column(self, column: str) -> Iterator[Options]:
         module = self.board.tree.modules.get(self._product(column).name)
         if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
             yield {"style": "embedding_colwise"}
             yield PARTIAL  # [positions, head_dim]: all heads read it
+            yield TABLE
             return
         lengths = cut(self.flow, self._product(column))
         if lengths:
@@ -193,4 +252,9 @@ class Ways:
                     if parts_option == 2
                     else {"style": "packed_colwise", "packed": parts_option}
                 )
+            if isinstance(parts_option, list) and not self.tree.numbers:
+                heads = [
+                    length // min(lengths) for length in lengths
+                ]  # the shortest parts are one head of keys and values
+                yield {"style": "packed_colwise", "packed": parts_option, "heads": heads}
         yield {"style": "colwise"}

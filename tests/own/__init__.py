@@ -1,0 +1,1 @@
+"""Small models, each with a plan by hand: what `init` finds of what a hand can split."""
