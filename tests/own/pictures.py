@@ -477,7 +477,7 @@ class Prefix(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.projector = nn.Sequential(nn.Linear(CHANNELS, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.projector = nn.Sequential(nn.Linear(CHANNELS, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
         self.model = structures.Tokens(partial(ByItself, Rotated))
 
     def forward(self, features: Tensor, ids: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
     reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(board, with_whole_named(result, board.tree, board.tp))
-    whole += list(_alone(flow, tree, result, {name for one in (*whole, *gathered) for name in one.patterns}))
+    whole += list(_alone(flow, tree, draft, {name for one in (*whole, *gathered) for name in one.patterns}))
     return Searched(result, tuple(whole), tuple(gathered), reason)
 
 
