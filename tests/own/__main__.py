@@ -25,7 +25,7 @@ from .models import MODELS  # noqa: E402
 HEAD = """# Models of one's own
 
 Made by `make judge WHAT=own`; do not edit. Small models, each written in another way that public code has, with a plan by hand next to it in
-[tests/own](../tests/own), which is proven too. "Split" is the share of the parameters of which a rank has a part at tp 2; "through" is the share
+[tests/own](../tests/own), which is proven too. "Split" is the share of the parameters that are stored in parts at tp 2; "through" is the share
 without those whose results are gathered at once inside a block. `init` is the same where it splits 95 % of what the hand splits, in both.
 
 | model | by hand: split | through | by `init`: split | through | |

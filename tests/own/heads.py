@@ -373,7 +373,7 @@ class PaLM(nn.Module):
 
 
 class Wide(nn.Module):
-    """ViT-22B's parallel block, with the lengths as numbers of the module, and one matrix behind both."""
+    """ViT-22B's parallel block, with the lengths as numbers of the module, and one matrix after both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ class Wide(nn.Module):
 
 
 class Sandwich(nn.Module):
-    """Norms in front of each part and behind it, capped scores, a window (Gemma 2)."""
+    """Norms before each part and after it, capped scores, a window (Gemma 2)."""
 
     class Attention(Four):
         def __init__(self) -> None:
@@ -602,7 +602,7 @@ HEADS_OF: dict[str, Own] = {
         "{attn_out,ff_out}": rowwise
         """,
     ),
-    "one matrix behind both (ViT-22B)": decoder(
+    "one matrix after both (ViT-22B)": decoder(
         Wide,
         """
         "": {style: replicate, shares: [mlp_dim, inner_dim, num_heads]}
