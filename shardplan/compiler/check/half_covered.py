@@ -120,7 +120,10 @@ def _like_siblings(facts: Facts, names: list[str], split: dict[str, Rule]) -> tu
     """The rules that split matrices as their siblings of the same widths are split, or read what these split; none where one has no such sibling."""
     tree = facts.resolved.tree
     edits: dict[str, Edit] = {}
-    for name in names:
+    around = {parent(sibling) for sibling in split}  # of one layer, for all
+    patterns = {tree.pattern(name) for name in names}
+    near = [name for name in names if parent(name) in around]
+    for name in near:
         own, rule = _widths(tree.modules[name]), None
         for sibling, other in split.items():
             sides = STYLES[other.style].weight.shard
@@ -135,4 +138,4 @@ def _like_siblings(facts: Facts, names: list[str], split: dict[str, Rule]) -> tu
             return ()
         section = section_at(next(iter(split.values())).location.path) or "tensor_parallel"
         edits.setdefault(tree.pattern(name), Edit(section, tree.pattern(name), rule))
-    return tuple(edits.values())
+    return tuple(edits.values()) if edits.keys() == patterns else ()
