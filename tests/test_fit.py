@@ -177,7 +177,8 @@ def rows_of(one, tmp_path):
         "regathered": replace(alone, sizes=MeshSizes(tp=2), sequence_parallel=True, regather=True),
     }
     rows |= {name: replace(whole, choice=choice) for name, choice in choices.items()}
-    found = {name: (row, str(plan), SETTINGS) for name, row in rows.items()}
+    # A plan of a user has no rules for cp; `auto` derives them.
+    found = {name: (row, "auto" if row.choice.sizes.cp > 1 else str(plan), SETTINGS) for name, row in rows.items()}
     experts = replace(whole.estimate, asked=replace(whole.estimate.asked, model="mixtral"))
     spread = replace(whole, choice=replace(alone, sizes=MeshSizes(tp=1, dp_shard=2, ep=2)), estimate=experts)
     return found | {"experts": (spread, "auto", EXPERTS)}
