@@ -154,10 +154,10 @@ def is_least(sizes: Mapping[str, Any]) -> bool:
 
 def shown(sizes: Mapping[str, Any]) -> str:
     """The ratio at the size of tp with the most."""
-    (token, step), (fewest, behind) = max(
+    (token, step), (fewest, after) = max(
         ((o["sent"], o["least"]) for o in sizes.values()), key=lambda o: o[0][0] / o[1][0]
     )
-    return f"{token / fewest:.4f}" + (f", and {step - behind:,} elements" if step > behind else "")
+    return f"{token / fewest:.4f}" + (f", and {step - after:,} elements" if step > after else "")
 
 
 def page(found: Mapping[str, Any], every: int) -> str:

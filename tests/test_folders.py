@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stopped_processes import Killed, Process, stop, stopping
 
-from shardplan.weights.folders import Superseded, begin, beside, commit, remove, repair, saving
+from shardplan.weights.folders import Superseded, begin, commit, remove, repair, saves_of, saving
 
 MARK = "config.json"
 FILES = (MARK, "weights")
@@ -38,9 +38,9 @@ def content(folder: Path) -> str | None:
 
 def left(folder: Path) -> set[str]:
     """What is next to the folder: "new", "old", "gone", and "ended" for the file that ends a save."""
-    if not beside(folder).exists():
+    if not saves_of(folder).exists():
         return set()
-    return {"ended" if path.is_file() else path.suffix[1:] for path in beside(folder).iterdir()} or {"the folder"}
+    return {"ended" if path.is_file() else path.suffix[1:] for path in saves_of(folder).iterdir()} or {"the folder"}
 
 
 @pytest.fixture
@@ -253,11 +253,11 @@ def test_only_folders_that_are_named_are_overwritten(tmp_path):
     with pytest.raises(ValueError, match="contains the folder 'state', which would be lost"):
         begin(folder, overwrite=True, marks=(MARK,))
     assert not left(folder)
-    assert begin(folder, overwrite=True, marks=(MARK, "state")).parent == beside(folder)
+    assert begin(folder, overwrite=True, marks=(MARK, "state")).parent == saves_of(folder)
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_rename_that_fails_leaves_the_old_folder_and_nothing_beside(which, tmp_path, monkeypatch):
+def test_a_rename_that_fails_leaves_the_old_folder_and_nothing_next_to_it(which, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     save(folder, "1")
     calls = []

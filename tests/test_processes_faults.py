@@ -38,10 +38,10 @@ def test_a_whole_save_gets_its_name(tmp_path: Path):
     for folder in (whole, part):
         new = folders.begin(folder, overwrite=False, marks=(".metadata",))
         (new / ".metadata").write_text("state")
-    key = folders._key_of(next(folders.beside(whole).iterdir()))
-    key.path(folders.beside(whole), "old").mkdir()  # the decision
+    key = folders._key_of(next(folders.saves_of(whole).iterdir()))
+    key.path(folders.saves_of(whole), "old").mkdir()  # the decision
     assert finetune.saves(tmp_path) == []
     finetune.name_whole_saves(tmp_path)
     assert finetune.saves(tmp_path) == [whole] and (whole / ".metadata").read_text() == "state"
     # An empty file stays, which ends the save should its process go on.
-    assert all(path.is_file() for path in folders.beside(part).iterdir()) and not folders.beside(whole).exists()
+    assert all(path.is_file() for path in folders.saves_of(part).iterdir()) and not folders.saves_of(whole).exists()

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
-from shardplan.weights.folders import beside
+from shardplan.weights.folders import saves_of
 from tests.sampling import add_share
 
 PLAN = {"version": "1", "name": "two-writers", "tensor_parallel": {"first": "colwise", "second": "rowwise"}}
@@ -229,7 +229,7 @@ def run(rounds: int, seed: int) -> Counter[str]:
                 last = found[1]
                 if round_number % 100 == 99:
                     print(summary({**counts, "rounds": round_number + 1}), flush=True)
-            names = [path.suffix for path in beside(folder).iterdir()] if beside(folder).exists() else []
+            names = [path.suffix for path in saves_of(folder).iterdir()] if saves_of(folder).exists() else []
             counts["files of ended jobs"] = names.count(".old")
             counts["left"] = len(names) - names.count(".old")
         finally:

@@ -22,4 +22,4 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     finally:
         progress("")
-    return deliver(made.text, made.report, args, f"written, {made.shown}", beside=made.shown)
+    return deliver(made.text, made.report, args, f"written, {made.shown}", note=made.shown)

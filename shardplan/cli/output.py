@@ -45,12 +45,12 @@ def keep_existing(args: argparse.Namespace) -> None:
         raise UsageError(f"{args.output} exists; --force overwrites it")
 
 
-def deliver(document: str | None, report: Report, args: argparse.Namespace, written: str, *, beside: str = "") -> int:
+def deliver(document: str | None, report: Report, args: argparse.Namespace, written: str, *, note: str = "") -> int:
     """Write a document that was made to `--output`, or print it, with what the report says of it.
 
     Args:
         document: None where there is none: the report says why.
-        written, beside: what is said of it: for a file, and on stderr when it goes to stdout.
+        written, note: what is said of it: for a file, and on stderr when it goes to stdout.
     """
     if document is None:
         return finish(report, args)
@@ -61,8 +61,8 @@ def deliver(document: str | None, report: Report, args: argparse.Namespace, writ
     if args.json:
         return finish(report, args)
     put(document, end="")
-    if beside:
-        say(beside)
+    if note:
+        say(note)
     if report.diagnostics:
         show(report_text(report, color=wants_color(sys.stderr)), stream=sys.stderr)
     return CLEAN if report.ok else FINDINGS

@@ -12,7 +12,7 @@ from .mesh import Axis, MeshSizes
 
 MOST = 8  # ranks at once, unless tp alone is larger
 # In the order in which they join a run; tp is in each.
-_BESIDE = (Axis.CP, Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
+_OTHERS = (Axis.CP, Axis.DP_SHARD, Axis.PP, Axis.DP_REPLICATE)
 
 
 def ranks_over_cp(shared: Mapping[int, int], kept: MeshSizes | None = None) -> int:
@@ -45,7 +45,7 @@ def proof_meshes(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]
     """
     if not sizes.needs_rules:
         return (MeshSizes(tp=sizes.of(Axis.TP)),)
-    asked = [axis for axis in _BESIDE if sizes.of(axis) > 1]
+    asked = [axis for axis in _OTHERS if sizes.of(axis) > 1]
     if sizes.cp > 1 and _order(sizes) == 3 and Axis.DP_SHARD not in asked:
         asked.insert(0, Axis.DP_SHARD)
     small = _small(sizes)
@@ -120,7 +120,7 @@ def _with(
     """The mesh with the needed axes, and as many of the requested ones as fit; with dp_shard too, if ranks of the
     requested mesh have the same experts."""
     for axis in needed:
-        if axis in _BESIDE and mesh.of(axis) == 1:
+        if axis in _OTHERS and mesh.of(axis) == 1:
             mesh = replace(mesh, **{axis.value: over_cp if axis is Axis.CP else 2})
     left = sizes.dp_shard * sizes.cp * sizes.of(Axis.TP) // sizes.ep if _order(mesh) == 3 else 1
     for axis in asked:

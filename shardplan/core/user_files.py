@@ -144,17 +144,17 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     if old is not None and not os.access(target, os.W_OK):
         raise PermissionError(13, "Permission denied", os.fspath(path))
-    descriptor, beside = tempfile.mkstemp(dir=target.parent, prefix=".shardplan-", suffix=".tmp")
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".shardplan-", suffix=".tmp")
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            _as_before(beside, old)
+            _as_before(temporary, old)
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 

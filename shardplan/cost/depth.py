@@ -86,20 +86,20 @@ def depths_of(found: FoundModel, program: Program, *, gathers: bool = True) -> D
     section, resolved = program.resolved.activation_checkpointing, program.resolved
     every = section.every if section is not None else 1
     if not gathers:
-        return repeated(found, every, behind=1)
+        return repeated(found, every, tail=1)
     ahead = 1
     if resolved.data_parallel is not None and (prefetch := resolved.data_parallel.prefetch) is not None:
         ahead = max(ahead, prefetch.forward or 0, prefetch.backward or 0)
     return repeated(found, every, ahead)
 
 
-def repeated(found: FoundModel, every: int = 1, ahead: int = 1, behind: int | None = None) -> Depths:
+def repeated(found: FoundModel, every: int = 1, ahead: int = 1, tail: int | None = None) -> Depths:
     """How a model's layers repeat. One without a configuration is one layer, whole.
 
     Args:
         every: the plan treats each n-th layer alike.
         ahead: how many layers are gathered before they run.
-        behind: how many layers at the end differ from those before; None: one more than `ahead`.
+        tail: how many layers at the end differ from those before; None: one more than `ahead`.
     """
     whole = Depths((), 1, 1, 0, 1)
     if found.config is None:
@@ -111,24 +111,24 @@ def repeated(found: FoundModel, every: int = 1, ahead: int = 1, behind: int | No
     lists = layer_lists(found.tree, count)
     if not lists:
         return whole
-    return _repeating(lists, kinds(found.tree, count, vars(text)), every, ahead, behind)
+    return _repeating(lists, kinds(found.tree, count, vars(text)), every, ahead, tail)
 
 
 def _repeating(
-    lists: tuple[str, ...], layers: Sequence[Any], every: int, ahead: int, behind: int | None = None
+    lists: tuple[str, ...], layers: Sequence[Any], every: int, ahead: int, tail: int | None = None
 ) -> Depths:
     """The choice that traces the fewest layers.
 
     Args:
         every: the plan treats each n-th layer alike.
-        ahead, behind: how many layers must lie on either side of what repeats.
+        ahead, tail: how many layers must lie on either side of what repeats.
     """
-    count, behind = len(layers), ahead + 1 if behind is None else behind
+    count, tail = len(layers), ahead + 1 if tail is None else tail
     choices = [Depths(lists, count, count, 0, 1)]
     for repeats in range(1, count // 2 + 1):
         first = next((i + 1 for i in range(count - repeats - 1, -1, -1) if layers[i] != layers[i + repeats]), 0)
         period = lcm(repeats, every)
-        before, after = (period * -(-n // period) for n in (ahead, behind))
+        before, after = (period * -(-n // period) for n in (ahead, tail))
         choices.append(Depths(lists, count, first + before, after + (count - first) % period, period))
     return min(choices, key=lambda choice: sum(choice.traced))
 

@@ -166,9 +166,9 @@ def _content(line: str, entry: Entry | None) -> str:
     value = entry.value.span
     rest = rest.strip()
     if value is not None and value.line == value.end_line == entry.span.line and rest and not rest.startswith("#"):
-        behind = line[value.end_column - 1 :].strip()
+        after = line[value.end_column - 1 :].strip()
         text = line[: value.end_column - 1][entry.span.end_column - 1 :].split(":", 1)[1].strip()
-        return f"{key}: {text}" + (f"  {_comment(behind)}" if behind.startswith("#") else behind)
+        return f"{key}: {text}" + (f"  {_comment(after)}" if after.startswith("#") else after)
     if rest.startswith("#"):
         return f"{key}:  {_comment(rest)}"
     return f"{key}: {rest}" if rest else f"{key}:"

@@ -128,10 +128,10 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
 
 def _similar(word: str, folder: Path | None) -> tuple[str, tuple[str, ...]]:
     """Plans that may have been meant, built-in ones and files next to the plan: the help line, and the words it proposes."""
-    beside = _plan_files(folder) if folder else []
-    if f"{word}.yaml" in beside:
+    files = _plan_files(folder) if folder else []
+    if f"{word}.yaml" in files:
         return f"write `{word}.yaml` for the file next to this plan", (f"{word}.yaml",)
-    near = closest(word, [*builtin_plans(), *beside])
+    near = closest(word, [*builtin_plans(), *files])
     return (did_you_mean(word, near), (near,)) if near else (LISTED, ())
 
 

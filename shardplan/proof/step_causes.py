@@ -94,7 +94,7 @@ def counted(names: Mapping[str, float], of: Mapping[str, Tensor]) -> str:
     return "" if len(names) == len(of) else f" ({len(names)} of {len(of)} are off)"
 
 
-def behind_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran]) -> Difference:
+def after_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran]) -> Difference:
     """Explain wrong gradients after backward. If some are right, it names the last wrong one: an error goes from the loss to the inputs.
 
     Args:

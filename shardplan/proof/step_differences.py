@@ -14,8 +14,8 @@ from .step_causes import (
     LIMIT,
     Alone,
     Difference,
+    after_backward,
     at_the_optimizer,
-    behind_backward,
     cut_into_micro_batches,
     of_loss,
     of_parameters,
@@ -129,7 +129,7 @@ def _of_step(
     own: Ran, one: Ran, ranks: Sequence[Ran], *, alone: Alone | None, experts: frozenset[str]
 ) -> Difference | None:
     if off(own.backward, one.backward):
-        return behind_backward(own, one, alone, ranks)
+        return after_backward(own, one, alone, ranks)
     if off(own.update, one.update):
         return at_the_optimizer(own, one, ranks, experts)
     if (found := of_rates(own, one)) is not None:

@@ -155,7 +155,7 @@ class Watch(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         with ExitStack() as entered:
             entered.callback(register_optimizer_step_pre_hook(self._updated).remove)
-            entered.callback(register_optimizer_step_post_hook(self._behind_update).remove)
+            entered.callback(register_optimizer_step_post_hook(self._after_update).remove)
             entered.enter_context(patch.object(LRScheduler, "step", self._scheduled(LRScheduler.step)))
             entered.callback(register_module_forward_hook(self._called, with_kwargs=True).remove)
             for name in ("all_reduce", "reduce", "broadcast"):
@@ -173,7 +173,7 @@ class Watch(TorchFunctionMode):
 
         return step
 
-    def _behind_update(self, *_: Any) -> None:
+    def _after_update(self, *_: Any) -> None:
         self.ran.stepped = self.copied()
 
     def copied(self) -> Tensors:

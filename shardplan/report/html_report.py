@@ -76,9 +76,9 @@ def _stages(cut: PipelineCut, pp: int) -> str:
     rows = []
     for stage in range(cut.stages):
         blocks = cut.blocks_of(stage)
-        beside = (name for name in cut.roots_of(stage) if name not in blocks)
+        besides = (name for name in cut.roots_of(stage) if name not in blocks)
         numbers = (str(stage), str(stage % pp), str(len(blocks)))
-        rows.append((*numbers, text(", ".join(fold_names(blocks))), text(", ".join(beside))))
+        rows.append((*numbers, text(", ".join(fold_names(blocks))), text(", ".join(besides))))
     header = ("stage", "pp rank", "blocks", "", "besides")
     return f"<h2>Pipeline</h2>{table(header, rows, frozenset({0, 1, 2}))}"
 

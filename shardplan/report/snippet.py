@@ -110,8 +110,8 @@ def _rows(strokes: Sequence[_Stroke], paint: Paint) -> list[str]:
     for stroke in sorted(order, key=lambda stroke: stroke.mark.primary):
         sign = "^" if stroke.mark.primary else "-"
         signs[stroke.start : stroke.end] = [(sign, stroke.mark.role)] * (stroke.end - stroke.start)
-    *others, beside = order
-    rows = [f"{_runs(signs, paint)} {_text(beside.mark, paint)}".rstrip()]
+    *others, last = order
+    rows = [f"{_runs(signs, paint)} {_text(last.mark, paint)}".rstrip()]
     hanging = [stroke for stroke in others if stroke.mark.text]
     while hanging:
         stroke = hanging.pop()

@@ -92,7 +92,7 @@ def _check_existing(folder: Path, overwrite: bool, marks: tuple[str, ...]) -> No
 
 def _claim(folder: Path, what: str) -> Path:
     """Make a folder with a key above all existing ones."""
-    saves = beside(folder)
+    saves = saves_of(folder)
     for _ in range(_TIMES):
         with suppress(FileExistsError):
             os.mkdir(saves)
@@ -215,7 +215,7 @@ def _superseded(folder: Path) -> str:
 
 def repair(folder: Path) -> None:
     """Finish the save of a process that died after its decision: its state is newer than the one that has the name."""
-    saves = beside(folder)
+    saves = saves_of(folder)
     for key in sorted(_found(saves)):
         if _kind(key.path(saves, "old")) == "folder":
             _finish(key.path(saves, "new"), folder)
@@ -223,7 +223,7 @@ def repair(folder: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Remove what dead saves left in the hidden folder, as the next save would. A decided state gets the name."""
-    if _found(beside(folder)):
+    if _found(saves_of(folder)):
         own = _claim(folder, "new")
         try:
             _end_others(own, folder)
@@ -251,7 +251,7 @@ def abandon(new: Path) -> None:
     _leave(saves)
 
 
-def beside(folder: Path) -> Path:
+def saves_of(folder: Path) -> Path:
     """The hidden folder for the saves that have not ended."""
     return folder.with_name(f".{folder.name}.saves")
 

@@ -80,13 +80,13 @@ def _heads(flow: Flow, span: _Span, output: int) -> int | None:
     whole, result = flow.run.values[span.number], flow.run.values[output]
     if result.numel() != whole.numel():
         return None
-    before, behind = whole.shape[: span.dim].numel(), whole.shape[span.dim + 1 :]
+    before, after = whole.shape[: span.dim].numel(), whole.shape[span.dim + 1 :]
     first = next((dim for dim in range(result.ndim) if result.shape[:dim].numel() == before), None)
-    end = result.ndim - len(behind)
+    end = result.ndim - len(after)
     if (
         first is None
         or end - first < 2
-        or result.shape[end:] != behind
+        or result.shape[end:] != after
         or result.shape[first:end].numel() != span.length
     ):
         return None

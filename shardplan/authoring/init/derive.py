@@ -30,7 +30,7 @@ from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solved, Solver
 
-BESIDE = (half_covered.SIBLING, half_covered.PARAMETER)
+HALF_COVERED = (half_covered.SIBLING, half_covered.PARAMETER)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 ELSEWHERE = "is at another place of its list in the model than in the reduced model, which has fewer layers"
 LARGE = 0.05  # the share of all parameters from which a matrix that stays whole is told
@@ -196,7 +196,7 @@ def _alone(flow: Flow, tree: ModuleTree, draft: Draft, told: Collection[str]) ->
 
     Args:
         tree: the model's own.
-        told: patterns of which another finding says why they stay whole.
+        told: patterns that another finding explains already.
     """
     everything = sum(parameter.numel for _, parameter in tree.parameters.values())
     for pattern in dict.fromkeys(flow.tree.pattern(product.name) for product in flow.products.values()):
@@ -230,8 +230,8 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
     if plan is None or not draft.tensor_parallel:
         return draft
     resolved, _ = bind(plan, tree, MeshSizes(tp=tp))
-    beside = (name for d in check(resolved, seq_len=None) if d.code in BESIDE for name in d.modules)
-    return draft.with_rules(dict.fromkeys(map(tree.pattern, beside), {"style": "replicate"}))
+    names = (name for d in check(resolved, seq_len=None) if d.code in HALF_COVERED for name in d.modules)
+    return draft.with_rules(dict.fromkeys(map(tree.pattern, names), {"style": "replicate"}))
 
 
 def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden:

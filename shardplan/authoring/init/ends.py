@@ -137,10 +137,10 @@ class Ends:
     @property
     def exits(self) -> Iterator[Rules]:
         """Rules after the blocks: for the module that follows them, or for the output of a module around them."""
-        behind = self._behind
-        if behind:
-            yield self._exit(behind)
-            inside = [n for n in ancestors(behind) if n and not self.listing.startswith(f"{n}.")]
+        after = self._after
+        if after:
+            yield self._exit(after)
+            inside = [n for n in ancestors(after) if n and not self.listing.startswith(f"{n}.")]
             outer = [name for name in inside if name in self.called][-1:]
             for name in outer:
                 yield {**self._by_token(name), name: GATHERED}
@@ -153,25 +153,25 @@ class Ends:
         ]
         for name in around:
             yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
-        if not behind and not around:
+        if not after and not around:
             yield {}
 
     @cached_property
-    def _behind(self) -> str:
+    def _after(self) -> str:
         """The first module with parameters after the blocks; empty where there is none."""
         last = self.order[self.blocks[-1]]
-        behind = [
+        after = [
             name
             for name, module in self.tree.modules.items()
             if module.parameters and self.starts.get(name, -1) > last and self.tree.pattern(name) == name
         ]
-        return min(behind, key=lambda name: self.starts[name], default="")
+        return min(after, key=lambda name: self.starts[name], default="")
 
     @property
     def _reader(self) -> str:
         """The module without parameters that is entered next after the blocks; empty where there is none."""
-        behind = self.flow.run.events[self.order[self.blocks[-1]] :]
-        name = next((event.module for event in behind if event.kind == "enter"), "")
+        after = self.flow.run.events[self.order[self.blocks[-1]] :]
+        name = next((event.module for event in after if event.kind == "enter"), "")
         below = (m for other, m in self.tree.modules.items() if f"{other}.".startswith(f"{name}."))
         return name if name and self.tree.pattern(name) == name and not any(m.parameters for m in below) else ""
 

@@ -50,8 +50,8 @@ class Ways:
                 name = self.flow.last_norm(self.flow.entries(group.container)[-1].module)
                 if name is not None:  # the sum is reduced before it
                     norm = self.board.tree.pattern(name)
-                    beside = self._split(group, styles, names=partial(self._named_beside, norm))
-                    yield Draft({group.container: container, **beside, norm: {"style": "reduce_input"}})
+                    reduced = self._split(group, styles, names=partial(self._named_next_to, norm))
+                    yield Draft({group.container: container, **reduced, norm: {"style": "reduce_input"}})
                 yield Draft({group.container: {**container, "output": "all_reduce"}, **split})
             yield Draft({**self.experts(group), **self._split(group, styles, names=self._itself)})
 
@@ -88,7 +88,7 @@ class Ways:
                     rules.update(partial_gradients(pattern, modules[pattern]))
                 yield draft.with_rules(rules)
 
-    def _named_beside(self, norm: str, pattern: str) -> tuple[str, ...]:
+    def _named_next_to(self, norm: str, pattern: str) -> tuple[str, ...]:
         """As `_named` for matrices that have a norm of another pattern as a sibling, or of a module around them; else as `_itself`."""
         tree, place = self.board.tree, parent(norm)
         around = next((one for one in ancestors(self._product(pattern).name) if self._is(one, place)), None)

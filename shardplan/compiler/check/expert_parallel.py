@@ -73,8 +73,8 @@ def _of_rules(
     for name, assignment in assignments.items():
         if (why := reason(facts, name, assignment)) is not None:
             groups[assignment.rule.location, why].append(name)
-    for (location, (code, message, beside, help)), names in groups.items():
-        yield _error(code, message.replace("{names}", named(names)), Label(location, beside), help, tuple(names))
+    for (location, (code, message, label, help)), names in groups.items():
+        yield _error(code, message.replace("{names}", named(names)), Label(location, label), help, tuple(names))
 
 
 def _mesh(facts: Facts) -> MeshSizes:
@@ -127,20 +127,20 @@ def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     sizes, style = _mesh(facts), facts.style(assignment)
     parameters = facts.resolved.tree.modules[name].parameters
     count, ep, tp = parameters[0].shape[0], sizes.ep, sizes.of(Axis.TP)
-    beside = "distributes them"
+    label = "distributes them"
     if not style.exchanges and "expert_parallel" not in facts.resolved.overlays:
         return None  # split over tp like any other parameter
     if not style.exchanges and ep != tp:
         return (
             UNEVEN,
             f"`{style.name}` distributes experts over tp, but ep is {ep} and tp is {tp}",
-            beside,
+            label,
             "use `ep_dispatch`, or as many ep ranks as tp ranks",
         )
     if count % ep:
         fitting = [str(n) for n in range(2, count + 1) if count % n == 0 and sizes.viewed % n == 0]
         help = f"use ep {' or '.join(fitting)}" if fitting else f"use a mesh with an ep that divides {count}"
-        return UNEVEN, f"ep={ep} does not divide the {count} experts of {{names}}", beside, help
+        return UNEVEN, f"ep={ep} does not divide the {count} experts of {{names}}", label, help
     if not style.exchanges or facts.resolved.data_parallel is None:
         return None
     local = {p.name: (count // ep, *p.shape[1:]) for p in parameters}
@@ -150,7 +150,7 @@ def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     return (
         UNEVEN,
         f"ep_shard = {sizes.ep_shard} divides no dim of {odd} of {{names}}, which is {list(local[odd])} on each ep rank",
-        beside,
+        label,
         "use a larger ep",
     )
 

@@ -41,11 +41,11 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
                 whole.setdefault(_ids(siblings), ([], siblings))[0].append(name)
     bare: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
     for owner in dict.fromkeys((*split, *own)):
-        beside = split.get(owner, {}) | own.get(owner, {})
+        others = split.get(owner, {}) | own.get(owner, {})
         for name in _unclaimed(facts, tree.modules[owner]):
-            bare.setdefault(_ids(beside), ([], beside))[0].append(name)
-    yield from (_finding(facts, SIBLING, names, beside) for names, beside in whole.values())
-    yield from (_finding(facts, PARAMETER, names, beside) for names, beside in bare.values())
+            bare.setdefault(_ids(others), ([], others))[0].append(name)
+    yield from (_finding(facts, SIBLING, names, others) for names, others in whole.values())
+    yield from (_finding(facts, PARAMETER, names, others) for names, others in bare.values())
 
 
 def _is_forgotten(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
@@ -101,14 +101,14 @@ def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
 def _finding(facts: Facts, code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
     tree = facts.resolved.tree
     what = tree.named(names)
-    beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
+    others = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
     replicate = "replicate" if " and " in what else f"{what}: replicate"
     edits = _like_siblings(facts, names, split) if code == SIBLING else ()
     add = " and ".join(f"`{edit.pattern}: {edit.value}`" for edit in edits)
     return Diagnostic(
         code=code,
         severity=Severity.WARNING,
-        message=f"no rule names {what}, which stays whole next to the split {beside}",
+        message=f"no rule names {what}, which stays whole next to the split {others}",
         primary=Label(next(iter(split.values())).location, "splits its siblings"),
         help=f"add {add or 'a rule'}; for a whole copy on every rank, write `{replicate}`",
         modules=tuple(names),

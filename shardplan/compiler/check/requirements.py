@@ -153,7 +153,7 @@ def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
 
 
 def _shared_lengths(facts: StorageFacts) -> Iterator[int]:
-    """The lengths of the dims of buffers, and the heads of arguments, of which each rank reads an even share."""
+    """The lengths of the dims of buffers, and the numbers of heads of arguments: each rank reads an even share of them."""
     tree = facts.resolved.tree
     for name, assignment in facts.resolved.modules.items():
         for one in assignment.rule.shares:

@@ -20,7 +20,7 @@ from .pictures import BATCH
 from .scale import hidden_size
 
 Extra = Callable[[Tensor, int], dict[str, Any]]  # (input_ids [batch, (choices,) sequence], seed) -> arguments
-BESIDE = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 FEATURES = ("visual_feats", "visual_pos")
 WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
 
@@ -36,15 +36,15 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
     """
     taken = inspect.signature(type(model).forward).parameters
     candidates = [(name, extra) for name, extra in _candidates(config) if name in taken]
-    beside = [name for name in (*BESIDE, *FEATURES) if name in taken]
-    if not candidates and not beside:
+    media = [name for name in (*MEDIA, *FEATURES) if name in taken]
+    if not candidates and not media:
         return {}, False
     missing = _unreached(model, inputs)
     if missing is None:
         runs = (
             (name, extra)
-            for name in beside
-            for extra in _beside(model, config, name, inputs["input_ids"].shape[-1])
+            for name in media
+            for extra in _media(model, config, name, inputs["input_ids"].shape[-1])
             if _unreached(model, {**inputs, **extra(inputs["input_ids"], 0)}) is not None
         )
         found = dict([one]) if (one := next(runs, None)) is not None else {}
@@ -68,7 +68,7 @@ def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
     yield "token_type_ids", _types
 
 
-def _beside(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int) -> Iterator[Extra]:
+def _media(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int) -> Iterator[Extra]:
     """Pictures and sounds that no token represents."""
     if name in FEATURES:
         yield partial(_regions, config=config)

@@ -91,9 +91,9 @@ def pairs(model: nn.Module, other: nn.Module, name: str = "") -> Iterator[tuple[
     model, other = inside(model), inside(other)
     yield name, model, other
     for leaf, child in model._modules.items():
-        beside = other._modules.get(leaf)
-        if child is not None and beside is not None:
-            yield from pairs(child, beside, f"{name}.{leaf}" if name else leaf)
+        twin = other._modules.get(leaf)
+        if child is not None and twin is not None:
+            yield from pairs(child, twin, f"{name}.{leaf}" if name else leaf)
 
 
 def inside(module: nn.Module) -> nn.Module:

@@ -24,8 +24,8 @@ def whole_values(
         return frozenset()
     programs, running = variants[plain], variants[home]
     around = {above for name in programs for above in ancestors(name)}
-    beside = {parent(name) for name in programs if name not in around and unfit(name, programs)}
-    whole = {name for name in names if (name in around or parent(name) not in beside) and not unfit(name, programs)}
+    parents = {parent(name) for name in programs if name not in around and unfit(name, programs)}
+    whole = {name for name in names if (name in around or parent(name) not in parents) and not unfit(name, programs)}
     if home != plain:  # between the embedding and the end of the scope, values are split over the sequence
         scopes = {name for name, one in running.items() if one.link == "scope"}
         sources = {name for name, one in running.items() if one.link == "source"}
