@@ -68,12 +68,12 @@ sequence parallelism too. The others are refused, for the reasons below the tabl
 MORE = """
 More communication than the minimum: results of matrices whose heads no size divides (Falcon 7B's 71) or that are too few to
 be split (BitNet's), and other code between the matrices that needs all of their result are gathered and split again; a block
-with two norms, or several mixes, of the same value (GPT-NeoX, RWKV) has a block input behind each,
-where one in front would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by
-one (AXK1 with SP) have a block input each. In latent attention the reduction is behind the small latent matrices, not in front of them: three
+with two norms, or several mixes, of the same value (GPT-NeoX, RWKV) has a block input after each,
+where one before them would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by
+one (AXK1 with SP) have a block input each. In latent attention the gradient is reduced after the small latent matrices, not before: three reductions
 for the queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. Where they are
 together wider than the hidden state, or a gate reads that too (Youtu, HY-V4), one in front is the minimum. Moshi returns its last hidden
-state beside the logits: a loss may read either, so its gradient is reduced before the two meet. GPT-BigCode has one key-value head, with which
+state and the logits: a loss may read either, so its gradient is reduced before the two meet. GPT-BigCode has one key-value head, with which
 all ranks compute: they gather its rows forward, reduce-scatter their gradient, which is counted as needed, and gather them once more backward,
 not to keep them, which is not. So it is with B and C of state space layers that have fewer groups than ranks (Bamba, Falcon-H1, Granite
 hybrid, Zamba 2).

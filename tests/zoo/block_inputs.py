@@ -3,9 +3,9 @@
 The gradient of what a split part reads is a partial sum. It is reduced at a *block input*: at the value that the part reads, or
 at one further up that this is computed from. Between the block input and the part all gradients are partial sums: those of whole
 parameters there are summed too, all of a block by one more all-reduce. So a choice of block inputs has a number of collectives, a
-size for each token (the widths of the values at the block inputs), and a size whatever the number of tokens (the parameters behind
-block inputs). A block input further up may stand for several further down (one in front of the latent matrices of latent attention, or of
-two norms of one value), or for none (it is wider than what it stands for): which is less is a matter of the model's sizes.
+size for each token (the widths of the values at the block inputs), and a size whatever the number of tokens (the parameters after
+block inputs). A block input further up may replace several further down (one in front of the latent matrices of latent attention, or of
+two norms of one value), or none (it is wider than those it would replace): which is less is a matter of the model's sizes.
 
 The values that may have a block input are those of the branches: the residual stream, what a block hands on, and sums that a
 block reduces have complete gradients. What one line of code makes of one kind of values (the rows for each expert) has its
@@ -92,9 +92,9 @@ class BlockInputs:
 
     Args:
         flow: the run.
-        effects: what each operation, by its results, makes: a "split" value, also one that is "gathered" at once (what is
-            made of it: "logits"), or a partial "sum", which want all that they are made of behind block inputs; a sum "scaled" by whole factors, which it wants there; "residual" is a sum with
-            whole values added, whose gradient is complete. "whole" where none is said.
+        effects: what each operation, by its results, makes. Values that are "split", or "gathered" as soon as they are split
+            ("logits" are made of these), and partial sums ("sum") want all that they are made of after block inputs; a "scaled" sum wants
+            its whole factors there. "residual": a sum with whole values added, whose gradient is complete. "whole" where none is said.
         sizes: how much values and parameters are.
         home: where a parameter's gradient is reduced with others; None of one that is split.
     """
@@ -132,8 +132,8 @@ class BlockInputs:
         """Of a step: its backward reductions."""
         always = {name for event in self._splitting for n in event.inputs for name in self._parameters(n)}
         homes = {home for name in always if (home := self.home(name)) is not None}
-        behind = sum(self.sizes.parameter(name) for name in always if self.home(name) is not None)
-        result: Frontier = {len(homes): Size(0, behind)}
+        after = sum(self.sizes.parameter(name) for name in always if self.home(name) is not None)
+        result: Frontier = {len(homes): Size(0, after)}
         for parts in self._together(homes):
             choices: dict[tuple[int, frozenset[str]], Size] = {(0, frozenset()): NOTHING}
             for part in parts:
@@ -148,11 +148,11 @@ class BlockInputs:
 
     @cached_property
     def _splitting(self) -> tuple[Event, ...]:
-        """The operations that want values behind block inputs."""
+        """The operations that want values after block inputs."""
         return tuple(e for e in self.run.events if self._effect(e) in WANTING)
 
     def _wanted(self, event: Event) -> list[int]:
-        """What an operation wants behind block inputs."""
+        """What an operation wants after block inputs."""
         effect = self._effect(event)
         if effect not in WANTING:
             return []
@@ -199,7 +199,7 @@ class BlockInputs:
 
     @cached_property
     def _free(self) -> Mapping[int, tuple]:
-        """Values that may be behind a block input -> a key that those have in common that are behind one alike."""
+        """Values that may be after a block input -> a key. Those with the same key are after one together, or none is."""
         wanted = {n for event in self._splitting for n in self._wanted(event)}
         found: dict[int, tuple] = {}
         for event in reversed(self.run.events):
@@ -213,7 +213,7 @@ class BlockInputs:
         return found
 
     def _key(self, event: Event, position: int) -> tuple:
-        """The key of what an operation makes: that of what it reads, where a block input in front would cost what one behind does."""
+        """The key of what an operation makes: that of what it reads, where a block input before it would cost what one after it does."""
         read = self._read(event)
         if len(read) == 1 and not any(self._parameters(n) for n in event.inputs) and len(event.outputs) == 1:
             alone = len(self.reading[read[0]]) == 1 and self.sizes.value(read[0]) == self.sizes.value(event.outputs[0])
@@ -227,7 +227,7 @@ class BlockInputs:
         """The parts, those together whose parameters are reduced together."""
         clusters: list[tuple[set[str], list[Part]]] = []
         for part in self._parts():
-            homes = {h for group in part.groups for n in group for h in self._behind(n)} - paid
+            homes = {h for group in part.groups for n in group for h in self._after(n)} - paid
             parts = [part]
             for other in [c for c in clusters if c[0] & homes]:
                 clusters.remove(other)
@@ -236,7 +236,7 @@ class BlockInputs:
             clusters.append((homes, parts))
         return (parts for _, parts in clusters)
 
-    def _behind(self, number: int) -> dict[str, list[str]]:
+    def _after(self, number: int) -> dict[str, list[str]]:
         """Home -> parameters that an operation reads."""
         found: dict[str, list[str]] = {}
         for name in {name for n in self.made[number].inputs for name in self._parameters(n)}:
@@ -270,34 +270,34 @@ class BlockInputs:
     def _choices(self, part: Part) -> Mapping[tuple[int, frozenset[str]], Size]:
         """(number of block inputs, where parameters are after them) -> the least that is reduced with them."""
         found: dict[tuple[int, frozenset[str]], Size] = {}
-        for behind in self._placements(part):
+        for after in self._placements(part):
             block_inputs = [
                 n
                 for n in part.block_inputs
-                if n not in behind and any(self._wants(e, n, behind) for e in self.reading[n])
+                if n not in after and any(self._wants(e, n, after) for e in self.reading[n])
             ]
-            names = {(home, name) for n in behind for home, names in self._behind(n).items() for name in names}
+            names = {(home, name) for n in after for home, names in self._after(n).items() for name in names}
             size = Size(sum(map(self.sizes.value, block_inputs)), sum(self.sizes.parameter(name) for _, name in names))
             key = len(block_inputs), frozenset(home for home, _ in names)
             found[key] = min(found.get(key, size), size)
         return found
 
-    def _wants(self, event: Event, number: int, behind: frozenset[int]) -> bool:
-        return number in self._wanted(event) or any(n in behind for n in event.outputs)
+    def _wants(self, event: Event, number: int, after: frozenset[int]) -> bool:
+        return number in self._wanted(event) or any(n in after for n in event.outputs)
 
     def _placements(self, part: Part) -> Sequence[frozenset[int]]:
-        """The sets of values behind block inputs: with a value all that is made of it."""
+        """The sets of values after block inputs: each has, with a value, all that is made of it."""
         found = [frozenset()]
         for group in part.groups:
             made_of = {read for number in group for read in self._read(self.made[number])}
             found = [
                 one
-                for behind in found
-                for one in ((behind | set(group),) if made_of & behind else (behind, behind | set(group)))
+                for after in found
+                for one in ((after | set(group),) if made_of & after else (after, after | set(group)))
             ]
             if len(found) > MOST_CHOICES:
                 raise TooManyChoices(f"there are too many places for block inputs in {self.made[group[0]].module}")
-        return [behind for behind in found if all(self._is_behind(n, behind) for group in part.groups for n in group)]
+        return [after for after in found if all(self._is_after(n, after) for group in part.groups for n in group)]
 
-    def _is_behind(self, number: int, behind: frozenset[int]) -> bool:
-        return number in behind or behind.isdisjoint(self._read(self.made[number]))
+    def _is_after(self, number: int, after: frozenset[int]) -> bool:
+        return number in after or after.isdisjoint(self._read(self.made[number]))

@@ -38,7 +38,7 @@ nearest that does), as in [model types](model-types.md): `validate` has no findi
 gradient on every rank are the unsharded model's, for text alone and for each kind of input in the column "with". A type that has a
 causal class too is under the name of its image-text class. "No gradient" names what no input teaches in the unsharded model either,
 such as the last layer of a tower that is read before it. Derived plans are proven at the first size. Types that need timm are not
-built: timm imports torchvision, and PyPI's does not load beside the CPU build of torch 2.13 (`operator torchvision::nms does not exist`).
+built: timm imports torchvision, and PyPI's does not load with the CPU build of torch 2.13 (`operator torchvision::nms does not exist`).
 
 {types} types: {tp} right with tensor parallelism and images, {sp} of them with sequence parallelism too, {wrong} wrong.
 

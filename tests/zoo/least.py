@@ -60,5 +60,5 @@ def _on_shards(run: Reductions, whole: Collection[str]) -> Iterator[str]:
         learns = run.flow.run.requires_grad[number] and not any(
             above in whole for above in (module, *ancestors(module))
         )
-        if learns and (added or name in run.whole) and (element(block(name)) or run.is_behind(name)):
+        if learns and (added or name in run.whole) and (element(block(name)) or run.is_read_split(name)):
             yield name

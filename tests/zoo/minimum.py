@@ -13,8 +13,8 @@ Rows that several ranks compute with (key-value heads, B and C of a state space,
 a block they are gathered once, and their gradients reduce-scattered once. That they are gathered again backward, not to be
 kept, is above the minimum.
 
-A norm over split features (of all heads together) needs the sum of each of its means, forward and backward; of a norm in front
-of which a plan gathers, this is left out.
+A norm over split features (of all heads together) needs the sum of each of its means, forward and backward; for a norm whose
+input a plan gathers, this is left out.
 
 The fewest are not always the least to reduce: what a plan has more of backward is weighed by block inputs.py.
 """
@@ -112,7 +112,7 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
     groups = len(set(map(_home, run.partial)))
     if resolved.sequence_parallel:
         gathers = _whole_parts(resolved, bench)
-        groups = len({_home(name) for name in run.whole if element(block(name)) or run.is_behind(name)})
+        groups = len({_home(name) for name in run.whole if element(block(name)) or run.is_read_split(name)})
         forward.update(reduce_scatter=run.count, all_gather=parts + 1 + gathers)
         backward.update(reduce_scatter=parts + run.heads, all_gather=parts + 1 + gathers)
     else:
@@ -181,13 +181,13 @@ def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
 
 
 def _whole_parts(resolved: ResolvedPlan, bench: Workbench) -> int:
-    """How often parts run that are whole and need the whole sequence: each gathers it, and the gradient behind it."""
+    """How often parts run that are whole and need the whole sequence: each gathers it, and the gradient of its own result."""
     whole = whole_parts(resolved)
     return sum(event.kind == "enter" and event.module in whole for event in bench.reference.events)
 
 
 def whole_parts(resolved: ResolvedPlan) -> frozenset[str]:
-    """The modules of which every rank computes everything, of the whole sequence, between shards of it."""
+    """The modules that every rank computes in full, for the whole sequence, between shards of it."""
     styles = {name: STYLES[assignment.rule.style] for name, assignment in resolved.modules.items()}
     return frozenset(
         name for name, style in styles.items() if style.input_destination == I and style.output_destination == V(SEQ)
@@ -260,8 +260,8 @@ class Reductions:
         numbers = {name: number for number, name in self.flow.run.parameters.items()}
         return tuple(name for name in self.whole if self._meets_split(numbers[name]))
 
-    def is_behind(self, name: str) -> bool:
-        """Whether a parameter is read where the sequence is split: behind the first sum, in front of the blocks too, or the first block."""
+    def is_read_split(self, name: str) -> bool:
+        """Whether a parameter is read where the sequence is split: after the first sum (it may be before the blocks), or in the blocks."""
         numbers = {name: number for number, name in self.flow.run.parameters.items()}
         events = [event for event in self.flow.run.events if event.kind == "op"]
         sums = {number for number, _ in self.reduced}

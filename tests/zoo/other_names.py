@@ -9,7 +9,7 @@ from transformers.models.auto import modeling_auto
 from tests.model_settings import CLASSES
 
 TRUNKS = "MODEL_MAPPING_NAMES"
-# Mapping of transformers -> family. The first that has a type says of which family it is.
+# Mapping of transformers -> family. The first mapping that has a type names its family.
 FAMILIES = {
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES": "Audio",
     "MODEL_FOR_CTC_MAPPING_NAMES": "Audio",

@@ -64,8 +64,8 @@ class Sizes:
             if number in product.inputs and (ratio := self._features(product, "in", value.shape[-1])) is not None:
                 return ratio
         producer = self.flow.producers.get(number)
-        beside = [n for e in (*readers, *((producer,) if producer else ())) for n in e.inputs]
-        for name in (self.flow.run.parameters[n] for n in beside if n in self.flow.run.parameters):
+        operands = [n for e in (*readers, *((producer,) if producer else ())) for n in e.inputs]
+        for name in (self.flow.run.parameters[n] for n in operands if n in self.flow.run.parameters):
             small = self.flow.tree.parameters[name][1].shape
             if small == (value.shape[-1],) and (own := self._shape(name)) is not None:
                 return own[0] / small[0]
