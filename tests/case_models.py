@@ -42,7 +42,7 @@ def bfloat16_matrices() -> nn.Module:
 
 
 def frozen_block() -> nn.Module:
-    """Two blocks, the first of which is frozen."""
+    """Two blocks; the first is frozen."""
     first = Block().requires_grad_(False)
     return Stack([first, Block()])
 

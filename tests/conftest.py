@@ -83,7 +83,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture
 def no_repairs(monkeypatch):
-    """For tests that compare codes alone: nobody looks for the changes that fix a finding, each of which costs a run of all ranks."""
+    """For tests that compare codes alone: nobody looks for the changes that fix a finding. Each would cost a run of all ranks."""
     from shardplan.compiler.layout import model
 
     monkeypatch.setattr(model, "Search", partial(model.Search, tries=0))

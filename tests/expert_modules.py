@@ -51,7 +51,7 @@ class Call:
     gradient: Tensor
 
     def fresh(self, trained: tuple[bool, bool] = (True, True)) -> Call:
-        """The same with leaves of which tokens and weights are trained, or not."""
+        """The same with new leaves. `trained`: whether the tokens, and the weights, are trained."""
         tokens, weights = (
             x.clone().requires_grad_(t) for x, t in zip((self.tokens, self.weights), trained, strict=True)
         )

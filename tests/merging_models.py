@@ -212,7 +212,7 @@ class TwoReaders(nn.Module):
 
 
 class Separating(nn.Module):
-    """Blocks of one class, some of which hand two tensors to the matrices."""
+    """Blocks of one class; some hand two tensors to the matrices."""
 
     def __init__(self, separate: bool):
         super().__init__()

@@ -189,7 +189,7 @@ CLASSES = {
 
 def find(name: str) -> FoundModel:
     """The model of a type, or of a class that is no causal language model, from its default configuration or the nearest that can be built.
-    Behind an @ may stand the side of its pictures in pixels, where it is not the default: `ViTModel@240`."""
+    After an @ comes the side of its pictures in pixels, if it is not the default: `ViTModel@240`."""
     name, _, side = name.partition("@")
     if name not in {*SETTINGS, *IMAGE_TEXT, *IMAGE_TEXT.values(), *CLASSES}:
         return find_model(name)

@@ -121,7 +121,7 @@ class Hybrid(Tokens):
 
 
 class Router(nn.Module):
-    """Returns how much of which experts each token gets, and the logits last."""
+    """Returns the numbers of each token's experts, their weights, and the logits last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Balanced(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Experts, all of which each token gets."""
+    """Experts; each token gets all of them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -231,7 +231,7 @@ class ParallelBlock(nn.Module):
         return x + self.out(torch.cat([attended, F.gelu(up)], -1))
 
 
-class Beside(nn.Module):
+class GptJ(nn.Module):
     """Attention and MLP side by side, each with matrices of its own (GPT-J)."""
 
     def __init__(self) -> None:

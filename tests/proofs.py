@@ -305,7 +305,7 @@ def plan_like(name: str, tensor_parallel: Mapping[str, Any] = {}, sequence_paral
 
 @contextmanager
 def fake_mesh(*shape: int, names: tuple[str, ...] = ("tp",)) -> Iterator[DeviceMesh]:
-    """A mesh on the process group `fake`, of which this process is rank 0: collectives return at once, their results
+    """A mesh on the process group `fake`. This process is rank 0; collectives return at once, and their results
     mean nothing."""
     private("fake_pg")
     world = functools.reduce(int.__mul__, shape)

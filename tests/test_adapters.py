@@ -530,7 +530,7 @@ def mixed() -> float:
 
 
 @pytest.mark.slow
-def test_adapters_in_float32_beside_a_base_in_bfloat16():
+def test_adapters_in_float32_on_a_base_in_bfloat16():
     ids = batch(0)
     loss = small_model("llama", dtype=torch.bfloat16)(input_ids=ids, labels=ids, use_cache=False).loss.item()
     assert on_ranks(4, mixed) == [pytest.approx(loss, rel=2e-2)] * 4

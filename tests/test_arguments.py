@@ -32,7 +32,7 @@ def test_a_model_is_what_is_named_or_the_record_of_it() -> None:
     assert program.modules == shardplan.compile_plan(named.find().config, {"tp": 2}, "llama").modules
 
 
-def test_options_of_a_model_beside_it_are_a_wrong_call() -> None:
+def test_options_of_a_model_next_to_it_are_a_wrong_call() -> None:
     for wrong in ("settings", "inputs", "reduced", "trust_remote_code"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'"):
             quick("llama", **{wrong: None})

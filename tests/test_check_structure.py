@@ -220,14 +220,14 @@ def sinks() -> ModuleTree:
     return b.tree(("Sinks",), None, {})
 
 
-def test_a_bare_parameter_beside_split_matrices_is_missed():
+def test_a_bare_parameter_next_to_split_matrices_is_missed():
     text = "attn.{q,k,v}_proj: colwise\nattn.o_proj: rowwise\n"
     (finding,) = checked(rules(text), sinks())
     assert (finding.code, finding.modules) == ("SP351", ("attn.sinks",))
     assert checked(rules(text + "attn.sinks: colwise"), sinks()) == ()
 
 
-def test_a_bias_without_a_rule_beside_its_weight_is_missed():
+def test_a_bias_without_a_rule_next_to_its_weight_is_missed():
     text = rules("transformer.h.*.mlp.c_fc.weight: colwise\ntransformer.h.*.mlp.c_proj: rowwise")
     (finding,) = checked(text, tree("gpt2-no-dropout"))
     assert (finding.code, finding.modules[0]) == ("SP351", "transformer.h.0.mlp.c_fc.bias")

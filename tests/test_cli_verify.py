@@ -16,7 +16,7 @@ version: "1"
 name: wrong
 extends: qwen3
 tensor_parallel:
-  # Complete gradients are promised for norms of which each rank sees its own heads only.
+  # The rule promises complete gradients for norms, but each rank sees its own heads only.
   model.layers.*.self_attn.{q,k}_norm: replicate
 """
 

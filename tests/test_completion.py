@@ -39,7 +39,7 @@ def test_commands():
     assert set(bash("")) == {*COMMANDS, "--help", "--version"}
 
 
-def test_options_behind_options():
+def test_options_after_options():
     assert bash("--debug lint --sa") == ["--sarif"]
 
 

@@ -239,7 +239,7 @@ def test_sums_have_conditions() -> None:
 
 
 def test_sums_are_for_blocks_that_have_a_module() -> None:
-    """Beside a style, and alone."""
+    """With a style, and alone."""
     kinds = replace(LLAMA, modules={n: m for n, m in LLAMA.modules.items() if n != "model.layers.1.mlp.up_proj"})
     for style in ("", "style: replicate, "):
         rules = f"  model.layers.*: {{{style}sum_outputs: [self_attn.o_proj, mlp.down_proj], having: BELOW}}\n"

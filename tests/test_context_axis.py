@@ -74,7 +74,7 @@ def test_a_mixer_that_reads_the_values_of_its_argument_is_whole(monkeypatch: pyt
     assert derived("llama") == {**HEADS, "model.layers.*.self_attn": "replicate_seq"}
 
 
-def test_the_sequence_is_whole_behind_the_blocks_where_code_or_loss_need_all_tokens(monkeypatch: pytest.MonkeyPatch):
+def test_the_sequence_is_whole_after_the_blocks_where_code_or_loss_need_all_tokens(monkeypatch: pytest.MonkeyPatch):
     assert derived("gpt2")["transformer.ln_f"] == "gather_seq_output"  # its code gives the result the shape of the ids
     own = staticmethod(lambda logits, labels, vocab_size, **given: ForCausalLMLoss(logits, labels, vocab_size) * 1.0)
     monkeypatch.setattr(LlamaForCausalLM, "loss_function", own, raising=False)
@@ -217,7 +217,7 @@ def test_a_rule_that_gathers_makes_the_sequence_whole_that_was_split_nearest_to_
 
 
 @pytest.mark.slow
-def test_a_decoder_that_is_open_at_the_exit_beside_an_encoder_is_proven():
+def test_a_decoder_that_is_open_at_the_exit_next_to_an_encoder_is_proven():
     report = shardplan.validate("t5", T5, {"cp": 2, "tp": 1})
     assert report.ok and report.proven, report
 
@@ -231,7 +231,7 @@ def test_a_projection_of_one_row_of_zeros_keeps_its_module_whole():
 
 
 @pytest.mark.slow
-def test_what_is_gathered_behind_a_norm_or_for_one_matrix_is_gathered_for_the_module_that_mixes_tokens():
+def test_what_is_gathered_after_a_norm_or_for_one_matrix_is_gathered_for_the_module_that_mixes_tokens():
     assert derived("cohere") == HEADS  # attention and MLP side by side
     assert derived("biogpt") == {
         "biogpt.layers.0": HEADS["model.layers.0"],
@@ -247,7 +247,7 @@ def test_what_is_gathered_behind_a_norm_or_for_one_matrix_is_gathered_for_the_mo
 MUTANTS = {
     "the embedding's gradient is gathered": (moves.MOVES, ("R", "V"), MoveOps("slice", "all_gather"), {"tp": 1}),
     "a gathered input's gradients are not summed": (moves.MOVES, ("V", "R"), MoveOps("all_gather", "slice"), {"tp": 1}),
-    "cp is left behind tp's exit": (nesting.NESTING, ("R", "V"), "after", {"tp": 2}),
+    "cp is left after tp's exit": (nesting.NESTING, ("R", "V"), "after", {"tp": 2}),
     "cp is entered in front of tp": (nesting.NESTING, ("V", "R"), "before", {"tp": 2}),
 }
 

@@ -135,7 +135,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_code_that_draws_beside_whole_values_draws_common_numbers(split: bool) -> None:
+def test_code_that_draws_next_to_whole_values_draws_common_numbers(split: bool) -> None:
     """Where the same code sees a rank's features, which numbers it needs is not known."""
     rules = {"mlp.0": "colwise", "mlp.1": "rowwise"} | (
         {"noisy.up": "colwise", "noisy.down": "rowwise"} if split else {}

@@ -41,7 +41,7 @@ def test_both_together_ask_for_what_the_project_does():
     assert full["optional-dependencies"].items() <= whole["optional-dependencies"].items()
 
 
-def test_what_models_need_beside_torch_brings_no_other_torch():
+def test_what_models_need_besides_torch_brings_no_other_torch():
     """scipy, einops and pillow are for models and tests. timm is not: it needs torchvision, whose wheels want another build of torch."""
     wanted = project(".")["optional-dependencies"]["dev"]
     pinned = {line.partition("==")[0].strip() for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()}

@@ -72,7 +72,7 @@ def configuration(name: str):
 
 
 def said(report, *, code: str = "SP") -> set[tuple]:
-    """The errors: what they say, where, of which modules."""
+    """The errors: what they say, where, and their modules."""
     return {
         (d.code, d.message, d.primary and d.primary.location, d.help, frozenset(d.modules))
         for d in report.errors

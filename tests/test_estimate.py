@@ -157,7 +157,7 @@ def test_communication_is_the_minimum():
     assert found["dp_shard", "reduce_scatter"].calls == layers + 1
 
 
-@pytest.mark.parametrize("shards", [2, 1], ids=["beside dp_shard", "alone"])
+@pytest.mark.parametrize("shards", [2, 1], ids=["with dp_shard", "alone"])
 def test_ranks_with_a_share_of_the_heads_have_what_a_shorter_sequence_takes(shards):
     """Queries, outputs, keys and values are exchanged over cp, forward and backward; each rank has what as many tokens as its own take
     without cp, but for what is whole: the embedding's output, masks and tables. FSDP2 works over dp_shard and cp together."""
@@ -220,8 +220,8 @@ def test_a_token_that_is_sent_once_costs_no_more_than_gathering_all_of_them(n: i
         for which in ("mixtral", plan)
     )
     rows = round(SEQ / n * _reaches(experts, n, chosen))  # to each rank
-    beside = layers * (n - 1) * (rows * 3 * chosen * 4 + 4 * 8)
-    assert once - beside <= gathered
+    extra = layers * (n - 1) * (rows * 3 * chosen * 4 + 4 * 8)
+    assert once - extra <= gathered
     assert once < gathered or chosen > n
 
 

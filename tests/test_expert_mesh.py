@@ -36,7 +36,7 @@ FSDP2 = BACKENDS["fsdp2"]
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A process group of that many ranks, of which this process is the last but two, without the others."""
+    """A process group of that many ranks, without the other processes. This one is the last rank but two."""
     private("fake_pg")
     dist.init_process_group("fake", rank=request.param - 3, world_size=request.param)
     yield request.param

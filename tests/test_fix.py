@@ -254,7 +254,7 @@ class TestEdits:
         made = edited(text, Edit("tensor_parallel", "a", "rowwise", at("*"), override=True))
         assert '  "*": colwise\n  a: {style: rowwise, override: true}\n' in made
 
-    def test_behind_the_last_rule_before_a_comment_of_the_next_section(self):
+    def test_after_the_last_rule_before_a_comment_of_the_next_section(self):
         text = 'version: "1"\ntensor_parallel:\n  a:\n    style: colwise\n\n# data\ndata_parallel:\n  units: [a]\n'
         made = edited(text, Edit("tensor_parallel", "b", "rowwise"))
         assert made == text.replace("colwise\n", "colwise\n  b: rowwise\n")

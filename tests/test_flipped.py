@@ -1,4 +1,4 @@
-"""Files of which a bit was flipped: nothing is loaded, and the file is named."""
+"""Files with a flipped bit: nothing is loaded, and the file is named."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def freeze(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("plan", "sp"), [("llava", True), pytest.param("llava_vision", False, marks=pytest.mark.slow)])
-def test_what_is_behind_a_frozen_tower_learns_as_unsharded(plan, sp):
+def test_what_is_after_a_frozen_tower_learns_as_unsharded(plan, sp):
     rows = case("llava", sp=sp, kind="image", plan=plan, prepare=freeze).rows()
     assert_equal(rows)
     gradients = {row.name for row in rows if row.kind == "gradient"}
@@ -32,7 +32,7 @@ def test_what_is_behind_a_frozen_tower_learns_as_unsharded(plan, sp):
     assert {"model.multi_modal_projector.linear_1.weight", "lm_head.weight"} <= gradients
 
 
-def trained_beside(stored: str) -> None:
+def trained_next_to(stored: str) -> None:
     """Both data-parallel ranks read one batch, so the mean of their gradients is the unsharded model's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     reduced = reduced_model("llava", 2)
@@ -67,4 +67,4 @@ def trained_beside(stored: str) -> None:
 
 def test_a_frozen_tower_is_stored_as_the_plan_says():
     for stored in ("replicated", "own"):
-        on_ranks(4, trained_beside, stored)
+        on_ranks(4, trained_next_to, stored)

@@ -23,7 +23,7 @@ FORMS = {
     "glm4v": ("text", "image", "video"),  # patches and grids
     "glm5_next": ("text", "image"),  # positions that are selected in groups
     "granite4_vision": ("text", "image"),  # features that go between the layers alone; head counts made from a width
-    "idefics": ("image",),  # a mask of which tokens read a picture
+    "idefics": ("image",),  # a mask: the tokens that read a picture
     "inkling2": ("text", "image"),  # what becomes one token, as a picture
     "inkling_mm_model": ("text", "image"),  # patches over several frames
     "instructblip": ("image",),  # a question next to the picture

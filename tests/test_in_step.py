@@ -17,7 +17,7 @@ def trace(*names: str) -> Trace:
     return run
 
 
-def test_places_behind_skipped_operations() -> None:
+def test_places_after_skipped_operations() -> None:
     steps = InStep(trace("view", "repeat", "repeat", "t", "t", "t", "add"), trace("view", "t", "t", "t", "add"))
     assert [steps.place(("m", 1, i)) for i in range(5)] == [("m", 1, i) for i in (0, 3, 4, 5, 6)]
     assert steps.place(("m", 1, "4.0")) == ("m", 1, "6.0")

@@ -200,7 +200,7 @@ def test_the_line_that_is_named_is_the_one_that_gets_furthest() -> None:
     assert "count what is split with -1" in finding.help
 
 
-def test_the_gradient_of_a_norm_that_several_read_is_summed_behind_it() -> None:
+def test_the_gradient_of_a_norm_that_several_read_is_summed_after_it() -> None:
     """Nothing that is split is given up for it."""
     whole = {"style": "replicate", "shares": ["heads", {"bias": {"dim": 0}}]}
     rules = {"blocks.*": whole, "blocks.*.wkv": "replicated_with_grad_allreduce"}

@@ -57,7 +57,7 @@ class Recurrence(nn.Module):
     def __init__(self, gates: type[Gates]) -> None:
         super().__init__()
         self.inner = INNER
-        self.value, self.beside = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
+        self.value, self.aside = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER)
         self.short = nn.Conv1d(INNER, INNER, 3, groups=INNER, padding=2)
         self.gates, self.out = gates(), nn.Linear(INNER, WIDTH)
 
@@ -68,7 +68,7 @@ class Recurrence(nn.Module):
         for t in range(u.shape[1]):
             state = keep[:, t] * state + take[:, t] * x[:, t]
             found.append(state)
-        return self.out(torch.stack(found, 1) * F.gelu(self.beside(u)))
+        return self.out(torch.stack(found, 1) * F.gelu(self.aside(u)))
 
 
 class Attention(nn.Module):
@@ -115,9 +115,9 @@ def test_a_recurrence_among_attention(gates: type[Gates]) -> None:
     assert "layers.0" in plan.document["sequence_parallel"]
     rules = dict(plan.document["tensor_parallel"])
     assert rules["layers.*.{mix}"]["shares"] == ["inner"]
-    assert rules["layers.*.{mix}"]["having"] in ("beside", "short", "gates")
+    assert rules["layers.*.{mix}"]["having"] in ("aside", "short", "gates")
     below = {name.removeprefix("layers.*.mix."): style_of(rule) for name, rule in rules.items()}
-    assert {below[name] for name in ("query", "key", "value", "beside")} == {"colwise"}
+    assert {below[name] for name in ("query", "key", "value", "aside")} == {"colwise"}
     assert {below[name] for name in ("query_norm", "key_norm")} == {"colwise_norm"}
     assert (below["short"], below["out"]) == ("depthwise", "rowwise")
     assert rules["layers.*.mix.gates"] == {"style": "local_params", "shares": ["count"]}

@@ -43,12 +43,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
         },
         {"mlp": {"output": "reduce_scatter"}},
     ),
-    "a norm behind the sum of experts": (
+    "a norm after the sum of experts": (
         partial(Tokens, partial(own.Mixed, own.Softmax, own.Closing)),
         {"^blocks.*": {"sum_outputs": ["mlp.experts", "mlp.shared.down"]}},
         {"mlp.experts": {"output": "reduce_scatter"}, "mlp.norm": "sequence_parallel"},
     ),
-    "an adapter behind a split value": (
+    "an adapter after a split value": (
         partial(Tokens, own.AdaptedBlock),
         {"intermediate": "colwise", "output.dense": "rowwise", "output.down": "colwise"},
         {"output.down": "colwise_seq", "output.norm": "sequence_parallel"},

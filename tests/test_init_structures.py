@@ -53,7 +53,7 @@ STRUCTURES |= {
         own.ids,
         {"attention.q": "colwise", "attention.kv": "replicated_with_grad_allreduce", "attention.out": "rowwise"},
     ),
-    "parallel": (partial(own.Tokens, own.Beside), own.ids, {**FLAT, "mlp.w12": "packed_colwise", "mlp.w3": "rowwise"}),
+    "parallel": (partial(own.Tokens, own.GptJ), own.ids, {**FLAT, "mlp.w12": "packed_colwise", "mlp.w3": "rowwise"}),
     "post_norm": (
         partial(own.Tokens, own.PostNorm),
         own.ids,

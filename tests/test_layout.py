@@ -191,7 +191,7 @@ def test_several_mistakes_are_several_findings() -> None:
     assert [d.code for d in report.diagnostics] == ["SP401", "SP406"]
 
 
-def test_a_mistake_behind_a_crash_is_found() -> None:
+def test_a_mistake_after_a_crash_is_found() -> None:
     sections = {
         "tensor_parallel": {"model.layers.*.mlp.down_proj": "none", "model.norm": "replicated_with_grad_allreduce"}
     }

@@ -186,7 +186,7 @@ REDUCED |= {"block": {"style": "input_with_grad_allreduce", "output": "all_reduc
 
 
 def boxed(join: Callable[[Tensor, Tensor], Any], rules: dict[str, Any], found: list[str]) -> None:
-    """A block whose rule reduces its result, of which `join` makes two: the sum and a whole one."""
+    """A block whose rule reduces its result. `join` makes that of two tensors: the sum and a whole one."""
 
     class Boxed(nn.Module):
         def __init__(self) -> None:
@@ -214,8 +214,8 @@ def test_a_rule_moves_the_first_tensor_of_a_result(kind: type) -> None:
     moved = on_first(joined(torch.zeros(2), torch.zeros(2)), lambda x: x + 1)
     assert type(moved) is kind
     assert [bool(x.all()) for x in tensors_in(moved)] == [True, False]
-    behind = on_first(joined(None, torch.zeros(2)), lambda x: x + 1)
-    assert [bool(x.all()) for x in tensors_in(behind)] == [True]
+    second = on_first(joined(None, torch.zeros(2)), lambda x: x + 1)
+    assert [bool(x.all()) for x in tensors_in(second)] == [True]
     with pytest.raises(ValueError, match="without a tensor"):
         on_first(joined(None, None), lambda x: x + 1)
 
@@ -368,7 +368,7 @@ def test_attention_without_heads_raises_in_a_mode() -> None:
 
 
 def test_code_that_meets_empty_tensors_unsharded_too_may_do_so_on_a_rank() -> None:
-    """A loop over experts, some of which get no tokens."""
+    """A loop over experts; some get no tokens."""
 
     def experts(m: Block, x: Tensor, h: Tensor) -> Tensor:
         result = m.head(x)
@@ -429,7 +429,7 @@ def test_both_variants_of_a_plan_share_one_search() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)])
-def test_a_bias_behind_a_reduction_is_added_to_all_features(shape: tuple[int, ...]) -> None:
+def test_a_bias_after_a_reduction_is_added_to_all_features(shape: tuple[int, ...]) -> None:
     """Positions are dim 1: of values [positions, features] a reduce-scatter would split the features, which a whole bias does not fit."""
     model = nn.Module()
     model.block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))

@@ -89,7 +89,7 @@ def test_no_rich(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_MODELS)
-def test_no_rich_beside_a_model(name):
+def test_no_rich_with_a_model(name):
     assert "rich" not in imported_by(WITH_MODELS[name])
 
 

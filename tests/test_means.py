@@ -41,7 +41,7 @@ class Own(nn.Module):
 
 
 class Grouped(Own):
-    """The means are over groups of features, each of which one rank has."""
+    """The means are over groups of features; one rank has all of a group."""
 
     def forward(self, x: Tensor) -> Tensor:
         groups = x.unflatten(-1, (-1, 12))

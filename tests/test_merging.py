@@ -353,7 +353,7 @@ def test_an_optional_sum_that_holds_is_done() -> None:
     assert report.ok and len(plan.sums) == 2
 
 
-def test_a_sum_behind_a_dropout() -> None:
+def test_a_sum_after_a_dropout() -> None:
     """On the reduced model it drops nothing; in the model itself it is a finding."""
     model, real = made(Stack, "drop"), made(Stack, "drop")
     for block in real.blocks:

@@ -150,7 +150,7 @@ class Counts(Stack):
 
 
 class Sees(Stack):
-    """A convolution whose result has another shape than its input, of which the code reads the dtype."""
+    """A convolution whose result has another shape than its input; the code reads the dtype of its weight."""
 
     def __init__(self) -> None:
         super().__init__()

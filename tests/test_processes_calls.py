@@ -145,7 +145,7 @@ def test_data_parallel_ranks_generate_texts_of_their_own_lengths():
         assert torch.equal(tokens, expected[rank]), rank
 
 
-# A vocabulary of which the last rank has a single row
+# A vocabulary: the last rank has a single row of it
 
 
 ROWS = 13  # 4, 4, 4 and 1

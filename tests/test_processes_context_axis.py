@@ -42,8 +42,8 @@ DOCUMENTS = ((11, 13, 8), (16, 16))  # their lengths in each row: they end next 
 
 
 def inputs_of(case: dict[str, Any], share: int) -> dict[str, Tensor]:
-    """Some tokens do not count, more of them in the first half; rows are documents, of which the first token does not, or are padded on
-    the left."""
+    """Some tokens do not count, more of them in the first half. Rows are padded on the left, or are documents, whose
+    first tokens do not count."""
     ids = batch(share, length=LENGTH)
     labels = ids.clone()
     labels[:, 3:11] = labels[:, -2:] = -100

@@ -306,7 +306,7 @@ def test_four_ranks():
 
 
 def counted(exchange: Exchange) -> tuple[list, list]:
-    """The numbers that this rank's driver counts for a batch of eight rows, six of which are rank 0's, and those that are expected
+    """The numbers that this rank's driver counts for a batch of eight rows, six for rank 0, and those that are expected
     of the busiest of two ranks with that load."""
     found = []
 

@@ -40,7 +40,7 @@ def distance(value: Tensor, reference: Tensor) -> float:
 
 
 def unsharded(model: nn.Module, share: int) -> dict[str, Tensor]:
-    """Loss, logits and mean gradients over two batches, of which `share` is this rank's."""
+    """Loss, logits and mean gradients over two batches; `share` is the number of this rank's."""
     found = {}
     for other in range(2):
         result = model(input_ids=batch(other), labels=batch(other), use_cache=False)

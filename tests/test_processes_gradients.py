@@ -166,7 +166,7 @@ def every_mix() -> bool:
 
 
 def low_precision() -> bool:
-    """Norms of bfloat16 gradients are added up in float32: 4096 equal numbers, of which bfloat16 would lose most."""
+    """Norms of bfloat16 gradients are added up in float32: of 4096 equal numbers, bfloat16 would lose most."""
     _, line = meshes()
     many = nn.Parameter(distribute_tensor(torch.zeros(4096, 4, dtype=torch.bfloat16), line, [Shard(0)]))
     many.grad = distribute_tensor(torch.full((4096, 4), 1.0, dtype=torch.bfloat16), line, [Shard(0)])
@@ -248,7 +248,7 @@ class Block(nn.Module):
 
 def torchs_own_parallelism() -> bool:
     """`parallelize_module` and `fully_shard` without a plan: strided shards under FSDP2; without it, partial sums; and
-    blocks, one of which is on both axes, one on tp and one is plain."""
+    blocks: one on both axes, one on tp and one plain."""
     both, _ = meshes()
     torch.manual_seed(0)
     reference = nn.Sequential(Block(), Block(), Block()).double()

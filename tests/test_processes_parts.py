@@ -57,7 +57,7 @@ def chunked(model: nn.Module, *, reentrant: bool) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def beside_its_own_loss(model: nn.Module) -> Tensor:
+def with_its_own_loss(model: nn.Module) -> Tensor:
     output = model(input_ids=batch(3), labels=batch(3), use_cache=False, output_hidden_states=True)
     return output.loss + model.lm_head(output.hidden_states[-1]).logsumexp(-1).sum()
 
@@ -83,7 +83,7 @@ LOSSES: dict[str, Callable[[nn.Module], Tensor]] = {
     "the head": lambda m: m.lm_head(hidden(m)[-1]).logsumexp(-1).sum(),
     "the head in chunks": lambda m: chunked(m, reentrant=False),
     "the head in chunks, reentrant": lambda m: chunked(m, reentrant=True),
-    "the head beside its own loss": beside_its_own_loss,
+    "the head and its own loss": with_its_own_loss,
     "the head alone": probed,
     "the last norm": lambda m: m.model.norm(hidden(m)[1]).pow(3).sum(),
     "a block's part": lambda m: m.model.layers[1].mlp(hidden(m)[1]).pow(3).sum(),

@@ -58,7 +58,7 @@ class Gate(nn.Module):
 
 
 class Gated(nn.Module):
-    """Blocks with gates, one of which is frozen, between numbers of the model, one of which nothing reads."""
+    """Blocks with gates, one of them frozen, between numbers of the model, one of them read by nothing."""
 
     def __init__(self) -> None:
         super().__init__()

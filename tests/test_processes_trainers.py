@@ -109,7 +109,7 @@ def kill(*_: object) -> None:
 
 
 def life(folder: str, killed: str) -> None:
-    """Six steps with dropout, an evaluation and a save after each two, the first of which is the best. An epoch has four."""
+    """Six steps with dropout, an evaluation and a save after each two; the first is the best. An epoch has four."""
     as_torchrun()
     script, arguments = given("trainer", Path(folder), "--tp", "2", "--sequence-parallel", "--steps", "6")
 
@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def rates(tp: int) -> list[float]:
-    """The learning rate after each of four micro-batches, two of which are a step."""
+    """The learning rate after each of four micro-batches; two are a step."""
     as_torchrun()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     mesh = init_device_mesh("cpu", (2 // tp, tp), mesh_dim_names=("dp_shard", "tp"))

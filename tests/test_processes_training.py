@@ -130,7 +130,7 @@ def refused(sizes: dict[str, int], options: dict[str, object]) -> str:
         "no shard axis",
         "no section",
         "ddp cannot shard",
-        "ddp beside tp",
+        "ddp with tp",
     ],
 )
 @pytest.mark.refuses("tp ddp", "fsdp2 ddp")

@@ -297,7 +297,7 @@ def test_what_cannot_be_loaded_is_said_on_every_rank_and_touches_nothing(tmp_pat
 
 @contextmanager
 def full_disk(after: int) -> Iterator[None]:
-    """No file of this process can grow beyond some bytes. The store of these processes is a file too, of which the limit is not to be."""
+    """No file of this process can grow beyond some bytes. The store of these processes is a file too, and must not be limited."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
     try:

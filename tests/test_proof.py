@@ -460,7 +460,7 @@ def test_a_process_proves_again_and_again(name: str) -> None:
 
 
 class Counting(Model):
-    """Its buffers, one of which is no floating point, have values of their own."""
+    """Its buffers have values of their own; one is not of floating point."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,14 +66,14 @@ def places(model: nn.Module | None, whole: nn.Module) -> dict[str, set[int]]:
 
 def moved(name: str, first: list[int], sizes: Sizes, others: Sizes) -> tuple[int, int, int, int]:
     """A trainer in float32 on the first ranks, an engine in bfloat16 on all. Returns bytes: sent, the least, told, the most at once."""
-    mesh, beside = on(first, sizes), on([0, 1, 2, 3], others)
+    mesh, engine_mesh = on(first, sizes), on([0, 1, 2, 3], others)
     tied = name == "gpt2"
     model = small_model(name, tied=tied)
     right = {key: value.detach().clone() for key, value in model.state_dict().items()}
     trained = {key for key, _ in model.named_parameters()}
     trainer = shardplan.apply_plan(model, mesh, "auto", prove=False) if dist.get_rank() in first else None
     engine = emptied(small_model(name, tied=tied)).bfloat16()
-    shardplan.apply_plan(engine, beside, "auto", prove=False)
+    shardplan.apply_plan(engine, engine_mesh, "auto", prove=False)
     with pytest.MonkeyPatch.context() as patch:
         refit, sent = shardplan.refit(trainer, engine, round_bytes=10_000), Sent(patch)
         for step in (1, 2):

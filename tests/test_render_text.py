@@ -99,7 +99,7 @@ def test_a_span_over_lines_is_marked_to_the_end_of_its_first():
     assert marked(at(1, 10, 3, 5, "from here")) == ['   1 | version: "1"', "     |          ^^^ from here"]
 
 
-def test_a_place_behind_the_end_of_the_text_still_gets_a_mark():
+def test_a_place_after_the_end_of_the_text_still_gets_a_mark():
     assert marked(at(9, 1, 9, 1, "end of file")) == ["   9 |", "     | ^ end of file"]
 
 

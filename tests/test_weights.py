@@ -172,7 +172,7 @@ def test_a_conversion_that_looks_at_values_is_named():
 
 
 def test_names_go_there_and_back():
-    """Renamings and prefixes of the base model, on a model of which transformers has both."""
+    """Renamings and prefixes of the base model, on a model for which transformers has both."""
     config = AutoConfig.for_model(
         "mixtral", hidden_size=8, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, vocab_size=8,
         intermediate_size=8, num_local_experts=2,

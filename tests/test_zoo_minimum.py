@@ -172,26 +172,26 @@ def test_one_door_in_front_of_two_norms() -> None:
     assert case.spent == (5, Size(4 * HIDDEN + HEAD, 0)) and case.is_beaten
 
 
-BEHIND = {"layers.*.down_{a,b}": "replicate"}
+AFTER = {"layers.*.down_{a,b}": "replicate"}
 
 
 @pytest.mark.parametrize(("width", "beaten"), [(8, False), (32, True), (48, True)])
-def test_doors_behind_latents_are_worth_it_where_these_are_narrow(width: int, beaten: bool) -> None:
+def test_block_inputs_after_latents_are_worth_it_where_these_are_narrow(width: int, beaten: bool) -> None:
     """As many collectives as one in front and one for the matrices in between; less for each token where both latents
     together are narrower than the hidden state."""
-    case = Case(lambda: Latent(width), BEHIND)
+    case = Case(lambda: Latent(width), AFTER)
     in_front = (5, Size(2 * HIDDEN + HEAD, 2 * 2 * HIDDEN * width))
-    behind = (5, Size(2 * 2 * width + HEAD, 0))
-    assert case.spent == behind
-    assert dict([min(in_front, behind)]) == case.frontier
+    after = (5, Size(2 * 2 * width + HEAD, 0))
+    assert case.spent == after
+    assert dict([min(in_front, after)]) == case.frontier
     assert case.is_beaten == beaten
     assert dominated(case.frontier, *in_front) != beaten
 
 
 def test_the_sizes_are_the_models_own() -> None:
     """In the reduced model the latents are narrow, in the model they are not."""
-    assert not Case(lambda: Latent(8), BEHIND).is_beaten
-    case = Case(lambda: Latent(8), BEHIND, own=lambda: Latent(64))
+    assert not Case(lambda: Latent(8), AFTER).is_beaten
+    case = Case(lambda: Latent(8), AFTER, own=lambda: Latent(64))
     assert case.spent == (5, Size(2 * 2 * 64 + HEAD, 0))
     assert case.is_beaten
 

@@ -172,7 +172,7 @@ CASES = (
             },
         ),
         "right",
-        "the router sees every token behind the gather",
+        "the router sees every token after the gather",
         sequence_parallel=True,
     ),
     Adversary(

@@ -244,7 +244,7 @@ class Counting(Stack):
 
 
 def labelled(seed: int) -> dict[str, Tensor]:
-    """Labels of which more count in the first half."""
+    """Labels; more of them count in the first half."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (2, LENGTH), generator=generator)
     labels[:, 5:] = -100
@@ -274,7 +274,7 @@ class Talking(Attention):
 
 
 class Reading(Attention):
-    """Reads values of its argument beside the projections."""
+    """Reads values of its argument besides the projections."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from .parts import BLOCK_INPUT, MLP_SEQUENCE, PARTIAL, WIDTH, Mlp, MlpBlock, Sta
 
 
 class Mixture(nn.Module):
-    """Each token goes to two of four experts; `starved`: one of which is never chosen, and not run."""
+    """Each token goes to two of four experts; with `starved`, one expert is never chosen, and not run."""
 
     def __init__(self, starved: bool = False, shared: bool = False) -> None:
         super().__init__()

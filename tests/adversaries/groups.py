@@ -50,7 +50,7 @@ def model(width: int, groups: int, reads: str) -> nn.Module:
 def case(
     name: str, verdict: Any, reads: str, has: int, declared: Any, *, width: int = 32, tp: int = 2, **more: Any
 ) -> Adversary:
-    """A norm with so many groups, of which the plan declares so many: for the number that is read, or as the shares that are given."""
+    """A norm that `has` so many groups. `declared`: the plan's number of groups, for what the norm reads; or the plan's shares."""
     names = ("count", "length") if reads == "both" else (reads,)
     shares = declared if isinstance(declared, list) else [{one: {"groups": declared}} for one in names]
     plan = document(

@@ -340,7 +340,7 @@ EDITS = st.builds(Edit, place=st.integers(0, 60), style=st.sampled_from(STYLES))
 
 
 def specs(most_edits: int) -> st.SearchStrategy[Spec]:
-    """Modules with plans of which up to that many rules were changed; with 0, right ones."""
+    """Modules with plans. Up to that many rules of a plan were changed; with 0, all plans are right."""
     return st.builds(
         Spec,
         blocks=st.lists(BLOCKS, min_size=1, max_size=3).map(tuple),

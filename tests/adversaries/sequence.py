@@ -134,7 +134,7 @@ CASES = (
         for how in HOWS
     ),
     *(
-        _adversary(f"positions_{how}/gathered", partial(of, MixedInside, how), "right", "behind the gather")
+        _adversary(f"positions_{how}/gathered", partial(of, MixedInside, how), "right", "after the gather")
         for how in HOWS
     ),
     _adversary("convolution/slice", convolution, "wrong", "the window ends at a rank's slice"),

@@ -139,7 +139,7 @@ CASES = (
         features,
         document({"layers.*.mlp.up": "colwise"}),
         "wrong",
-        "the matrix is read whole beside its module, and split",
+        "the matrix is split, and read whole outside its module",
     ),
     Adversary("tied/right", Language, ids, document(TIED), "right", "both are split by rows"),
     Adversary(

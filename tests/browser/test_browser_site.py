@@ -71,7 +71,7 @@ def test_a_page_is_readable(chrome, address, page, size):
 
 
 def test_no_page_is_wider_than_a_phone(chrome, address):
-    """Every page but those of single diagnostics and decisions, one of each of which is in PAGES, and of files that pages link."""
+    """Every page but those of files that pages link, and of single diagnostics and decisions: PAGES has one of each."""
     pages = [path.relative_to(SITE).as_posix() for folder in ("", "guides") for path in (SITE / folder).glob("*.html")]
     assert {"index.html", "compared.html", "guides/refused.html"} <= {*pages}
     wide, empty = {}, {}

@@ -87,7 +87,7 @@ class Split(NamedTuple):
     """Shares (0 to 1) of a model's parameters.
 
     Attributes:
-        stored: those of which a rank has a part.
+        stored: those that are stored in parts, one on each rank.
         through: those of them whose results inside a block are not gathered at once: the work is split too.
     """
 

@@ -100,7 +100,7 @@ KNOWN = {
         """,
     ),
     "parallel, gated": decoder(
-        structures.Beside,
+        structures.GptJ,
         """
         norm: output_with_grad_allreduce
         "": {style: replicate, sum_outputs: [attention.out, mlp.w3]}

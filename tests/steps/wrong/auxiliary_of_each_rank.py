@@ -1,4 +1,4 @@
-"""The router's loss is divided by the ranks, of which it is a mean anyway."""
+"""The router's loss is divided by the number of ranks, but it is already a mean over them."""
 
 # on: qwen3_moe dp_shard=2 tp=2
 # named: gradient
