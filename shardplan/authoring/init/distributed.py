@@ -94,7 +94,7 @@ class Distribution:
         own: Rules = {self.tree.pattern(self.experts): {"style": "ep_dispatch"}}
         if self.block is not None:
             inside = {**self._without_block_input(), **own, **self._token_wise()}
-            shared = self._beside()
+            shared = self._shared()
             reduced = {name: self._reduced(name) for name in shared}
             gathered = {name: {"style": "gather_seq_input", "output": "reduce_scatter"} for name in shared}
             for sliced in (gathered, self._whole(shared)) if shared else (WITHOUT,):
@@ -137,7 +137,7 @@ class Distribution:
             if options["style"] == PARTIAL["style"] and pattern in patterns
         }
 
-    def _beside(self) -> tuple[str, ...]:
+    def _shared(self) -> tuple[str, ...]:
         """Children of the block that are split, and have no input and reduction of their own."""
         assert self.block is not None
         found = []

@@ -267,7 +267,7 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
             if not phase.isdisjoint(group):
                 phase.update(one for one in group if one in roots and not {one} & (before | inside | after))
     for name in outside:  # adapters' copy of a module that is trained whole goes where that module is
-        there = None if name in before | inside | after else _beside(tree, name, parts.blocks, (before, inside, after))
+        there = None if name in before | inside | after else _nearby(tree, name, parts.blocks, (before, inside, after))
         if there is not None:
             there.add(name)
     read = before | inside | after
@@ -287,9 +287,9 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
     )
 
 
-def _beside(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
-    """The phase in which all neighbours are read of a parameter that nothing reads: the others in its module, or in a
-    module around it that has no block inside. None where no neighbour is read, or they are read in several phases."""
+def _nearby(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
+    """The phase of a parameter that nothing reads: that in which all its neighbours are read, the others in its module, or
+    in a module around it that has no block inside. None where no neighbour is read, or they are read in several phases."""
     for around in ancestors(name):
         prefix = full_name(around, "")
         if not around or any(one.startswith(prefix) for one in blocks):
