@@ -397,3 +397,13 @@ def test_types_on_both_axes(name: str):
         )
     assert report.ok and report.proven, (BOTH[name], report)
     assert report.proof is not None and report.proof.sizes.cp == 2 and report.proof.sizes.tp == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", sampled([1, 2], 1))
+def test_a_result_in_one_row_leaves_with_the_tokens_of_its_rank(tp: int):
+    """Llama 4's experts return [batch * sequence, hidden] for [batch, sequence, hidden]."""
+    section = {**HEADS, "model.layers.*.feed_forward": "replicate_seq"}
+    plan = {"version": "1", "name": "rows", "extends": "llama4", "context_parallel": section}
+    report = shardplan.validate("llama4_text", plan, {"cp": 2, "tp": tp}, sequence_parallel=True if tp > 1 else None)
+    assert report.ok and report.proven, report

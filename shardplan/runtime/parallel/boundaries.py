@@ -15,6 +15,7 @@ from shardplan.core.layout import I, Layout, P, R, V, in_one_row
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ArgumentSlice, ContextProgram, InputMove, ModuleProgram, OutputMove
 from shardplan.core.nesting import when
+from shardplan.model.labels_over_cp import SEQUENCE
 from shardplan.torchlib.attributes import owner_of
 
 from .collectives import all_gather
@@ -29,6 +30,7 @@ from .tensor_moves import move
 
 Programs = Mapping[str, ModuleProgram]
 Moved = list[tuple[Tensor, Layout, Layout, Tensor]]  # value, source, destination, result
+Shape = torch.Size | None
 
 
 class Enter:
@@ -154,16 +156,18 @@ class Leave:
         variant, mesh = self.shared.regime.variant, self.mesh
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
+        read_shape = self._argument_shape(program, args, kwargs)
         if over_cp is not None and when(over_cp.src, over_cp.dst) == "before":
-            output = on_first(output, lambda x: self._over_cp(x, over_cp, program))
+            whole = read_shape
+            output = on_first(output, lambda x: self._over_cp(x, over_cp, program, whole))
+            read_shape = self._own_tokens(read_shape, over_cp)
         if (waiting := self.waiting[variant]) is not None:
             output = on_first(output, waiting.take)
         if (boundary := program.leave) is not None and joins is not None and joins.puts_off():
             output = on_first(output, lambda x: joins.put(x, boundary.dst, mesh))
         elif boundary is not None:
             dst = P if self._stays_partial(program) else boundary.dst
-            argument = self._argument(program, args, kwargs)
-            output = on_first(output, lambda x: _moved(x, argument, mesh, boundary, dst))
+            output = on_first(output, lambda x: _moved(x, read_shape, mesh, boundary.src, dst, size=boundary.size))
             if (link := self.shared.link) is not None and boundary.src == V(link.seq_dim):
                 on_first(output, lambda x: link.gathered(x, partial=dst == R))
         for parameter in program.parameters:
@@ -180,15 +184,22 @@ class Leave:
             regime = self.shared.regime
             output = hand_out_over_cp(output, program.on_cp.outside, module, regime.length, regime.over_cp)
         if over_cp is not None and when(over_cp.src, over_cp.dst) == "after" and self._tokens(program, args, kwargs):
-            output = on_first(output, lambda x: self._over_cp(x, over_cp, program))
+            output = on_first(output, lambda x: self._over_cp(x, over_cp, program, read_shape))
         if program.logits is not None and not program.later:
             output = as_dtensor(output, program.logits, mesh)
         return output
 
-    def _over_cp(self, x: Tensor, boundary: OutputMove, program: ModuleProgram) -> Tensor:
+    def _over_cp(self, x: Tensor, boundary: OutputMove, program: ModuleProgram, read_shape: Shape) -> Tensor:
         assert program.on_cp is not None
         shares = shares_of(program.on_cp, self.mesh)
-        return move(x, self.shared.regime.over_cp, boundary.src, boundary.dst, shares=shares)
+        return _moved(x, read_shape, self.shared.regime.over_cp, boundary.src, boundary.dst, shares=shares)
+
+    def _own_tokens(self, shape: Shape, boundary: OutputMove) -> Shape:
+        """The shape of the argument, with this rank's tokens of cp if the output has these."""
+        if shape is None or boundary.dst != V(SEQUENCE).on(Axis.CP) or len(shape) <= SEQUENCE:
+            return shape
+        own = shape[SEQUENCE] // self.shared.regime.over_cp.size()
+        return torch.Size((*shape[:SEQUENCE], own, *shape[SEQUENCE + 1 :]))
 
     def _tokens(self, program: ModuleProgram, args: tuple, kwargs: dict) -> bool:
         """Whether the module has read a rank's tokens. A module that takes them in place of a hollow argument may have read all instead."""
@@ -196,13 +207,15 @@ class Leave:
             return True
         return not has_all_tokens(args[0] if args else kwargs[self.parameters[0]], self.shared.regime)
 
-    def _argument(self, program: ModuleProgram, args: tuple, kwargs: dict) -> Any:
-        """The argument that the module's forward read, if its rule moved it."""
-        if not program.enter or program.enter[0].argument == "*":
+    def _argument_shape(self, program: ModuleProgram, args: tuple, kwargs: dict) -> Shape:
+        """The shape of the argument that the module's forward read, if a rule moved it."""
+        enter = program.enter or (program.on_cp.enter if program.on_cp is not None else ())
+        if not enter or enter[0].argument == "*":
             return None
-        name = program.enter[0].argument or self.parameters[0]
+        name = enter[0].argument or self.parameters[0]
         position = self.parameters.index(name) if name in self.parameters else len(args)
-        return args[position] if position < len(args) else kwargs.get(name)
+        value = args[position] if position < len(args) else kwargs.get(name)
+        return value.shape if isinstance(value, Tensor) else None
 
     def _stays_partial(self, program: ModuleProgram) -> bool:
         if program.link != "source":
@@ -226,11 +239,11 @@ def _share(part: ArgumentSlice, mesh: DeviceMesh, x: Tensor) -> Tensor:
     return move(x.unflatten(part.dim, (times, heads)), mesh, R, V(part.dim + 1)).flatten(part.dim, part.dim + 1)
 
 
-def _moved(x: Tensor, argument: Any, mesh: DeviceMesh, boundary: OutputMove, dst: Layout) -> Tensor:
-    row = in_one_row(argument.shape, x.shape, dst) if isinstance(argument, Tensor) else None
+def _moved(x: Tensor, read_shape: Shape, mesh: DeviceMesh, src: Layout, dst: Layout, **of_move: Any) -> Tensor:
+    row = in_one_row(read_shape, x.shape, dst)
     if row is None:
-        return move(x, mesh, boundary.src, dst, size=boundary.size)
-    return move(x.unflatten(0, row), mesh, boundary.src, dst).flatten(0, 1)
+        return move(x, mesh, src, dst, **of_move)
+    return move(x.unflatten(0, row), mesh, src, dst).flatten(0, 1)
 
 
 def _plus(output: Any, bias: Tensor) -> Any:
