@@ -100,5 +100,6 @@ def sent_while_applying(src_data_rank: int | None) -> dict[str, int]:
 def test_weights_that_every_rank_has_are_not_sent():
     sent = sent_while_applying(0)
     assert sent["scatter"] == 16 and sent["broadcast"] == 5, "matrices and norms of a llama of two layers"
-    # Over each of two axes: whether all ranks compiled the same, and go on, before the phases and after each of them.
-    assert sent_while_applying(None) == {"all_reduce": 2 * (2 + len(PHASES))}
+    # Over each of two axes: whether all ranks compiled the same, and go on, before the phases and after each of them; and one number for
+    # each parameter, which tells whether the ranks drew the same weights.
+    assert sent_while_applying(None) == {"all_reduce": 2 * (2 + len(PHASES) + 1)}

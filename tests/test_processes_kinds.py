@@ -136,4 +136,4 @@ def own(keyword: bool) -> str:
 def test_a_list_of_images_in_a_model_of_ones_own() -> None:
     for keyword, name in ((True, "images"), (False, "argument 1")):
         for said in on_ranks(2, own, keyword, seconds=60):
-            assert f"ranks [0] were given none of them; ranks [1] were given {name}:" in said
+            assert f"ranks [0] were given none of them; ranks [1] were given {name}." in said

@@ -80,7 +80,8 @@ def _padded(facts: Facts, requirements: list[Requirement], tp: int) -> str:
         new = first.count - first.count % -tp
         added, what = new / first.count - 1, f"pad it to {new}"
     split = {name for requirement in requirements for name in requirement.modules}
-    lengths = {name: prod(parameter.shape) for name, (_, parameter) in tree.parameters.items()}
+    again = {name for names in tree.tied for name in names[1:]}  # a tied parameter counts once
+    lengths = {name: prod(parameter.shape) for name, (_, parameter) in tree.parameters.items() if name not in again}
     own = sum(length for name, length in lengths.items() if name in split or tree.owner(name) in split)
     share = own * added / sum(lengths.values())
     return f"; or {what} in the model ({share:.1%} more parameters)".replace("(0.0%", "(under 0.1%") if own else ""
