@@ -37,14 +37,14 @@ class Agreement:
         self.said: list[str] = []
 
     def say(self, text: str) -> None:
-        """State what this rank is about to do; it is compared with the other ranks' texts at the end."""
+        """State what this rank is about to do. At the end the texts of all ranks are compared."""
         self.said.append(text)
 
     def share(self, make: Callable[[], Result]) -> Result:
         """Make a value on the mesh's first rank, and return it on all ranks. An error of the first rank is raised on all.
 
         Raises:
-            RuntimeError: a rank is missing: it failed before, or does something else.
+            RuntimeError: a rank does not take part: it failed before, or does something else.
         """
         if not _all_equal("shared", self._mesh):
             raise DifferentRanks(_difference("", self._mesh))
@@ -104,8 +104,8 @@ def intention(program: Program) -> str:
 
 
 def _difference(text: str, mesh: DeviceMesh) -> str:
-    """What differs first, in words: a rank on which compiling failed, and why; else the first line that another rank has than the
-    first rank. All ranks of the mesh call it together."""
+    """The first difference, in words: a rank that failed to compile, and why; else the first line in which a rank differs from
+    the first rank. A collective of the mesh."""
     first = on_first_rank(lambda: text, mesh)
     found: dict[int, str] = {}
     if text.startswith(FAILED):

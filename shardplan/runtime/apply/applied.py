@@ -115,8 +115,8 @@ class Applied:
         reshard(self.model)
 
     def check_optimizer(self, optimizer: Optimizer, others: Iterable[Tensor] = ()) -> None:
-        """Check that the optimizer holds this model's parameters: one made before `apply_plan` updates tensors that the
-        model no longer has.
+        """Check that the optimizer holds this model's parameters. An optimizer made before `apply_plan` would update tensors
+        that the model no longer has.
 
         Args:
             others: tensors of the model's other parts.
@@ -136,8 +136,8 @@ class Applied:
             )
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Adapt the optimizer to the plan's data-parallel backend. Returns the same object; Megatron-FSDP adapts it to its
-        wrapper, other backends leave it unchanged.
+        """Adapt the optimizer to the plan's data-parallel backend, and return the same object. Only Megatron-FSDP changes it,
+        to fit its wrapper.
 
         Raises:
             ValueError: the optimizer holds tensors that are not parameters of the model.
@@ -149,8 +149,8 @@ class Applied:
         return FUNCTIONS[section.backend].optimizer(optimizer)
 
     def keep_checkpoints_portable(self, optimizer: Optimizer, others: Sequence[Applied] = ()) -> None:
-        """Make the optimizer's state_dict write packed rows in the original order, as the model's does, so that another
-        tp can read the checkpoint; and make its load_state_dict accept whole tensors and those of other meshes.
+        """Make the optimizer's state_dict write packed rows in the original order, as the model's does: a run with another
+        size of tp can then read the checkpoint. Its load_state_dict accepts whole tensors, and those of other meshes.
 
         Args:
             others: the records of the model's other parts.
@@ -231,7 +231,7 @@ def remember(record: Applied, model: nn.Module) -> None:
 
 
 def mark_unusable(model: nn.Module, step: str, why: str | None = None) -> None:
-    """Record that a step failed half-way, or why else the model cannot be used any more."""
+    """Record why the model cannot be used any more: a step failed half-way, or another reason."""
     text = why or f"applying a plan failed in the step {step!r}; build it again"
     unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = text
 
@@ -272,8 +272,8 @@ def was_touched(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
-    """Run the model, or all parts of a pipeline, with the tensor-parallel moves that the plan has without sequence parallelism: for
-    evaluation and decoding, where tp does not divide the length of sequences.
+    """Run the model, or all parts of a pipeline, with the moves of the plan without sequence parallelism: for evaluation and
+    decoding, where tp does not divide the length of sequences.
 
     Raises:
         ValueError: no plan was applied to the model; it stores a packed parameter differently with and without sequence parallelism; or

@@ -18,7 +18,7 @@ from .wrapped import Wrapped
 
 
 def unchanged(optimizer: Optimizer) -> Optimizer:
-    """The optimizer of a backend whose parameters any optimizer can update."""
+    """The same optimizer: any optimizer can update the parameters of these backends."""
     return optimizer
 
 

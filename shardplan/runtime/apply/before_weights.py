@@ -1,4 +1,4 @@
-"""A planned model without weights: its forward names the call that gives it some."""
+"""A planned model without weights: its forward raises, and names the call that gives it weights."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 torch.distributed.checkpoint writes a rank's rows of the whole tensor, in the original order, into the parameter itself, and passes
 that to `load_state_dict`. But a parameter that the state on rank 0 did not have, or that a script passes unchanged, is in the stored
-order; only the write tells the two apart. Before it writes, torch asks the parameter's module for its `_fqn_modifiers` (the default
+order. Only the write shows which of the two it is. Before it writes, torch asks the parameter's module for its `_fqn_modifiers` (the default
 of `StateDictOptions.dsd_fqn_modifiers`); the state is noted at that moment.
 """
 
@@ -45,8 +45,8 @@ def _writes(parameter: DTensor) -> int:
 
 
 def as_loaded(owner: nn.Module, leaf: str, value: Tensor) -> Tensor | None:
-    """A value passed to `load_state_dict` for a packed parameter, with rows in the original order. Another object where torch
-    wrote into the parameter itself; None where the parameter was passed unchanged."""
+    """A value passed to `load_state_dict` for a packed parameter, with rows in the original order: a new object if torch wrote
+    into the parameter itself; None if the parameter was passed unchanged."""
     parameter, before = owner.__dict__.get(_NOTED, {}).pop(leaf, (None, 0))
     if parameter is not value:
         return value

@@ -32,7 +32,7 @@ def build_mesh(
 
     Args:
         dp_shard, tp, dp_replicate, cp, pp: the sizes; pp is the number of ranks for a pipeline's stages. At most one may
-            be None (or 0, or below): it gets what the others leave of the world size.
+            be None (or 0, or negative): it becomes the world size divided by the others.
         ep: the number of ranks over which experts are distributed. It divides dp_shard x cp x tp; and it divides tp, or tp
             divides it.
         device_type: "cuda" or "cpu"; None follows the process group's backend.

@@ -1,4 +1,4 @@
-"""torch.compile of each module's forward: hooks (block inputs of the block, FSDP2) stay outside the graph."""
+"""torch.compile of each module's forward: its hooks (block inputs, FSDP2) stay outside of the graph."""
 
 from __future__ import annotations
 

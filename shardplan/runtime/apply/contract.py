@@ -1,4 +1,4 @@
-"""What no step may change, checked after each step that does something: the names of modules and parameters, and which are trained."""
+"""What no step may change: the names of modules and parameters, and which parameters are trained. Checked after each step that acts."""
 
 from __future__ import annotations
 

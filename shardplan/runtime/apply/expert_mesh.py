@@ -11,7 +11,7 @@ from shardplan.core.mesh import VIEWED, Axis, MeshSizes
 from shardplan.runtime.parallel.process_groups import flatten, unflatten
 
 EP, EP_SHARD = "ep", "ep_shard"  # the names of the view's axes, as in NeMo Automodel and torchtitan
-# On a DeviceMesh, which hashes by value: two meshes with the same ranks may have different ep. Slices do not have them.
+# Attributes of a DeviceMesh object, not keys of a dict: meshes with the same ranks hash alike, but may differ in ep. Slices lack them.
 _SIZE = "_shardplan_ep"
 _VIEWS = "_shardplan_expert_views"
 

@@ -22,9 +22,9 @@ from .wrapped import Wrapped
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
-    """Shard the units, inner ones first; then the root, which keeps the parameters of no unit; then the distributed experts: what
-    all experts of a module share belongs to the unit around it. Scalars belong to none (`parallel.whole_scalars`). Returns the same
-    model.
+    """Shard the units, inner ones first; then the root, which takes the parameters outside of all units; then the distributed experts.
+    Parameters that all experts of a module share belong to the unit around it. Scalars belong to no unit (`parallel.whole_scalars`).
+    Returns the same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
@@ -48,8 +48,8 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
 
 
 def _keep_class_names(model: nn.Module) -> None:
-    """Keep the qualified class names. FSDP2 gives a unit a new class, made of FSDPModule and the module's. transformers
-    finds what a class records (`output_hidden_states`, which a tower's reader needs) by its qualified name."""
+    """Keep the qualified class names. FSDP2 gives a unit a new class, derived from FSDPModule and the module's class. transformers
+    uses the qualified name to look up what a class records (`output_hidden_states`, which a tower's reader needs)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             own, original = type(module), type(module).__bases__[-1]
@@ -91,8 +91,8 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
 
 
 def _of_experts(options: dict[str, Any], section: DataParallel, wrapped: Wrapped, name: str) -> dict[str, Any]:
-    """The arguments of `fully_shard` for a module of experts. Where the plan does not have it as a unit, its inputs keep their
-    dtypes, as without a unit: the weights of the routes may be in float32."""
+    """The arguments of `fully_shard` for a module of experts. If the plan does not name it as a unit, its inputs keep
+    their dtypes, as they would without FSDP2: the weights of the routes may be in float32."""
     mesh = wrapped.experts_mesh
     assert mesh is not None, wrapped.experts
     policy = _unit_policy(section)

@@ -33,13 +33,13 @@ class Guard:
     """A row of the table.
 
     Args:
-        looks: a watched model -> the modules before which it looks, and how; empty where there is nothing to look for.
+        looks: a watched model -> its modules before whose forwards the guard looks, and the function that looks; empty: nothing to check.
         of: what it is attached to: "program": every applied program, also in proofs; "stage": the stages of a pipeline and whole models that
             users train; "model": such whole models alone.
-        some: it looks only at the forwards 1, 2, 4, ..., 512 and every 1,000th.
-        compares: ranks compare; only with `check_inputs`.
-        alone: it is a hook of its own, not part of the hook before a module: it may change the arguments, and hundreds of modules have one.
-        in_graphs: it looks also while a forward is compiled; what it reads becomes part of the graph's guards.
+        some: it looks only at forwards 1, 2, 4, ..., 512, and then at every 1,000th.
+        compares: it compares values between ranks; attached only with `check_inputs`.
+        alone: it is a separate hook, because it may change the arguments, and hundreds of modules have one; others share one hook per module.
+        in_graphs: it also looks while a forward is being compiled; what it reads becomes part of the graph's guards.
     """
 
     looks: Callable[[Watched], Looks]
@@ -55,10 +55,10 @@ def _put_right(watched: Watched) -> Looks:
     return {root: lambda module, args, kwargs: put_right(root)} if isinstance(root, FSDPModule) else {}
 
 
-# In the order of looking. First the calls that are refused whatever ranks hold. Then missing weights, without which comparing makes no
-# sense. Then the comparisons between ranks; the inputs come last, as the others name errors of all inputs. FSDP2's state is put right if
-# nothing else raises, right before FSDP2's own hooks, which run after all of these: otherwise their collectives would not match; and FSDP2
-# fixes its state in its first forward, even in one that fails.
+# In the order in which they look. First the calls that are refused whatever the ranks hold. Then missing weights: without weights there
+# is nothing to compare. Then the comparisons between ranks; the inputs come last, as the others name errors of all inputs. FSDP2's state
+# is put right last, if nothing else raises. FSDP2's own hooks run after all guards: where only some ranks raise, their collectives would
+# not match otherwise; and FSDP2 fixes its state in its first forward, even in one that fails.
 GUARDS: tuple[Guard, ...] = (
     Guard(no_attention_maps, "program", in_graphs=True),
     Guard(no_whole_labels, "program", in_graphs=True),
@@ -76,7 +76,7 @@ GUARDS: tuple[Guard, ...] = (
 
 
 def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
-    """Attach the guards to a model that a plan was applied to, let its ranks sample together, and watch what its losses are means over.
+    """Attach the guards to a model that a plan was applied to. Let its ranks sample together, and watch which labels its losses average.
 
     Args:
         compare: compare the inputs of tp ranks, the kinds of inputs and the labels of data-parallel ranks, and the weights of replicas.
@@ -89,7 +89,7 @@ def guard(watched: Watched, kind: Kind, *, compare: bool) -> None:
                     module.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
                 else:
                     found[module].append((one, look))
-    for module, looking in found.items():  # registered after the hooks that are alone, so that it runs before them
+    for module, looking in found.items():  # registered last with prepend=True, so it runs before the separate hooks
         _watch(module, looking)
     if kind == "model" and watched.mesh.tp is not None and watched.mesh.tp_size > 1:
         sample_alike(watched.inner, watched.mesh.tp)

@@ -1,4 +1,4 @@
-"""Refuses linear layers that were converted to float8 after a plan was applied: they would treat this rank's part of a weight as a
+"""Refuses linear layers that were converted to float8 after a plan was applied: they would take this rank's part of a weight for the
 whole weight."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Hooks on parameters that FSDP2 shards: autograd runs a hook of `register_hook` for the tensor that it gives a gradient, the gathered
-one. FSDP2 sets the sharded tensor's gradient itself, so its hook would never run: registering it is refused."""
+"""Hooks on parameters that FSDP2 shards. Autograd runs the hooks (`register_hook`) of the tensor that gets a gradient: the gathered one.
+FSDP2 sets the gradient of the sharded tensor itself, so a hook on that tensor would never run: registering one is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes of parameter objects that refuse a call. They are set anew by whatever makes new parameter objects: `_apply` (`to`,
+"""Attributes of parameter objects that refuse a call. They are set again where new parameter objects are made: in `_apply` (`to`,
 `to_empty`) and `load_state_dict(assign=True)`. For FSDP2, which gathers, see `fsdp_units.when_gathered`."""
 
 from __future__ import annotations

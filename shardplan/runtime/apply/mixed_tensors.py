@@ -18,8 +18,8 @@ def help_for(error: BaseException) -> str | None:
 
 
 def explain_uncaught() -> None:
-    """Let an error that ends the script have the help as a note, below torch's words. The error is raised in the script's own code, where
-    nothing of ours runs; so `sys.excepthook` is wrapped, as torch's process groups wrap it too."""
+    """Add the help as a note, below torch's message, to an error that ends the script. The error is raised in the script's own code, where
+    no code of ours runs; so `sys.excepthook` is wrapped, as torch's process groups also do."""
     before = sys.excepthook
     if getattr(before, "explains", False):
         return

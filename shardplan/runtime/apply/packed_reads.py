@@ -1,5 +1,5 @@
-"""`full_tensor()` of a packed parameter returns permuted rows, which a script would export unnoticed: the parameters of a planned
-model refuse it (`marked_parameters`). A gradient, a `detach()` and a `data` are other objects and cannot be marked.
+"""`full_tensor()` of a packed parameter returns permuted rows, and a script would export them unnoticed. So the parameters of a planned
+model refuse it (`marked_parameters`). Gradients and the results of `detach()` and `.data` are other objects, which cannot be marked.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _checkpoints(work: Work) -> bool:
 
 
 def _scalars(work: Work) -> bool:
-    """Runs after compiled forwards, and inside of checkpoints, whose second run reads the scalars again."""
+    """Wrap forwards that read scalars: outside of compiled forwards, and inside of checkpoints, whose second run reads the scalars again."""
     resolved = work.program.resolved
     section = resolved.data_parallel
     if section is None or not BACKENDS[section.backend].fully_shard:

@@ -83,8 +83,8 @@ class PlanMesh:
 
     @property
     def ep(self) -> DeviceMesh | None:
-        """The one-dimensional mesh over which experts are distributed; None where that is one rank. The first call makes process
-        groups: all ranks must make it."""
+        """The one-dimensional mesh over which experts are distributed; None where that is one rank. The first read makes process
+        groups, so all ranks must do it."""
         return self._experts[EP] if self.ep_size > 1 else None
 
     @property
@@ -109,7 +109,7 @@ class PlanMesh:
 
     def experts_data_parallel(self, backend: Backend) -> DeviceMesh | None:
         """A backend's mesh for the experts of one ep rank: [dp_replicate,] ep_shard. None where experts are not
-        distributed, or the backend wraps nothing. The first call makes process groups: all ranks must make it."""
+        distributed, or the backend wraps nothing. The first call makes process groups, so all ranks must call it."""
         if self.ep_size == 1 or self.data_parallel(backend) is None:
             return None
         assert backend.experts, backend.name  # `check_experts` refused it
@@ -123,7 +123,7 @@ class PlanMesh:
 
     @property
     def batch_groups(self) -> list[ProcessGroup]:
-        """The groups over which ranks have different batches, one for each axis of several ranks; ranks of cp share a batch."""
+        """The groups whose ranks have different batches: one for each such axis with several ranks. Ranks of cp share a batch."""
         axes = [self.mesh[self.names[axis]] for axis in BATCHES if axis in self.names]
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
@@ -200,7 +200,7 @@ def read_mesh(
     Raises:
         TypeError: it is not a DeviceMesh.
         ValueError: an axis has no name, or an unknown one; two axes have one meaning; the axes have an order that torch's
-            mesh slices cannot express; ep does not fit the mesh, or is an axis of it; two sizes of ep.
+            mesh slices cannot express; ep does not fit the mesh, or is an axis of it; two different sizes of ep are given.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")

@@ -44,7 +44,7 @@ REFUSED_SWITCHES = {"output_attentions": "every rank computes its own heads only
 
 
 def no_attention_maps(watched: Watched) -> Looks:
-    """Raise ValueError for `output_attentions=True` where each rank has only the maps of its own heads: on several tp ranks, and where
+    """Raise ValueError for `output_attentions=True` where each rank has only its own heads' attention maps: on several tp ranks, and where
     heads are exchanged over cp."""
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -58,8 +58,8 @@ def no_attention_maps(watched: Watched) -> Looks:
 
 
 def no_whole_labels(watched: Watched) -> Looks:
-    """Raise ValueError for labels of the whole sequence, and for a number of last logits, where a rank of cp has only its own tokens'
-    logits."""
+    """Where a rank of cp has only the logits of its own tokens, raise ValueError for labels of the whole sequence and for
+    `logits_to_keep`."""
     regime = watched.regime
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:

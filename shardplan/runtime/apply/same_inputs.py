@@ -20,7 +20,7 @@ from .watched import Look, Looks, Watched
 
 EVERY = 1_000
 _PARALLEL = {Axis.TP: "tensor", Axis.CP: "context", Axis.PP: "pipeline"}
-SLOTS = 32  # of the numbers that are compared: one for all names, shapes and dtypes, the others for contents
+SLOTS = 32  # numbers that each rank sends: one for all names, shapes and dtypes, the others for contents
 
 _FakeTensor = private("FakeTensor")
 # The mixing function of splitmix64: every bit of a word and of its place changes about half of the bits, modulo 2**64.
@@ -71,7 +71,7 @@ def comparing(mesh: DeviceMesh, axis: Axis = Axis.TP, own: Collection[str] = ())
             earlier.finish()
         if not (module.training and torch.is_grad_enabled()):
             return
-        # Whether ranks compare depends only on this count: what each rank sees in its batch may differ.
+        # Only this count decides whether ranks compare, because their batches may differ.
         count += 1
         if is_compared(count):
             running = _begin(inputs, mesh, count, axis)

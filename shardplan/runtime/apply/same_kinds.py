@@ -34,7 +34,7 @@ def same_kinds(watched: Watched) -> Looks:
     split = any(meshes[axis].size() > 1 for axis in meshes.keys() & set(DATA_PARALLEL))
     if not isinstance(model, FSDPModule) or not split or not _takes_several_kinds(watched.inner):
         return {}
-    # tp ranks too: if they get different batches, some data-parallel group would continue without the ranks that raise.
+    # tp ranks compare too: if they got different batches, some data-parallel groups would raise and others go on.
     axes = [one for one in meshes.values() if one.size() > 1]
     groups = [found.group for unit in units_of(model.modules()) for found in unit.groups]
 
@@ -50,8 +50,8 @@ def same_kinds(watched: Watched) -> Looks:
 
 
 def _takes_several_kinds(model: nn.Module) -> bool:
-    """Whether a forward may leave out an input that others have. transformers' classes say which kinds they take; other models may
-    if they have an optional argument."""
+    """Whether one forward may leave out an input that another has. transformers' classes say which kinds they take; any other model
+    counts if it has an optional argument."""
     kinds = getattr(model, "input_modalities", None)
     if kinds is not None:
         return not isinstance(kinds, str) and len(kinds) > 1

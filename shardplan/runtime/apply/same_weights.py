@@ -52,7 +52,7 @@ def same_weights(watched: Watched) -> Looks:
 
 
 def drawn_apart(model: nn.Module, mesh: PlanMesh, src_data_rank: int | None) -> tuple[bool, ...]:
-    """For each parameter, whether ranks that keep parts of it have different values before it is split, by its first elements; () on the
+    """For each parameter, whether its first elements differ between the ranks that will keep parts of it, before it is split; () on the
     meta device.
 
     Args:
@@ -71,7 +71,7 @@ def drawn_apart(model: nn.Module, mesh: PlanMesh, src_data_rank: int | None) -> 
 
 def one_initialisation(watched: Watched) -> Looks:
     """Warn in the first training forward where ranks drew their weights from different seeds, and none were loaded since. Each split weight
-    is then put together from parts of several initialisations: training is right, but no seed and no other mesh gives it again."""
+    is then put together from parts of several initialisations: training is correct, but no seed reproduces it, and no other mesh."""
     if not any(watched.drawn_apart):
         return {}
     before = _beginnings(watched.outer)

@@ -26,8 +26,8 @@ def sample_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def end_together(model: nn.Module) -> None:
-    """Make transformers' code call the model, and the layers that it would skip at random, equally often on each rank: a forward
-    gathers parameters from all data-parallel ranks, whose texts end at different lengths.
+    """Make transformers' code call the model, and the layers that it would skip at random, equally often on each rank. A forward
+    gathers parameters from all data-parallel ranks, but their texts end at different lengths.
 
     Args:
         model: its parameters are sharded over ranks with different batches.

@@ -34,15 +34,15 @@ KNOWN = ("shardplan", "transformers", "accelerate", "peft", "torch.distributed",
 
 
 def unchanged(watched: Watched) -> Looks:
-    """Look at every forward, and at parts that are called directly. RuntimeError, with the line to write, for changes that would be
-    silently wrong: a parameter that was frozen when the plan was applied, and is trained now. For a model with split values or experts
-    also: a new hook where values are split, a forward set on a module, a replaced module or parameter, another class.
+    """Check every forward, and parts that are called directly, for changes that would be silently wrong. RuntimeError gives the line to
+    write. Every model is checked for parameters that were frozen when the plan was applied and are trained now; a model with split values
+    or experts also for new hooks where values are split, forwards set on modules, replaced modules and parameters, and other classes.
 
-    These are right, and pass: freezing; peft's adapters in turn; hooks of the model itself, where values are whole, and of parameters;
-    FSDP2, checkpoints and torch.compile around modules.
+    These changes are right, and pass: freezing; switching between peft's adapters; hooks of the model itself, where values are whole, and
+    of parameters; FSDP2, checkpoints and torch.compile around modules.
     """
     checks: list[Callable[[], None]] = []
-    split = watched.mesh.tp_size > 1 or bool(watched.program.experts)  # parameters; over cp values alone are
+    split = watched.mesh.tp_size > 1 or bool(watched.program.experts)  # cp splits only values
     if split or watched.program.resolved.context_parallel:
         checks = [_Modules(watched).check, _Parameters(watched).check, _Frozen(watched, split=split).check]
     elif watched.split:
@@ -158,8 +158,8 @@ class _Parameters:
 
 
 class _Frozen:
-    """The frozen parameters: no rank reduces their gradients, or not in a proven way. What only FSDP2 shards, it reduces whenever it is
-    trained; adapters have the layouts of their styles, and one is active at a time.
+    """The frozen parameters, which must not be trained later: no rank would reduce their gradients, or not in a proven way. Exempt are
+    parameters that only FSDP2 shards, as it reduces all that is trained, and adapters, which have their styles' layouts and take turns.
 
     Args:
         split: whether parameters or experts are split.
@@ -207,7 +207,7 @@ def _slot(model: nn.Module, name: str) -> _Slot:
 
 
 def _stored(parameter: object) -> object:
-    """How the last axis of a parameter's mesh, the plan's axis, stores it; FSDP2's axes come before."""
+    """How a parameter is stored over the last axis of its mesh, which is the plan's; FSDP2's axes come before it."""
     return (parameter.shape, parameter.placements[-1]) if isinstance(parameter, DTensor) else type(parameter)
 
 

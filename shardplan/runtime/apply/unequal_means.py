@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over each rank's own labels while data-parallel ranks have unequal numbers of them."""
+"""Whether a loss is a mean over each rank's own labels although data-parallel ranks have unequal numbers of labels."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-# Classes, packages' ones by name -> the operation of their steps that DTensor has no rule for, and what to write.
+# A class (a package's class by its name) -> the operation in its step that DTensor has no rule for, and what to write.
 _UNFIT: dict[tuple[type | str, ...], tuple[str, str]] = {
     (torch.optim.Adafactor, "transformers.optimization.Adafactor"): (
         "takes means of rows and columns in place",

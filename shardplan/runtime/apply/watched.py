@@ -13,7 +13,7 @@ from shardplan.runtime.parallel.regime import Regime
 
 from .plan_mesh import PlanMesh
 
-# Called before a module's forward, with its arguments. It raises where something is wrong, and returns True when it need not be
+# Called before a module's forward, with its arguments. It raises where something is wrong, and returns True if it need not be
 # called again. One that is a hook of its own (`Guard.alone`) returns what torch's hooks return, the arguments.
 Look = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 Looks = Mapping[nn.Module, Look]  # module -> what is called before its forward
