@@ -36,7 +36,7 @@ class Fused(_GraphPass):
                 self.left[name.partition(".")[0]] += 1
 
     def uuid(self) -> None:
-        """None: each process compiles and records its graphs; none comes from a cache."""
+        """None, so that no graph comes from a cache: each process compiles its graphs, and so records them."""
 
 
 def inductor_options(fused: Fused) -> dict[str, Any]:

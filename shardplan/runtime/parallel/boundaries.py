@@ -87,12 +87,12 @@ class Enter:
             src = boundary.src
             if not over_tp and src.kind == "R":
                 regime, dim = self.shared.regime, boundary.dst.split_dim(x.ndim)
-                if regime.length is None:  # further splits are of other values
+                if regime.length is None:  # only the first split is of hidden states
                     regime.seq_dim = dim
                 regime.length = x.shape[dim]
             if over_tp and program.link == "block_input":
                 assert self.shared.link is not None
-                given = next((before for before, *_, after in moves if after is x), x)  # before the move over cp
+                given = next((before for before, *_, after in moves if after is x), x)  # before its move over cp
                 self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
@@ -202,7 +202,7 @@ class Leave:
         return torch.Size((*shape[:SEQUENCE], own, *shape[SEQUENCE + 1 :]))
 
     def _tokens(self, program: ModuleProgram, args: tuple, kwargs: dict) -> bool:
-        """Whether the module has read a rank's tokens. A module that takes them in place of a hollow argument may have read all instead."""
+        """Whether the module has read only this rank's tokens. A projection that takes a hollow argument may also get a value with all tokens."""
         if program.on_cp is None or not program.on_cp.takes:
             return True
         return not has_all_tokens(args[0] if args else kwargs[self.parameters[0]], self.shared.regime)

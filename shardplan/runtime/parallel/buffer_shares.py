@@ -20,7 +20,7 @@ class OwnBuffers:
     Args:
         programs: variant -> how each buffer is read.
         regime: its variant is used.
-        mesh: of the tp axis.
+        mesh: the tp mesh.
     """
 
     def __init__(self, programs: Mapping[str, Sequence[ParameterProgram]], regime: Regime, mesh: DeviceMesh):

@@ -1,8 +1,8 @@
 """Collectives over the tp axis, on local tensors, inside autograd functions.
 
 In a graph that is being compiled they are torch's functional collectives, in the form that inductor fuses with products.
-Eager, they are the same operators, called below autograd and without the wrapper that waits at a tensor's first use: that
-takes a tenth of the host time.
+Eager, they are the same operators, called below autograd and without the wrapper that waits at a tensor's first use. Called
+like this they take a tenth of the host time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exchange a slice of one dim for a slice of another: every rank sends each other rank its part of the new dim."""
+"""Exchange a slice of one dim for a slice of another: every rank sends each other rank that rank's part of the new dim."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cut:
         return pieces_of(x, self.dim, self.shares[rank])
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, from the parts of all ranks. Indices of several ranks are summed."""
+        """The whole tensor, from the parts of all ranks. Indices that several ranks have are summed."""
         if self.in_order:
             return _joined(parts, self.dim)
         shape = list(parts[0].shape)
@@ -57,8 +57,8 @@ class Cut:
 
 
 def exchange_dims(x: Tensor, mesh: DeviceMesh, had: Cut, wanted: Cut) -> Tensor:
-    """Exchange a rank's share of one dim (whole in the other) for its share of the other dim. The gradient takes the same way
-    back; indices of several ranks are summed there."""
+    """Exchange this rank's share of one dim, with all of the other dim, for its share of the other. The gradient goes the reverse
+    way; indices that several ranks have are summed there."""
     ranks, own = mesh.size(), mesh.get_local_rank()
     sent = [wanted.take(x, rank) for rank in range(ranks)]
     shape = list(sent[own].shape)

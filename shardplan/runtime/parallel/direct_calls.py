@@ -1,9 +1,9 @@
 """Parts of a planned model that are called directly, outside of the model's own forward: a head on hidden states, a trunk
 without its head, one block.
 
-The caller has whole values, and expects complete gradients. Between blocks that is what the plan gives without sequence
-parallelism, so such a part runs with the moves of that variant. A module inside of a split block takes or returns only a rank's
-share, and raises.
+The caller passes whole values, and expects complete gradients. Without sequence parallelism the plan has both between blocks, so
+such a part runs with the moves of that variant. A module inside of a split block takes or returns only a rank's share, so its
+direct call raises.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def hooks_of_parts(
         if why:
             why = f"{name} was called by itself, outside of the model's forward: {why}"
         if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):
-            module.__dict__[NOT_ALONE] = why  # checked where it reads its parameters, so other modules pay nothing
+            module.__dict__[NOT_ALONE] = why  # checked only where it reads its parameters: other modules pay nothing
         else:
             hooks[module] = _Part(name, why, plain, regime, outer)
     return hooks
@@ -136,7 +136,7 @@ class _Part:
         root = Unit(self.outer) if isinstance(self.outer, FSDPModule) else None
         if root is not None:
             put_right(root.module)
-            # Parameters of no unit are gathered here, and reduced after backward, as in a call of the model.
+            # As in a call of the model: the root's parameters are gathered here, and their gradients reduced after backward.
             args, kwargs = root.before_forward(args, kwargs)
 
         def end(module: nn.Module, args: Any, output: Any) -> Any:
@@ -160,7 +160,7 @@ def _checkpointed(regime: Regime) -> bool:
 
 
 def same_moves(forward: Callable[..., Any], regime: Regime | None) -> Callable[..., Any]:
-    """The forward for a checkpoint: also in backward it runs with the moves of the current variant."""
+    """The forward for a checkpoint: when backward runs it again, it has the moves that the variant has now."""
     if regime is None or not regime.inside or torch.compiler.is_compiling():
         return forward
     return partial(_with_moves, forward, regime, regime.variant)

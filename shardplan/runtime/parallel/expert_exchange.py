@@ -78,8 +78,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors. They are one node of the graph, so that all ranks run the exchanges of backward in
-    the same order."""
+    """Exchange rows of several tensors, in one node of the graph: so all ranks run the exchanges of backward in the same
+    order."""
     return _Exchange.apply(route, *tensors)
 
 

@@ -23,7 +23,7 @@ from .expert_rows import OwnRows, add_up, sum_of_own, take
 from .expert_turns import Turn
 
 FakeTensor = private("FakeTensor")
-# For tensors without values: this rank's share of all (token, expert) pairs, divided by the ranks' mean.
+# For tensors without values: how many (token, expert) pairs this rank gets, relative to the mean over ranks.
 LOAD: ContextVar[float] = ContextVar("LOAD", default=1.0)
 
 
@@ -47,7 +47,7 @@ class Ranks:
         return Route(tuple(sent), tuple(received), self.group, self.backend)
 
     def tell(self, *counts: Tensor) -> Tensor:
-        """Exchange this rank's counts for each rank, columns of [n, ...], followed by the number of its module."""
+        """Send each rank this rank's counts for it (rows of [n, ...]) and the number of this rank's module; receive theirs."""
         return swap(torch.cat([*counts, counts[0].new_full((counts[0].shape[0], 1), self.turn.number)], 1), self.group)
 
     def say_absent(self, columns: int, device: torch.device) -> None:

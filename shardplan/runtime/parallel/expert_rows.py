@@ -60,8 +60,8 @@ def take(tokens: Tensor, slots: Tensor, width: int) -> Tensor:
 
 
 class _Unread(torch.autograd.Function):
-    """A result without rows. Its backward sends zeros to all inputs that it would have: so the collectives there run on every
-    rank, and FSDP2 gets the gradients of the parameters that it waits for."""
+    """A result without rows. Its backward sends zeros to all inputs that a result with rows would have. So every rank runs the
+    collectives of backward, and FSDP2 gets the gradients that it waits for."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *others: Tensor) -> Tensor:

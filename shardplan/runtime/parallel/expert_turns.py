@@ -1,4 +1,4 @@
-"""Whether all ranks of an exchange are in the same module of experts. If a rank skips one, the others would wait for it, or
+"""Whether all ranks of an exchange are in the same module of experts. If a rank skipped one, the others would wait for it, or
 its rows would go into another module's exchange.
 
 Each rank sends the number of its module with the numbers of its rows. If the forward of an enclosing module ends without a

@@ -40,7 +40,7 @@ def _subclass(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
         return call(*args, **kwargs)
 
     if uncompiled:
-        # The whole call: after a graph break further inside, torch.compile compiles every function around that place
+        # The whole call stays uncompiled: after a graph break further inside, torch.compile compiles every function around it
         # separately. Those functions belong to all modules, so it soon stops compiling one of them.
         forward = torch.compiler.disable(forward, reason=uncompiled)
     # The same name in the same module: libraries find classes by str(type(module)).

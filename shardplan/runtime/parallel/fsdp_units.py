@@ -63,7 +63,7 @@ class Unit:
         self.state._modules_to_run_forward.clear()
         for found in self.groups:
             group = found.group
-            group.wait_for_unshard()  # a group that was prefetched, but not reached
+            group.wait_for_unshard()  # the group may have been prefetched, but not used
             group._training_state = found.training_state
             if not became_root:
                 group.post_forward_mesh_info = found.after_forward
@@ -89,7 +89,7 @@ def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
 
 
 def left_half_way(root: FSDPModule) -> Literal["", "forward", "backward"]:
-    """What an exception left half-way in the outermost unit's model; call it outside of forward and backward."""
+    """Which pass over the outermost unit's model an exception left half-way, if any; call it outside of forward and backward."""
     context = root._get_fsdp_state()._state_ctx
     if context.post_backward_final_callback_queued:
         return "backward"
@@ -106,7 +106,7 @@ def reset(root: FSDPModule, *, drop: bool) -> bool:
         Whether it dropped gradients that may come from backwards before the last one.
     """
     groups = [found.group for unit in units_of(cast(nn.Module, root).modules()) for found in unit.groups]
-    reduced = [group._partial_reduce_output for group in groups]  # of several backwards, reduced once over the replicas
+    reduced = [group._partial_reduce_output for group in groups]  # of several backwards, not yet of all replicas
     dropped = drop and sum(_drop_gradients(group) for group in groups) > 0
     root.reset_iter_state()
     if not drop:
@@ -116,8 +116,8 @@ def reset(root: FSDPModule, *, drop: bool) -> bool:
 
 
 def _drop_gradients(group: Any) -> bool:
-    """Drop the gradients of a group. Returns whether some are not of the last backward alone: those of its own parameters, and gathered
-    ones that the backward had not reached."""
+    """Drop the gradients of a group. Returns whether some may come from earlier backwards: all that are reduced or accumulated, and those of
+    gathered parameters, unless the last backward had begun in the group."""
     begun = group._training_state.name == "PRE_BACKWARD"
     found = group._partial_reduce_output is not None
     for parameter in group.fsdp_params:

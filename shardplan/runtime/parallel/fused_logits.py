@@ -90,7 +90,7 @@ class FusedLogits(Tensor):
         return f"FusedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def rows(self, temperature: float = 1.0) -> Rows:
-        """The inputs of each token's sums. These are in float32 at least, so a final cast to float32 is left to them."""
+        """The inputs of each token's sums. The sums are in float32 at least, so a final cast to float32 need not be applied here."""
         changes = self.changes[:-1] if self.changes and self.changes[-1].widens else self.changes
         head = replace(self.head, change=_all_of(changes))
         return Rows(self.hidden, len(self.head.weight), self.vocabulary, head, temperature)

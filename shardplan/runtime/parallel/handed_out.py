@@ -1,6 +1,6 @@
 """Results of a module that are read outside of its block, where values are whole: an auxiliary loss reads the router's logits.
 
-If the module runs on slices of the tokens, the results are gathered. Their gradient is complete: each rank's readers have all of it.
+If the module runs on slices of the tokens, the results are gathered. Each rank's readers have all tokens, so their gradient is complete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tokens:
 
 
 def hand_out(output: Any, reads: OutsideReads, module: nn.Module, tokens: Tokens, mesh: DeviceMesh) -> Any:
-    """Return a module's output; move the results that are read outside to I."""
+    """Return a module's output, with the results that are read outside of the block moved to layout I."""
     sliced = reads.source.kind == "V"
     if reads.source == I or (sliced and reads.by_hooks and not _has_readers(module)):
         return output
@@ -73,7 +73,7 @@ def hand_out(output: Any, reads: OutsideReads, module: nn.Module, tokens: Tokens
 
 
 def hand_out_over_cp(output: Any, reads: OutsideReads, module: nn.Module, length: int | None, mesh: DeviceMesh) -> Any:
-    """Return a module's output; make the results that are read outside whole over cp.
+    """Return a module's output, with the results that are read outside of the block made whole over cp.
 
     Args:
         length: the length of the whole sequence. The results are [batch, sequence, ...] or [batch * sequence, ...].

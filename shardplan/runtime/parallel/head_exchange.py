@@ -42,7 +42,7 @@ def hollow_of(x: Tensor, module: str, regime: Regime) -> Tensor:
 
 
 def taken(x: Tensor, module: str, regime: Regime) -> Tensor:
-    """The input of a projection below: the rank's tokens in place of a hollow argument, or a value that has all tokens.
+    """The input of a projection in the module: this rank's tokens if it is the hollow argument, or else a value with all tokens.
 
     Raises:
         RuntimeError: it is neither.

@@ -1,5 +1,5 @@
-"""Steps that an exception left half-way, in a loop that continues (it skips a batch when memory runs out): FSDP2's state is reset at
-the next forward. Otherwise no gradient would be reduced any more, and no parameter would change."""
+"""Steps that an exception left half-way in a loop that continues, for example one that skips a batch when memory runs out. FSDP2's state
+is reset at the next forward. Otherwise no gradient would be reduced any more, and no parameter would change."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def make_styles(
 
 
 def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
-    """Block (or module outside of blocks) -> variant -> its parameters, with the names of their modules relative to it,
-    where there are several. Modules of experts are FSDP units too."""
+    """Block (or module outside of blocks) -> variant -> its parameters, with the names of their modules relative to it;
+    only where there are several parameters. Modules of experts count as FSDP units."""
     own = (name for modules in variants.values() for name, module in modules.items() if module.over_ep)
     units = frozenset((*plan.fsdp_units, *own))
     found: dict[str, dict[str, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))

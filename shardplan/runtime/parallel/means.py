@@ -21,10 +21,10 @@ MEANS = (torch.mean, Tensor.mean)
 
 class Means:
     """Wraps a norm's forward: its own code runs, but each mean of its first argument over all features of this rank becomes
-    the mean over the features of all ranks of the mesh. (A value reshaped into several groups before has its own means.)
+    the mean over the features of all ranks of the mesh. (The means of a value that was first reshaped into groups stay local.)
 
     Args:
-        program: its number of features of all these ranks.
+        program: has the number of features on all these ranks.
         meshes: the meshes of these ranks, one for each axis.
     """
 

@@ -1,4 +1,4 @@
-"""Changes of a module's output besides one move."""
+"""Changes of a module's output other than a single move."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def hidden_states_of(output: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def in_tuples(output: Any, change: Callable[[Any], Any], read: frozenset[int] = frozenset()) -> Any:
-    """Change everything inside the tuples of a plain tuple: its hidden states are there, without a name.
+    """Change every value in the inner tuples of an output that is a plain tuple: hidden states are there, without a name.
 
     Args:
         read: positions that are left alone.
@@ -130,9 +130,9 @@ class HiddenStates:
         """Fix the output of the module around the blocks, if it is a plain tuple: code around it may slice it.
 
         Args:
-            shape: the shape of the blocks' input with the whole sequence. Hidden states have this shape, or a slice's. Before the blocks
-                they have the sequence's length over cp.
-            read: positions that the model's code was seen to read: it reads slices.
+            shape: the shape of the blocks' input with the whole sequence. Hidden states have this shape, or a slice's; those before the
+                blocks have the sequence length of the slice over cp.
+            read: positions that the model's own code was seen to read; it expects slices.
         """
         length = shape[self.seq_dim]
         lengths = {length, length // self.mesh.size(), self.over_cp or length}
@@ -162,9 +162,9 @@ class HiddenStates:
         Args:
             length: the length of the whole sequence.
         """
-        if self.left.is_sum(state):  # the embeddings, if a hook saw them before the first block
+        if self.left.is_sum(state):  # the embeddings' output, if a hook saw it before the first block
             return move(state, self.mesh, P, I)
-        if state.shape[self.seq_dim] in (length, self.over_cp):  # the last one, gathered by the final norm for the head
+        if state.shape[self.seq_dim] in (length, self.over_cp):  # the last one, which the final norm gathered
             return move(state, self.mesh, R, I) if self.left.is_partial(state) else state
         return move(state, self.mesh, V(self.seq_dim), I)
 

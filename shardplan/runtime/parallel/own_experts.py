@@ -98,7 +98,7 @@ class OwnExperts:
             return _shaped(_ROUTES[experts.exchange](run, ranks, tokens, ids, weights), call.shape)
         shared = self._summed_after(
             tp, module, program
-        )  # before the moves: in backward its sum is the last on every rank
+        )  # before the moves, so that its sum comes last in every rank's backward
         tokens, ids, weights = (move(x, tp, I, V(0), size=number) for x in (tokens, ids, weights))
         result = call_with(_ROUTES[experts.exchange], *shared, (run, ranks, tokens, ids, weights), {})
         return _shaped(move(result, tp, V(0), I, size=number), call.shape)

@@ -1,8 +1,8 @@
 """Gradients that a parameter may keep, because nothing else shares their memory.
 
-Autograd adds the next step's gradient into `.grad` in place. So it takes over a gradient that nothing else holds, and copies any other. It
-looks at the tensor that it gets. A DTensor made in a backward is always new, and hides that another parameter's gradient may have the same
-local tensor: for `cls_token + position` both would share one `.grad`, and a second backward would be added to it twice. In that case the
+Autograd adds the next backward's gradient to `.grad` in place. So it keeps a gradient that nothing else refers to, and copies any other.
+It checks only the tensor that it gets. A DTensor made in a backward is always new, even if its local tensor is also another parameter's
+gradient: for `cls_token + position` both would share one `.grad`, and a second backward would be added to it twice. In that case the
 local tensor is copied before it becomes a DTensor, as autograd does (torch/csrc/autograd/functions/accumulate_grad.h).
 """
 
@@ -27,7 +27,7 @@ _use_count = private("TensorBase")._use_count
 def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of a backward, each with its own memory: copied where another tensor has the same memory.
 
-    For tensors without values (`estimate`) references are not counted: a fake mode keeps its own.
+    For tensors without values (`estimate`) references are not counted, because a fake mode keeps references too.
     """
     times = Counter(g.untyped_storage()._cdata for g in gradients if g is not None)
     return [g if g is None or _alone(g, times) else g.clone() for g in gradients]
@@ -75,8 +75,8 @@ class _Looked(torch.autograd.Function):
 
 @cache
 def _measured(*, view: bool) -> _References:
-    """The references to an otherwise unreferenced product during a backward in Python: torch 2.11 counts one more than torch
-    2.13. Do not call it before a first backward: autograd's GPU threads forbid some actions after a fork.
+    """The reference counts of a product that nothing else refers to, in a backward in Python: torch 2.11 counts one more than torch
+    2.13. Do not call it before a first backward: it starts autograd's GPU threads, which forbid some actions after a fork.
 
     Args:
         view: measure its transpose.

@@ -19,8 +19,8 @@ OLDEST = (0, 8)  # older releases of Liger have other arguments
 
 
 def sum_by_kernel(rows: Rows, target: Tensor, counts: Tensor, label_smoothing: float, z_loss: float) -> Tensor | None:
-    """The sum of the losses of the tokens that count, with gradients computed in forward, which needs one factor for all tokens; None where no
-    kernel is installed or fits: the vocabulary is split, the model's code changes the logits, or another dtype or device.
+    """The sum of the losses of the tokens that count. Its gradients are computed in forward, so all tokens must have one factor. None where
+    no kernel is installed, or none fits: the vocabulary is split, the model's code changes the logits, or the dtype or device is another.
 
     Args:
         target: [..., tokens]; all that count are ids of the vocabulary.

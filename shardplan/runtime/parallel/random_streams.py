@@ -1,9 +1,9 @@
 """Streams of random numbers under tensor parallelism: one common to all tp ranks, and one for each rank.
 
 As in Megatron-LM (arXiv 1909.08053), dropout of values that are whole on all ranks is the same on each rank, and dropout of
-split values is not. All numbers come from torch's default generator, whose state is swapped. So activation checkpointing,
-which keeps that state, draws the forward's numbers again. Each new state is computed from the state before, and from nothing
-else that changes.
+split values is not. All numbers come from torch's default generator, whose state is swapped. Activation checkpointing
+restores that state, so it draws the forward's numbers again. Each new state is computed from the state before, and from
+nothing else that changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading parameters: from DTensors to local tensors, and their gradients back.
 
 torch's `DTensor.to_local` does this for one parameter at a time, and builds each gradient's DTensor with all the checks of a user's
-call. Here one autograd node reads the parameters of a block, and gives each gradient its parameter's placements; they would
-otherwise take a third of a small layer's time.
+call. Here one autograd node reads the parameters of a block, and gives each gradient its parameter's placements. One by one they
+would take a third of a small layer's time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, 
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """How a module's backward gives a parameter's gradient.
+    """The form of a parameter's gradient in a module's backward.
 
     Args:
         partial: it is a partial sum over all ranks.
@@ -68,7 +68,7 @@ class _Read(torch.autograd.Function):
         ctx.specs = [parameter._spec for parameter in parameters]
         locals_ = [parameter._local_tensor for parameter in parameters]
         ctx.like = [_like(local) for local in locals_]
-        # Policies of selective checkpointing do not count detach, the only such operator: the second run of a checkpoint inside
+        # detach is the only operator that policies of selective checkpointing do not count: so the second run of a checkpoint inside
         # a block finds the parameters that the first run read.
         return tuple(gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_))
 
@@ -93,7 +93,7 @@ class _Read(torch.autograd.Function):
 
 
 def used(own: Tensor | None, total: Tensor) -> Tensor | None:
-    """The sum over the ranks; None, as unsharded, where no rank has a gradient: optimizers skip the parameter then."""
+    """The gradient, summed over the ranks; None where no rank has one, as on the unsharded model: optimizers then skip the parameter."""
     unused = own is None and not isinstance(total, _FakeTensor) and not total.any()
     return None if unused else total
 
@@ -130,7 +130,7 @@ def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor
 
 
 def _gathered_in_graph(local: Tensor, parameter: DTensor, program: ParameterProgram, regime: Regime) -> Tensor:
-    """The same in a graph: piece by piece."""
+    """Gather shared rows in a graph that is being compiled: piece by piece."""
     dim = program.dim
     assert dim is not None
     pieces = program.pieces(parameter.device_mesh.size(), local.shape[dim])
@@ -191,7 +191,7 @@ def _moved(local: Tensor, parameter: DTensor, program: ParameterProgram) -> Tens
 
 
 def _traced(parameter: DTensor, program: ParameterProgram, regime: Regime) -> Tensor:
-    """The same in a graph that is being compiled: as far as torch.compile knows DTensors."""
+    """`read` in a graph that is being compiled, with the DTensor functions that torch.compile supports."""
     local = parameter.to_local(grad_placements=parameter.placements)
     if program.summed and local.requires_grad:
         (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
@@ -251,8 +251,8 @@ class Reads:
 def _traced_together(
     forward: Callable[..., Any], members: Sequence[Member], regime: Regime, args: tuple, kwargs: dict
 ) -> Any:
-    """In a graph: only parameters whose gradients are summed. (Loops, because torch.compile cannot trace a comprehension
-    with a closure inside a checkpoint.)"""
+    """`Reads` in a graph that is being compiled: only for parameters whose gradients are summed. (Loops, because torch.compile cannot
+    trace a comprehension with a closure inside a checkpoint.)"""
     slots: list[tuple[nn.Module, str, DTensor]] = []
     locals_: list[Tensor] = []
     for owner, name, program in members:

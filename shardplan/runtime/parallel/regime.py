@@ -29,7 +29,7 @@ class Regime:
     """The switches of a planned model.
 
     Attributes:
-        variant: the variant whose programs the hooks run: the name of the last section laid over the plan's others.
+        variant: the variant whose programs the hooks run, named after the last section that is laid over the plan.
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None: their own.
         neighbours: number of ranks -> the mesh of ranks that compute with the same key-value heads.
         cp_neighbours: number of ranks -> the cp ranks that have parts of one group of features.
@@ -87,11 +87,11 @@ class Regime:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """The records of one forward of the outermost module. They keep no memory alive except hidden states, which are returned anyway.
+    """The records of one forward of the outermost module. They keep no memory alive but that of hidden states, which are returned anyway.
 
     Args:
         states: hidden states, and the length of their whole sequence.
-        lengths: lengths of whole sequences, from modules around both ends that return no hidden states, while modules around them do (BERT).
+        lengths: lengths of whole sequences in scope modules that return no hidden states themselves, although modules around them do (BERT).
         gathered: in order, the memory of values that are whole before blocks, or were made whole, and whether their gradients are partial
             sums (R).
         sums: the memory of the partial sums that block inputs took.
@@ -120,8 +120,8 @@ def memory_of(x: Tensor) -> StorageWeakRef:
 
 
 class PartialEmbedding:
-    """Knows, within one forward of the module around both ends, whether the value that reaches the `split_seq_input`
-    rule is a partial sum of the plan's embeddings.
+    """Knows, within one forward of the scope (the module around embeddings and block input), whether the value that reaches
+    the `split_seq_input` rule is a partial sum of the plan's embeddings.
 
     An embedding returns its partial sum only inside that forward, where the block input will see it. The vectors of a whole
     table join the partial sum only after the split tables have run. (With `inputs_embeds` these do not run: the value is
@@ -146,13 +146,13 @@ class PartialEmbedding:
         self.left = LeftBehind()
 
     def enter(self, name: str) -> None:
-        """Called when the forward of the module around both ends, or of one around that, begins. Not in backward, where a checkpoint
-        runs it again without the outer ones."""
+        """Called when the forward of the scope, or of a module around it, begins. It does nothing in backward, where a checkpoint runs
+        the scope again without the outer modules."""
         if self.outermost is None and _current_graph_task_id() == -1:
             self.outermost = name
 
     def leave(self, name: str) -> LeftBehind:
-        """Called when such a forward ends, also by an exception. The outermost gets the records about the hidden states that leave it."""
+        """Called when such a forward ends, also by an exception. Gives the outermost module the records about the hidden states it returns."""
         if self.outermost != name:
             return LeftBehind()
         self.outermost, left, self.left = None, self.left, LeftBehind()
@@ -170,7 +170,7 @@ class PartialEmbedding:
         self.shape = None
 
     def end(self, states: Sequence[Tensor | None], gathered: bool) -> None:
-        """Called with the hidden states that the forward returns: code of the model reads them split.
+        """Called with the hidden states that the scope's forward returns; the model's code still reads them split.
 
         Args:
             gathered: whether those in its tuples were made whole.
@@ -186,7 +186,7 @@ class PartialEmbedding:
 
     def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
         """Called with a value that was made whole, and whether its readers give it a partial sum as gradient."""
-        # In this order: otherwise each answer to the second question would need a new graph.
+        # The first condition comes first: otherwise each value of the second would need a new graph.
         if not torch.compiler.is_compiling() and self.outermost is not None:
             self.left.gathered.append((memory_of(x), partial))
         return x
@@ -242,11 +242,11 @@ class Shared:
 
     Args:
         link: the partial embeddings, if the plan has a `split_seq_input` rule.
-        around: the module around both of its ends, and the modules around that.
+        around: the scope (the module around embeddings and block input), and the modules around it.
         waiting: (variant, module) -> the partial sums that are reduced with its own.
         reads: module -> the values that are moved once in each of its calls, for all readers in it.
         tokens: the batch and sequence length in a block.
-        noted: the modules whose arguments show it.
+        noted: the modules whose arguments show that size.
     """
 
     regime: Regime

@@ -44,7 +44,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 class _OfKept(_DispatchMode):
     """One of torch's modes for selective checkpointing, limited to operators whose results are kept. torch's mode counts all operators,
-    and fails where the second run has more; but there an FSDP2 unit is gathered, which may not have been necessary in the first run.
+    and fails if the second run has more. The second run may have more: it gathers an FSDP2 unit that was still gathered in the first.
 
     Args:
         mode: stores results, or returns them.

@@ -1,7 +1,7 @@
 """Rows of parameters with which several ranks compute: key-value heads, if there are fewer heads than ranks.
 
-Each rank stores its share of them. When they are read, the rows of the r neighbouring ranks that compute with the same ones
-are gathered, for all parameters of a block at once. The gradients, partial sums over these ranks, are reduce-scattered.
+Each rank stores its share of them. When they are read, the rows are gathered from the r neighbouring ranks that compute with the
+same ones, for all parameters of a block at once. The gradients, partial sums over these ranks, are reduce-scattered.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class ModuleStyle(ParallelStyle):
     Args:
         programs: variant -> program, for the plan's variants. All store the parameters the same way; moves and gradients differ.
         shared: the state shared with the other modules' styles.
-        reads: variant -> the parameters in this block, itself included, that are read together, with the names of their modules
-            relative to this one.
+        reads: variant -> the parameters of this block and its modules that are read together, with the names of their modules relative
+            to the block.
         ready: called before a parameter's values are sent to other ranks; raises where one of them failed.
     """
 
@@ -156,7 +156,7 @@ class ModuleStyle(ParallelStyle):
             module.register_forward_pre_hook(self.shared.tokens.note, with_kwargs=True)
 
     def _hook_context(self, module: nn.Module) -> None:
-        """Make the hidden states that the model returns whole, after the hooks of `_hook_around`: tp has the finer slices."""
+        """Make hidden states that the model returns whole over cp. This comes after the hooks of `_hook_around`, as tp has the finer slices."""
         regime = self.shared.regime
 
         def begin(module: nn.Module, args: Any) -> None:

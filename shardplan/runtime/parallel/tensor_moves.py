@@ -58,7 +58,7 @@ class _Move(torch.autograd.Function):
     ) -> Tensor:
         ctx.move = (mesh, backward, dim, size)
         y = OPERATIONS[forward](x, mesh, dim, size)
-        if forward == "slice":  # a view could not be written into (`hidden_states *= scale`), and would keep all of x
+        if forward == "slice":  # a view forbids changes in place (`hidden_states *= scale`), and keeps all of x alive
             return y.clone(memory_format=torch.contiguous_format)
         return y.view_as(x) if y is x else y
 

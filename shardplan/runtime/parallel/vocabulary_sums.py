@@ -109,7 +109,7 @@ def sums_of(
         weights = weights[rows.split.first : rows.split.first + rows.columns]
     values, flat = rows.values, ids
     tensors: tuple[Tensor | None, ...] = ()
-    if head is not None:  # its products are of matrices: all sequences become one
+    if head is not None:  # a head multiplies matrices, so all sequences become one
         values, flat, tensors = values.flatten(0, -2), ids.flatten(0, -2), (head.weight, head.bias, *head.operands)
         chunk, sequences = chunk and chunk * sequences, 1
     how = _How(
@@ -140,7 +140,7 @@ class _How:
         return Head(weight, bias, self.change, tuple(x for x in operands if x is not None))
 
     def wide(self, logits: Tensor, fresh: bool, least: Tensor | None) -> tuple[Tensor, bool]:
-        """The final logits, in float32 at least, and whether they may be changed in place, as given ones if `fresh`."""
+        """The final logits, in float32 at least; and whether they may be changed in place. `fresh`: whether the given ones may be."""
         wide = logits.to(_accumulating(logits.dtype))
         fresh = fresh or wide is not logits
         if self.temperature != 1.0:

@@ -1,4 +1,4 @@
-"""Partial sums that wait to be reduced with another one by one collective: a plan's `sum_outputs`."""
+"""Partial sums that wait until one collective reduces them together with another one: a plan's `sum_outputs`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Waiting:
         self.with_grad = False  # whether the block's call records gradients
 
     def puts_off(self) -> bool:
-        """Whether a partial sum is not reduced at its own module now: in the block's call, and where a checkpoint inside the
-        block runs part of it again in backward."""
+        """Whether a partial sum now waits, and is not reduced at its own module: in a call of the block, and where a checkpoint
+        inside the block runs part of it again in backward."""
         return self.running or _current_graph_task_id() != -1
 
     def put(self, x: Tensor, dst: Layout, mesh: DeviceMesh) -> Tensor:

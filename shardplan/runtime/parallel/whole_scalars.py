@@ -96,7 +96,7 @@ def _inner(parameter: DTensor, meshes: Meshes) -> Tensor:
 
 
 class ReadsScalars:
-    """Wraps a forward: the scalars of its module are as its code reads them. They are put back after exceptions too.
+    """Wraps a forward: while it runs, the module's scalars have the form that its code reads. They are put back after exceptions too.
 
     Args:
         places: the places of the scalars in the module.

@@ -11,8 +11,8 @@ from shardplan.core.tree import ancestors, parent
 def whole_values(
     names: Iterable[str], variants: Mapping[str, Mapping[str, ModuleProgram]], home: str, plain: str
 ) -> frozenset[str]:
-    """The modules among `names` that take and return whole values while the model runs as `home`: code that reads or changes their values
-    acts as on the unsharded model. Excluded are siblings of a module that takes or returns a rank's share, because the program does not
+    """The modules among `names` that take and return whole values while the model runs as `home`. Code that reads or changes these values
+    acts as it does on the unsharded model. Excluded are siblings of a module that takes or returns a rank's share, because the program does not
     say which values they get.
 
     Args:
