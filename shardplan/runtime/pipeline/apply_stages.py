@@ -38,8 +38,8 @@ def apply_stages(
         options: of `apply_program`.
 
     Raises:
-        ValueError: the model itself has a backward hook; or as in `cut_model`. as in `apply_program`; then the model
-            and all parts are unusable.
+        ValueError: the model itself has a backward hook; or as in `cut_model`.
+        PlanError, ValueError, RuntimeError: as in `apply_program`; the model and all parts are then unusable.
     """
     refuse_backward_hooks(model)
     stage_mesh = layout.mesh.within_stage
@@ -56,7 +56,7 @@ def apply_stages(
         stage_mesh.ep  # noqa: B018
     parts: dict[int, nn.Module] = {}
     for index, (part, stage) in zip(layout.own, made, strict=True):
-        # Inside of all wrappers that later phases put around the model's forward.
+        # Before the phases, so that it is inside of all wrappers that they put around the model's forward.
         set_stage_forward(part, stage, call, without_cache=_has_cache(unwrapped(part)))
         own = program_of_stage(program, layout.cut, index)
         parts[index] = apply_program(

@@ -44,7 +44,7 @@ def _one(model: nn.Module, cut: PipelineCut, stage: int) -> tuple[nn.Module, Sta
 
 
 def _put_there(model: nn.Module) -> dict[int, Any]:
-    """The hooks and forwards that somebody put on the modules, by id. Copies share what they collect, so their owner finds it."""
+    """The hooks and forwards that were put on the modules, by id. All copies of the model share them, so their owner finds what they collect."""
     names = [name for name in HOOKS if "forward" in name or "backward" in name]
     found = [hook for module in model.modules() for name in names for hook in vars(module)[name].values()]
     found += [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
@@ -89,8 +89,8 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def empty(model: nn.Module, kept: Iterable[nn.Module]) -> None:
-    """Remove everything from a model, so that parts of no stage of this rank are freed, and no function that refers to one of its
-    modules computes with it.
+    """Remove everything from a model: parts that belong to no stage of this rank are freed, and functions that refer to a module of the
+    model can no longer compute with it.
 
     Args:
         kept: modules that stay as they are.

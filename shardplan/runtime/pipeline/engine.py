@@ -69,7 +69,7 @@ class Engine:
         self.schedule = cls(
             made if schedule.multiple else made[0],
             n_microbatches=micro_batches,
-            loss_fn=lambda output, target: output,  # the last stage computes it
+            loss_fn=lambda output, target: output,  # the last stage has computed the loss
             scale_grads=False,
         )
 
@@ -82,7 +82,7 @@ class Engine:
         for stage, one in self.made.items():
             one.ahead = ahead.get(stage)
         losses: list[Tensor] = []
-        # torch needs a target of each micro-batch on the ranks of the last stage.
+        # torch needs a target for each micro-batch on the ranks of the last stage.
         target = torch.zeros(self.micro_batches) if self.has_last else None
         own: dict[str, Any] = {"target": target, "losses": losses} if self.has_last else {}
         self.schedule.step(**inputs.tensors, **own, return_outputs=False)

@@ -1,7 +1,7 @@
 """The shapes of the tensors that stages send. They follow from the shapes of a step's arguments, which all ranks know.
 
 In a step with new shapes the first micro-batch runs ahead of the schedule, through one stage after the other, and all ranks learn what
-is sent. The schedule reuses its results: no forward runs that the unsharded model would not run, so no counter is off. If two
+is sent. The schedule reuses its results: so exactly the forwards of the unsharded model run, and no counter is off. If two
 measured steps differ only in the sequence length, the shapes for any other length follow.
 """
 
@@ -59,7 +59,7 @@ class Ahead:
     sent: Any
 
     def taken(self, received: Sequence[Tensor]) -> Any:
-        """Return what was sent, in place of another forward on the same numbers. The gradients of its inputs go to `received`."""
+        """Return the outputs, instead of running the forward on the same numbers again. The gradients of its inputs go to `received`."""
         for one, other in zip(self.received, received, strict=True):
             if one.requires_grad:
                 one.register_post_accumulate_grad_hook(partial(_pass_on, other))
@@ -91,7 +91,7 @@ class HandOvers:
 
     def of(self, inputs: Inputs, micro_batches: int, mode: Mode) -> tuple[Handing, dict[int, Ahead]]:
         """The tensors that the stages send in a step with these arguments; and the forwards of the first micro-batch that have
-        run, empty if the shapes are known. A collective over pp if they are new."""
+        run: none if the shapes are known. A collective over pp if the shapes are new."""
         key, known = inputs.shapes, self.known.setdefault(mode, {})
         ahead: dict[int, Ahead] = {}
         if key not in known:
@@ -144,7 +144,7 @@ def sending(x: Tensor, group: ProcessGroup, peer: int) -> dist.Work:
 
 
 def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Handing | None:
-    """Predict from a known step and another; both differ from this one only in the length."""
+    """Predict the hand-overs of a step from two known steps that differ from it only in the length."""
     length, first = _length(key, one)
     if length is None:
         return None
@@ -160,7 +160,7 @@ def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Han
 
 
 def _length(key: Shapes, other: Shapes) -> tuple[int | None, int]:
-    """The lengths of two steps whose arguments differ only in one number, anywhere; (None, 0) for others."""
+    """The lengths of two steps whose arguments' shapes differ in one number only, at any places; (None, 0) for other steps."""
     if len(key) != len(other):
         return None, 0
     pairs: set[tuple[int, int]] = set()

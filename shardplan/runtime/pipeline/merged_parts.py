@@ -12,9 +12,9 @@ STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_p
 
 
 def merged(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module with everything that the parts have, under their names. A module of one part alone stays that part's own. A
-    module of several parts becomes a plain module with their children, parameters and buffers, and the first part's hooks on
-    the state dict."""
+    """A module with everything that the parts have, under their names. A module that only one part has is used as it is. A
+    module that several parts have becomes a plain module with their children, parameters and buffers, and the first part's
+    hooks on the state dict."""
     found = _merged(parts)
     assert found is not None
     return found

@@ -64,12 +64,12 @@ class Inputs:
 
 
 def flags_of(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The numbers and strings among values, which mean the same on all ranks."""
+    """The numbers and strings among values, which can be compared between ranks."""
     return tuple((name, value) for name, value in values.items() if isinstance(value, bool | int | float | str))
 
 
 def _bounds(x: Tensor, others: Iterable[Tensor], rows: int) -> str:
-    """Whether numbers are the bounds of packed sequences, ascending from 0: "row" if they are the bounds in every row, "batch" if in
+    """Whether numbers are the bounds of packed sequences, ascending from 0: "row" for bounds within every row, "batch" for bounds within
     the whole batch (all tokens, or those of a mask), else "".
 
     Args:

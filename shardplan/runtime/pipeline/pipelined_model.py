@@ -70,7 +70,7 @@ class Pipeline(Parted):
     Attributes:
         parts: the stages of this rank, in the order in which a batch runs through them. Each is a model with the names of the
             whole model, without the parts of other stages.
-        counts_labels: whether the `tokens` of a step are the number of its labels, as it would count them.
+        counts_labels: whether the `tokens` that are passed to a step equal the number of labels that the step itself would count.
     """
 
     counts_labels = False
@@ -91,7 +91,7 @@ class Pipeline(Parted):
         self.record = record
         self.state, self.absent = whole.state, whole.absent
         self.layout, self.micro_batches, self.loss_function = layout, micro_batches, loss_function
-        self._called = dict(parts)  # with the wrapper of a data-parallel backend
+        self._called = dict(parts)  # with the wrappers of a data-parallel backend
         self.parts = list(self._called.values())
         self._call = call
         mesh = layout.mesh
@@ -147,7 +147,7 @@ class Pipeline(Parted):
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each parameter of the whole model that has several."""
+        """For each parameter of the whole model with several names: these names."""
         prefix = next(name for name, one in self._first.named_modules() if one is unwrapped(self._first))
         return tuple(tuple(full_name(prefix, name) for name in tie) for tie in self.record.program.resolved.tree.tied)
 
@@ -206,7 +206,7 @@ class Pipeline(Parted):
         Args:
             inputs: arguments of the model's forward, by name: input_ids, attention_mask, labels, ... The first dim of each tensor
                 is the batch, which `micro_batches` divides; or 1.
-            accumulate: more calls follow before the optimizer steps. The last call is one without it; it adds the gradients of tied
+            accumulate: more calls follow before the optimizer steps. The last call is made without it, and adds the gradients of tied
                 parameters.
             tokens: the divisor of the sum over tokens, over all data-parallel ranks and all calls of the optimizer step.
                 None: the labels of this call that are not -100; for a loss of next tokens, without the first label of each row.

@@ -1,4 +1,4 @@
-"""Plans that pipeline stages cannot run: refused before the model is touched. Options that the plan leaves open get the value for stages."""
+"""Plans that pipeline stages cannot run: refused before the model is touched. An option that the plan leaves open gets its value for stages."""
 
 from __future__ import annotations
 

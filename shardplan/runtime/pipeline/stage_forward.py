@@ -49,15 +49,15 @@ class StageForward:
         taken = _Taken.apply(*received) if received else ()
         if not self.stage.is_last:
             if self.call.loss.function is not None:
-                given.pop("labels", None)  # for the function: no stage's model gets them
+                given.pop("labels", None)  # only `loss_fn` takes them; no stage's model does
             return tuple(_sent(x) for x in self.stage.run(taken, self.own, **given))
         loss = self.call.loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
         return loss.to(loss_dtype(x.dtype for x in taken))
 
 
 class _Taken(torch.autograd.Function):
-    """The same values. Their gradients are sent, so they must be contiguous, and zeros for unread values (torch 2.11 raises
-    there; later releases send zeros)."""
+    """The same values. Their gradients are sent, so they must be contiguous. Unread values get zeros (torch 2.11 would raise;
+    later releases send zeros)."""
 
     @staticmethod
     def forward(ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from shardplan.runtime.apply.failed_steps import OtherRankFailed, Ranks
 
 
 class StageRanks(Ranks):
-    """Within a step only the ranks of a stage compare, as other stages have other parameters; at its end all ranks compare.
+    """Within a step only the ranks of a stage compare, as other stages have other parameters. At its end all ranks compare.
 
     Args:
         stage: the mesh of the ranks that have the same stages as this one.

@@ -1,5 +1,5 @@
-"""A pipeline's ranks tell each other of the first failure. Ranks that wait for the failed one cannot be called back: their
-communication ends with its process, or at the time-out of the process group. By then they can read the reason."""
+"""A pipeline's ranks tell each other of the first failure. Ranks that wait for the failed one cannot be interrupted: their
+communication ends when its process ends, or when the process group times out. Then they can read the reason."""
 
 from __future__ import annotations
 

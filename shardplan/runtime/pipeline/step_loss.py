@@ -1,8 +1,8 @@
 """The loss of a pipeline step: a sum over tokens, divided by the tokens of the global batch.
 
-Each micro-batch gives its share of one number: S n / T, with S the sum over its tokens, T the tokens of the whole batch on
-all n data-parallel ranks; the factor n is there because data parallelism averages over the ranks. A model's own additions
-(a router's loss) are no sums over tokens; they are averaged over micro-batches.
+Each micro-batch gives its share of one number: S n / T, where S is the sum over its tokens, and T the number of tokens of the
+whole batch on all n data-parallel ranks. The factor n is there because data parallelism averages over the ranks. A model's own
+additions (a router's loss) are no sums over tokens, and are averaged over micro-batches.
 """
 
 from __future__ import annotations
@@ -79,29 +79,29 @@ class StepLoss:
 
     @property
     def items(self) -> Tensor | float:
-        """The divisor for the model's own loss function: the tokens of a micro-batch, on average."""
+        """The divisor for the model's own loss function: the average number of tokens of a micro-batch."""
         return self.tokens / (self.micro_batches * self.replicas)
 
 
 def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None], *, shifted: bool) -> None:
-    """Make a transformers model divide its sum over tokens by the step's number: `divided_by_step`."""
+    """Make a transformers model divide its sum over tokens by the step's number of tokens: `divided_by_step`."""
     model.loss_function = divided_by_step(model.loss_function, current, shifted=shifted)  # type: ignore[assignment,arg-type]  # torch's types
 
 
 def divided_by_step(
     own: Callable[..., Tensor], current: Callable[[], StepLoss | None], *, shifted: bool
 ) -> Callable[..., Tensor]:
-    """A transformers model's loss function that divides its sum over tokens by the step's number.
+    """A transformers model's loss function that divides its sum over tokens by the step's number of tokens.
 
-    A function other than transformers' own is called once more, with other numbers, to see whether it divides by them, and
-    whether it counts the same tokens as the step. If it ignores them, and is the mean over these tokens, it is weighted.
+    A function other than transformers' own is called again with another number, to see whether it divides by it, and whether it counts
+    the same tokens as the step. A function that ignores the number must be the mean over these tokens; its result is weighted.
 
     Args:
         current: the loss of the current step.
         shifted: as for `tokens_of`.
     """
     known = own in (ForCausalLMLoss, loss_of_model)
-    mean = False  # whether it ignores the number
+    mean = False  # whether it ignores the divisor
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal known, mean
@@ -167,8 +167,8 @@ def _check_count(own: float, steps: float) -> None:
 
 
 def loss_dtype(received: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of the last stage's loss, from the dtypes of its inputs: float32, the dtype of a step's loss, but float64 in a
-    float64 model."""
+    """The dtype of the last stage's loss, from the dtypes of its inputs: float64 in a float64 model, else float32, the dtype of
+    a step's loss."""
     return torch.float64 if torch.float64 in received else torch.float32
 
 

@@ -43,11 +43,11 @@ class Copies:
 
     @property
     def hooked(self) -> str | None:
-        """The name of a copy on this rank with a hook on its gradient, which is only a part of the whole gradient."""
+        """The name of a copy on this rank that has a gradient hook: the hook would see only a part of the gradient."""
         return next((self.names[stage] for stage, parameter in self.own.items() if has_hooks(parameter)), None)
 
     def share(self) -> None:
-        """Make the copies of this rank one parameter. Not for FSDP2, which manages each model's parameters separately."""
+        """Make this rank's copies one parameter. Not under FSDP2, which manages the parameters of each part separately."""
         first, *others = self.own.items()
         for stage, _ in others:
             owner, leaf = self.names[stage].rpartition(".")[::2]
@@ -65,7 +65,7 @@ class Copies:
             return
         mine = {stage: _gradient(parameter) for stage, parameter in own.items()}
         if len({id(parameter) for parameter in own.values()}) < len(own):
-            first = next(iter(own))  # one parameter, which has the sum of this rank's stages
+            first = next(iter(own))  # they are one parameter: its gradient is the sum over this rank's stages
             mine = {stage: (x if stage == first else torch.zeros_like(x)) for stage, x in mine.items()}
         values = {stage: mine[stage] if stage in mine else torch.empty_like(_any(mine)) for stage in self.names}
         others = {self.owners[stage] for stage in self.names} - {rank}

@@ -1,4 +1,4 @@
-"""Parts of a training loop besides the model; the losses are usable without a plan."""
+"""The parts of a training loop other than the model. The losses work without a plan too."""
 
 from shardplan.runtime.parallel.fused_logits import fused_logits
 from shardplan.runtime.parallel.vocabulary_entropy import entropy

@@ -38,8 +38,8 @@ def context_parallel(
 
     The mean of the losses over the cp axis is the loss of the whole batch; the mean of the gradients, which FSDP2 takes, is its gradient. If
     the plan's section `context_parallel` leaves each rank its own tokens, a rank has their logits, and `cp` times its share of the mean loss.
-    Labels are shifted before they are cut, so that the last token of a rank predicts the first of the next rank, and counted over the whole
-    batch. If the section makes the sequence whole after the blocks, or without a cp axis, all inputs are passed on unchanged.
+    Labels are shifted before they are cut, so that the last token of a rank predicts the first token of the next rank. They are counted over
+    the whole batch. If the section makes the sequence whole after the blocks, or there is no cp axis, all inputs are passed on unchanged.
 
     Args:
         model: what `apply_plan` returned.
@@ -81,7 +81,7 @@ def _refuse_loss(record: Applied, device: torch.device) -> None:
 
 
 def _apart(function: Callable[..., Tensor], device: torch.device) -> str | None:
-    """Why a replaced loss function is not a mean over next tokens: found by calling it on a few numbers; None if it is one."""
+    """Why a replaced loss function is not a mean over next tokens; None if it is one. It is called on a few numbers to find out."""
     labels = torch.tensor([[1, 2, 3, 4, 0, IGNORE_INDEX, IGNORE_INDEX, 1]], device=device)
     logits = torch.arange(8.0 * 5, device=device).sin().view(1, 8, 5)
     try:

@@ -37,7 +37,7 @@ class _Counts:
         module: the name of the module of experts.
         bias: their router's, [E].
         record: the plan's record; None where no plan was applied.
-        found: (whether each tp rank counts different tokens, the same for cp) -> counts, [E].
+        found: (whether each tp rank counts different tokens, whether each cp rank does) -> counts, [E].
     """
 
     module: str
@@ -47,7 +47,7 @@ class _Counts:
 
     @torch.compiler.disable(reason="what runs is counted, not what is compiled")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count before a call of the experts. A call in backward is a checkpoint's, with the same tokens, and not counted."""
+        """Count before a call of the experts. A call in backward is not counted: a checkpoint makes it, with the same tokens."""
         if not (module.training and torch.is_grad_enabled()) or _current_graph_task_id() != -1:
             return
         with torch.no_grad():
@@ -58,7 +58,7 @@ class _Counts:
             self.found[split] = self.found[split] + own if split in self.found else own
 
     def _split(self) -> tuple[bool, bool]:
-        """Whether each tp rank, and each cp rank, has other tokens in the current variant."""
+        """Whether tp ranks, and whether cp ranks, have different tokens in the current variant."""
         if self.record is None or self.record.shared is None:
             return False, False
         resolved = self.record.program.resolved
@@ -128,7 +128,7 @@ def _pairs(part: nn.Module, bias: str) -> Iterator[tuple[Applied | None, str, nn
 
 
 def _names(model: nn.Module) -> tuple[Applied | None, dict[str, nn.Module]]:
-    """The plan's record, and the modules by the plan's names, those of the model inside of wrappers."""
+    """The plan's record, and the modules of the model inside of wrappers, by the plan's names."""
     if not was_touched(model):
         return None, dict(model.named_modules())
     record = applied(model)
@@ -151,15 +151,15 @@ def _biases(names: dict[str, nn.Module], name: str, module: nn.Module, bias: str
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
-    """Balance the experts, after the optimizer's step: the bias of an expert with fewer tokens than its router's mean grows by
-    the rate; with more tokens, it shrinks by the rate. Then the counts restart.
+    """Balance the experts, after the optimizer's step. The bias of an expert grows by the rate if the expert had fewer tokens than
+    its router's mean, and shrinks by the rate if it had more. Then the counts restart.
 
         shardplan.count_expert_tokens(model)  # once
         ...
         optimizer.step()
         shardplan.update_expert_bias(model, 1e-3)
 
-    Tokens are those of all micro-batches since the last update, on all ranks with different tokens. Each counts once for each of
+    The tokens of all micro-batches since the last update count, on all ranks with different tokens. A token counts once for each of
     its experts, and not again if activation checkpointing reruns the experts. The call is a collective of all ranks of the mesh,
     with one all-reduce for each axis. The biases are equal on all ranks, and equal to the unsharded model's.
 
@@ -180,7 +180,7 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
     modules = (module for part in parts_of(model) for module in part.modules())
     routers: list[_Counts] = [module.__dict__[_KEY] for module in modules if _KEY in module.__dict__]
     if not routers:
-        return  # these stages have no experts, nor have those of the ranks that they reduce with
+        return  # neither this rank's stages nor those of the ranks that it reduces with have experts
     totals = _on_all_ranks(routers)
     nothing = [router.module for router, total in zip(routers, totals, strict=True) if not total.any()]
     if nothing:
@@ -189,7 +189,7 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
             "gradients recorded (a reentrant checkpoint records none)"
         )
     for router, total in zip(routers, totals, strict=True):
-        # In integers: a count equal to the mean must not differ from it by rounding.
+        # In integers, so that a count equal to the mean does not differ from it by rounding.
         router.bias.add_((total.sum() - total * total.numel()).sign().to(router.bias.dtype), alpha=rate)
         router.found.clear()
 

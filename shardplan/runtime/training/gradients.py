@@ -33,7 +33,7 @@ class _Gradient:
     Args:
         mesh: None for a plain tensor, which every rank has whole.
         sums: the axes of the mesh over which it is a partial sum.
-        first: whether this rank counts its elements, among the ranks that have the same ones.
+        first: whether this rank counts the elements, if several ranks have the same ones.
     """
 
     local: Tensor
@@ -123,8 +123,8 @@ def _finish_sums(gradients: list[_Gradient], axes: _Axes) -> None:
 
 @dataclass(frozen=True)
 class _Norm:
-    """How numbers become one norm: by sums of powers, or by the maximum; the minimum is the maximum of the negatives.
-    All in float64, so that powers neither overflow nor vanish."""
+    """How numbers become one norm: by sums of powers, or by the maximum (for the minimum, that of the negatives). All of it is
+    in float64, so that powers neither overflow nor vanish."""
 
     order: float
 

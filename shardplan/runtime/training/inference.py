@@ -17,10 +17,10 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
     the end.
 
     Without it each forward gathers each unit again. It costs the memory of the whole model (of this rank's
-    tensor-parallel part, if there is one), in the dtype that FSDP2 computes in. Units that were unsharded before stay
-    so, and the units keep their `reshard_after_forward` for afterwards; training or evaluation mode is left to the
-    caller. An exception in the body, or in a forward, is raised after all that. It is meant for inference: the gathered
-    parameters do not see an optimizer step in the body.
+    tensor-parallel part, if there is one), in the dtype that FSDP2 computes in. At the end, units that were unsharded
+    before stay so, and units have their former `reshard_after_forward`; this also happens before an exception in the body
+    or in a forward is raised. The caller chooses training or evaluation mode. It is meant for inference: an optimizer step
+    in the body does not reach the gathered parameters.
 
     Args:
         model: with FSDP2 inside; all its ranks enter together.
@@ -35,7 +35,7 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
     if not units:
         raise ValueError("the model has no FSDP2 unit to unshard (fully_shard was not called on it)")
     try:
-        with torch.inference_mode(False), torch.no_grad():  # training uses what is gathered here afterwards
+        with torch.inference_mode(False), torch.no_grad():  # training may later use the tensors that are gathered here
             for unit in units:
                 unit.gather()
         yield model

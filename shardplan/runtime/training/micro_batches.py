@@ -114,7 +114,7 @@ def _of_model(
             f"no token counts in {empty} of the step's micro-batches, so they have no mean: compute the sum, and pass loss='sum'"
         )
     ranks = record.mesh.data_parallel_ranks
-    if _has_all_tokens(record):  # its ranks have one loss, the whole batch's
+    if _has_all_tokens(record):  # all ranks of cp have the loss of the whole batch
         ranks //= record.mesh.sizes.cp
     step = StepLoss(tokens, len(batches), ranks, None, counts_labels=labels == "labels")
     with _dividing(inner, step) if loss == "model" else nullcontext():
@@ -175,7 +175,7 @@ def _count(batch: Any, labels: Labels, *, shifted: bool) -> Tensor | int:
 
 
 def _counts(batches: Sequence[Any], labels: Labels, mesh: PlanMesh, *, shifted: bool) -> tuple[list[int], int, int]:
-    """The count in each micro-batch of this rank; the count on all data-parallel ranks, at least 1; and how many micro-batches have none."""
+    """The count in each micro-batch of this rank; the count on all data-parallel ranks, at least 1; and how many micro-batches count nothing."""
     own = [int(_count(batch, labels, shifted=shifted)) for batch in batches]
     numbers = torch.tensor(
         [sum(own), sum(not count for count in own), len(own), len(own) ** 2], device=mesh.mesh.device_type

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# The fill value by the name of the model's argument; `input_ids` gets the padding token, `position_ids` count on, so that
-# they do not look like the start of another packed sequence.
+# The fill value by the name of the model's argument. `input_ids` gets the padding token. `position_ids` count on: a restart would look
+# like the start of another packed sequence.
 FILL = {"labels": -100, "attention_mask": 0, "token_type_ids": 0, "inputs_embeds": 0, "mm_token_type_ids": 0}
 
 

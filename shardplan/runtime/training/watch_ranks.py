@@ -1,4 +1,4 @@
-"""Which rank ended, and in which step: the last line of every other rank says it."""
+"""The last line of every rank says which other rank ended, and in which step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RankWatch:
         self.rank, self._ranks, self._patience, self._hosted = rank, ranks, patience, hosted
         self._sign, self._lock = _Sign(), threading.Lock()
         self._quiet, self._over = threading.Event(), threading.Event()  # no more signs; nothing left to guard
-        self._line, self._answered = "", time.monotonic()  # why this rank ends; when the store last answered
+        self._line, self._answered = "", time.monotonic()  # why this rank ends; when the store answered last
         self._own = store.clone()  # its own connection: the store's is busy while the group waits
         self._own.set_timeout(timedelta(seconds=patience))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._watch, self._guard)]
@@ -108,11 +108,11 @@ class RankWatch:
             self._line = end
 
     def _guard(self) -> None:
-        """End the process if another rank has ended and this one does not notice. The store of a stopped rank neither answers nor
-        fails."""
+        """End the process if another rank has ended and this one does not notice. If the rank with the store is stopped, the store
+        neither answers nor fails."""
         while not self._over.wait(BEAT):
             silent = time.monotonic() > self._answered + self._patience
-            # Its own error, which says where it occurred, comes first.
+            # This rank's own error comes first, as it says where it occurred.
             if silent or (self._line and not self._over.wait(2 * SILENT)):
                 line = self._line or self._lost()
                 print(f"rank {self.rank}, {_place(self._sign)}, ends here: {line}", file=sys.stderr, flush=True)
@@ -132,7 +132,7 @@ class RankWatch:
         try:
             self._say(state=_FAILED, order=self._own.add(_ORDER, 1), text=text)
             others = [rank for rank in range(self._ranks) if rank != self.rank]
-            time.sleep(BEAT / 5)  # until the last words of other ranks have arrived
+            time.sleep(BEAT / 5)  # until the last signs of other ranks have arrived
             before, until = self._signs(others), time.monotonic() + SILENT
             while not self._own.check([_END]):
                 now = self._signs(others)
