@@ -1,4 +1,4 @@
-"""An export in the target's own code: the reduced model on processes, a step and two that accumulate, against the unsharded one."""
+"""Runs an export in the target's own code: the reduced model on several processes, compared with the unsharded one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .targets import TARGETS
 
 @dataclass(frozen=True)
 class Exported:
-    """Steps whose gradients accumulate, for one kind of input, on this rank."""
+    """One or more steps whose gradients accumulate, for one kind of input, on this rank."""
 
     build: Callable[[], nn.Module]
     batches: tuple[dict[str, Any], ...]
@@ -56,7 +56,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class ExportRecipe:
-    """A function that makes the steps in each process: for each kind of input one, and two."""
+    """Makes the cases in each process: for each kind of input one step, and two steps."""
 
     source: Model
     sizes: MeshSizes
@@ -77,8 +77,8 @@ Rows = tuple[Comparison, ...]
 
 
 def run_target(source: Model, target: str, entries: dict[str, str], tp: int) -> tuple[Rows, Rows]:
-    """The loss, outputs, every gradient and every buffer in the target's own code, on `tp` processes, each the worst of all ranks and
-    kinds of input: of a step, and of two whose gradients accumulate.
+    """Run an export on `tp` processes. Compares the loss, the outputs, every gradient and every buffer; a row is the worst of all ranks and
+    kinds of input. Returns the rows of one step, and of two steps whose gradients accumulate.
 
     Raises:
         ValueError: processes cannot find the model. RuntimeError: the target's code raises on a rank. PlanError: there is no reduced model.
@@ -86,6 +86,6 @@ def run_target(source: Model, target: str, entries: dict[str, str], tp: int) -> 
     check_sendable(source)
     recipe = ExportRecipe(source, MeshSizes(tp=tp), target, tuple(entries.items()))
     cases = run_processes(recipe, torch.float32)
-    if any(row.verdict == "differs" for case in cases for row in case):  # or float32 itself is not exact enough
+    if any(row.verdict == "differs" for case in cases for row in case):  # perhaps float32 is not exact enough
         cases = run_processes(recipe, torch.float64)
     return worst_of(row for case in cases[::2] for row in case), worst_of(row for case in cases[1::2] for row in case)

@@ -1,4 +1,4 @@
-"""The part of a program that crosses to another project: for each target its words, and what its own code makes of them."""
+"""The rules of a program that can be exported: for each target project its words for them, and how its own code applies them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shardplan.core.plan import Assignment, ResolvedPlan, stated_options
 
 CANNOT_CROSS = Code("SP549")
 
-# Options of rules that say nothing of what a rank computes there: the target's style does the same without them.
+# Options of rules that an export may leave out: the target's style computes the same without them.
 SILENT = frozenset({"heads", "divides", "having", "fused"})
-# It adds up the gradient of the input of split matrices, once for all of them; the targets' matrices do so one by one.
+# This style sums the gradient of the input of several split matrices once; in the targets each matrix sums its own.
 INPUT = "input_with_grad_allreduce"
 LEFT_OUT = (INPUT, "replicate", "none")
 EXPERTS = "moe_tp_experts"
@@ -36,13 +36,13 @@ class Target:
     """A project that plans are exported to.
 
     Args:
-        name: as `--to` has it.
-        shown: in messages.
+        name: its name for `--to`.
+        shown: its name in messages.
         words: our style -> its word, or the source text of its style.
         packed: whether its `packed_colwise` splits two equal parts.
-        wildcards: whether a name with `*` means all elements of a list alike, so that exceptions cannot be said.
-        apply: the model, entries and the size of tp -> the model as the target's own code shards it. On every rank.
-        write: entries and the size of tp -> the text of a file.
+        wildcards: whether its names have `*` for all elements of a list, which then must have one style.
+        apply: (model, entries, size of tp) -> the model, sharded by the target's own code. Called on every rank.
+        write: (entries, size of tp) -> the text of a file.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Lowered:
 
 
 def lower_to(target: Target, program: Program, own: Mapping[str, str]) -> Lowered:
-    """The tensor-parallel rules of a program in the target's words, or the rules that it has none for.
+    """The tensor-parallel rules of a program in the target's words; or the rules for which the target has no word.
 
     Args:
-        own: the plan that the target has for the model, whose entries it keeps where an export says nothing else.
+        own: the target's own plan for the model. Its entries stay in force where an export does not replace them.
     """
     resolved, made = program.resolved, Lowered()
     alike: dict[str, list[str]] = {}
@@ -110,7 +110,7 @@ def lower_to(target: Target, program: Program, own: Mapping[str, str]) -> Lowere
 def _on_owners(
     made: Lowered, alike: Mapping[str, list[str]], resolved: ResolvedPlan, assigned: Mapping[str, Assignment]
 ) -> None:
-    """Bare parameters whose gradients are added up: transformers hooks a module, and adds up the gradients of all its own parameters."""
+    """Move entries of bare parameters with summed gradients to their modules: transformers sums the gradients of all parameters of a module."""
     tree = resolved.tree
     shared = [key for key in made.entries if made.entries[key] == SUMMED and alike[key][0] in tree.parameters]
     for pattern in shared:
@@ -134,16 +134,16 @@ def _on_owners(
 def _complete(
     made: Lowered, alike: Mapping[str, list[str]], parameters: Mapping[str, Any], own: Mapping[str, str]
 ) -> None:
-    """Further entries for transformers: modules that run with shards of bare parameters, and a word for what its own
-    plan splits and ours leaves whole."""
+    """Add entries for transformers: "local_params" for modules that run with shards of bare parameters, and "replicate" for
+    what its own plan splits and ours leaves whole."""
     for pattern in [key for key in made.entries if alike[key][0] in parameters]:
         made.entries.setdefault(pattern.rpartition(".")[0], "local_params")
     made.entries |= {name: "replicate" for name in own if name not in made.entries and name in alike}
 
 
 def _regions(resolved: ResolvedPlan) -> dict[str, str | None]:
-    """Each module whose partial sums the plan adds up -> the module in it that has stacked weights of experts, where there is one: a target's
-    styles of the experts and of each matrix add up by themselves. What such a module has besides, a router, is whole there."""
+    """Each module whose output the plan all-reduces -> the module in it with the stacked weights of experts; None if there is none. A target
+    has no rule for such a module: its styles of experts and of matrices reduce their own outputs, and keep the rest (a router) whole."""
     modules = resolved.tree.modules
     stacks = {n.rpartition(".")[0] for n in resolved.parameters} - {n for n, m in modules.items() if m.kind == "linear"}
     summed = [n for n, a in resolved.modules.items() if (a.rule.style, a.rule.output) == (INPUT, "all_reduce")]
@@ -152,14 +152,14 @@ def _regions(resolved: ResolvedPlan) -> dict[str, str | None]:
 
 
 def _in_region(one: Assignment, regions: Mapping[str, str | None]) -> bool:
-    """Whether a rule says what the targets' styles inside of such a module do."""
+    """Whether a rule needs no word, because the targets' styles inside of a module of `_regions` already do what it says."""
     with_experts = tuple(f"{name}." for name, experts in regions.items() if experts is not None)
     router = one.rule.style == SUMMED and one.name.startswith(with_experts)
     return one.name in regions or router
 
 
 def _moving(one: Assignment, resolved: ResolvedPlan, regions: Mapping[str, str | None]) -> Assignment:
-    """The rule of a matrix's weight alone, whose output the module around it adds up, as one of the matrix."""
+    """A rule of the weight of a linear layer in a module of `_regions`, as a rule of that layer; any other rule unchanged."""
     owner, _, name = one.name.rpartition(".")
     linear = owner in resolved.tree.modules and resolved.tree.modules[owner].kind == "linear"
     inside = owner.startswith(tuple(f"{region}." for region in regions))
@@ -167,7 +167,7 @@ def _moving(one: Assignment, resolved: ResolvedPlan, regions: Mapping[str, str |
 
 
 def _word(target: Target, one: Assignment, made: Lowered) -> str | None:
-    """The target's word for a rule; None where it needs none, or has none, which is a finding."""
+    """The target's word for a rule. None if the rule needs none, or if the target has none, which is then a finding."""
     rule, options = one.rule, {name: value for name, value in stated_options(one.rule).items() if name not in SILENT}
     if rule.style in LEFT_OUT:
         return None if not options else _none(target, one, made, next(iter(options)))
@@ -179,7 +179,7 @@ def _word(target: Target, one: Assignment, made: Lowered) -> str | None:
 
 
 def _none(target: Target, one: Assignment, made: Lowered, option: str | None) -> str | None:
-    """No word, which is a finding."""
+    """Note the finding that the target has no word for a rule or its option. Returns None, in place of the word."""
     what = f"the style `{one.rule.style}`" if option is None else f"the option `{option}` of `{one.rule.style}`"
     found = _refused(f"{target.shown} has no word for {what}", one)
     if found not in made.findings:
@@ -193,13 +193,13 @@ def _refused(message: str, one: Assignment) -> Diagnostic:
 
 
 def _transformers(model: nn.Module, entries: Mapping[str, str], tp: int) -> nn.Module:
-    """The model's weights in a folder, which the first rank writes, loaded by `from_pretrained` as its users do."""
+    """Save the model's weights to a folder, and load them with `from_pretrained`, as users of transformers do."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks are processes on the CPU, which transformers asks torch about
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks are on the CPU; transformers asks torch for GPUs
     config = DistributedConfig(tp_size=tp, tp_plan=dict(entries))
     made: Any = model
     with tempfile.TemporaryDirectory() as mine:
@@ -215,8 +215,8 @@ def _transformers(model: nn.Module, entries: Mapping[str, str], tp: int) -> nn.M
 
 
 def _as_built(loaded: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Buffers that no file has are computed in the dtype that is loaded. Those of the unsharded model were computed in float32 and cast:
-    what differs by that rounding alone is made equal."""
+    """Make buffers equal that differ only by rounding. Buffers that are in no file are computed in the dtype that is loaded; those of the
+    unsharded model were computed in float32 and cast."""
     for name, buffer in loaded.named_buffers():
         if (other := buffers.get(name)) is not None and other.shape == buffer.shape and buffer.is_floating_point():
             if torch.allclose(buffer.to(other.dtype), other, rtol=1e-6, atol=0.0):
@@ -263,7 +263,7 @@ WORDS = {
     "embedding_colwise": WHOLE_OUTPUT,
     "colwise_vocab": "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)",
 }
-# The same texts as torch reads them.
+# The same texts -> the styles that they make in torch.
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "ColwiseParallel()": ColwiseParallel,
     "RowwiseParallel()": RowwiseParallel,
