@@ -12,7 +12,7 @@ from .model import ModelLayouts
 
 def block_calls(model: ModelLayouts) -> tuple[str, tuple[tuple[str, int], ...]]:
     """The last repeated block of the reduced model that runs, and the modules below it in the order of their first calls:
-    each by its name from the block, with the number of modules between it and the block. ("", ()) where nothing repeats.
+    each with its name within the block and the number of modules between it and the block. ("", ()) where nothing repeats.
     """
     bench = model.benches[0]
     blocks = repeated_blocks(bench.tree)

@@ -1,4 +1,4 @@
-"""The layouts of the axis cp: its rules alone, typed as those of tp are."""
+"""The layouts on the axis cp: only its own rules apply, and they are typed like those of tp."""
 
 from __future__ import annotations
 

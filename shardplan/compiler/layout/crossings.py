@@ -28,13 +28,13 @@ class Crossings:
     """Types the values that cross the boundaries of modules.
 
     Args:
-        known: the types of the values so far; types of moved values and findings are added.
+        known: the types of the values so far; the types of moved values, and findings, are added.
         operations: types a value that is first compared when it reaches a boundary.
         model: the unsharded model.
         plan: each module and its boundary.
-        spreads: those of the run of every rank.
+        spreads: how values are spread, from the run of every rank.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
-        results: the layouts that results of the model with a gradient may have; the first is also that of values read outside of blocks.
+        results: the layouts that the model's differentiable results may have; values that are read outside of blocks get the first.
 
     Attributes:
         incoming, entering, reduced: as in `Proof`.
@@ -80,8 +80,8 @@ class Crossings:
                 self._check_slice(event, bound, part, event.names.index(part.argument))
 
     def _follow_input(self, event: Event, bound: BoundModule) -> None:
-        """The gradients of the module's parameters are complete where its first floating-point argument is I. They are
-        partial sums where it is R or a slice. Tokens that go to the ranks of their experts are not R."""
+        """The gradients of the module's parameters follow from its first floating-point argument: complete if it is
+        I, partial sums if it is R or a slice. Tokens that are sent to the ranks of their experts must not be R."""
         values = self.known.run.values
         position = next((i for i, n in enumerate(event.inputs) if values[n].is_floating_point()), None)
         if position is None:
@@ -122,7 +122,7 @@ class Crossings:
                 self.known.find(
                     "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}{AS_BEFORE}"
                 )
-        # What a block input splits. If it outputs the whole sequence again, the name is that of the output's layout.
+        # The layout that a block input splits. For one that gathers its output, `incoming` has the layout of the output.
         if P in one.sources and I in one.sources and not (bound.boundary.output and bound.boundary.output.gathers):
             self.incoming.setdefault(bound.name, P if actual.kind == "P" else I)
         if one == bound.boundary.inputs[0]:
@@ -132,9 +132,9 @@ class Crossings:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
 
     def _check_sum(self, event: Event, bound: BoundModule, number: int, actual: Type) -> None:
-        """Where a block input splits a partial sum of embeddings, one must wait for it: it takes one look-up of each
-        table (runtime/parallel/regime.py). If a whole value arrives while others wait, another block input that takes a
-        sum shows that. One that gathers its output does not: its output's layout is on record."""
+        """A block input may split a partial sum of embeddings only if one waits for it; it takes one look-up of each
+        table (runtime/parallel/regime.py). A whole value may arrive while sums wait if `incoming` shows the block
+        input that takes them. It does not show one that gathers its output: its entry is the layout of the output."""
         gathers = bound.boundary.output is not None and bound.boundary.output.gathers
         waits, wanted = self.waiting.total() > 0, None
         if actual.kind == "P":
@@ -148,7 +148,7 @@ class Crossings:
             self.known.find("arrival", event, bound.name, (number,), actual=described, wanted=str(wanted))
 
     def _check_slice(self, event: Event, bound: BoundModule, part: ArgumentSlice, position: int) -> None:
-        """An argument that each rank reads its share of must be whole on every rank, without a complete gradient."""
+        """An argument that ranks read by share must be whole on every rank, and must not have a complete gradient."""
         number, inside = event.inputs[position], event.outputs[position]
         if inside != number and inside not in self.known.origins.read:
             return
@@ -239,7 +239,7 @@ class Crossings:
             self.known.maker[moved] = bound.name
 
     def _type_outside_reads(self, event: Event, position: int) -> None:
-        """A result that follows the module's tokens is spread as they are: slices are gathered."""
+        """Type a result that is read outside of its block. It must be spread as the module's tokens are; slices are gathered."""
         found = self.known.type_of(event.inputs[position])
         style, ndim = self.plan[event.module].style, self.known.run.values[event.inputs[position]].ndim
         bound = self.plan[event.module]
@@ -255,7 +255,7 @@ class Crossings:
         self.known.maker[event.outputs[position]] = event.module
 
     def _check_results(self, event: Event) -> None:
-        """The model's results: callers expect each whole on every rank, with a complete gradient over tp; or a rank's tokens."""
+        """Check the model's results. Callers expect each whole on every rank with a complete gradient over tp, or as a rank's own tokens."""
         for name, number in zip(event.names, event.outputs, strict=True):
             found = self.known.type_of(number)
             ndim = self.known.run.values[number].ndim

@@ -19,7 +19,9 @@ WHOLE_FEATURES = frozenset(
     "dropout1d dropout2d dropout3d feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_".split()
 )
 OWN_CODE = "own code"  # in place of an operation: any value of the module's own code
-LINEAR = frozenset(("dropout", "dropout_"))  # applied to each part of a sum, they add up to what they give for the sum
+LINEAR = frozenset(
+    ("dropout", "dropout_")
+)  # linear: their results for the parts of a sum add up to their result for the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ def drawing_operands(run: Trace, known: Known) -> tuple[DrawingOperand, ...]:
 
 
 def own_values(run: Trace, known: Known, spreads: Spreads, modules: Collection[str]) -> Iterator[DrawingOperand]:
-    """How the values are spread that the modules' own code reads and computes: arguments, parameters, and results of
-    operations and of called modules. Code that draws under a condition that is false in this run can read nothing else."""
+    """How the values in the modules' own code are spread: arguments, parameters, and results of operations and of
+    called modules. Code that draws only under a condition that is false in this run can read nothing else."""
     running = [""]
     for event in run.events:
         if event.kind == "enter":

@@ -46,7 +46,7 @@ def _edit(plan: ResolvedPlan, repair: Repair) -> Edit | None:
 
 
 def _with_flags(value: str | None, old: Rule) -> str | None:
-    """The new rule may match nothing where the old one might."""
+    """The text of the new rule; it may match nothing if the old rule may."""
     if value is None or not old.optional:
         return value
     inner = value[1:-1] if value.startswith("{") else f"style: {value}"
@@ -54,7 +54,7 @@ def _with_flags(value: str | None, old: Rule) -> str | None:
 
 
 def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] | None:
-    """The alternatives of a rule's pattern that reach nothing that is changed; None where one reaches both."""
+    """The alternatives of a rule's pattern that reach only unchanged names; None if one reaches changed and unchanged names."""
     kept = []
     for text, names in _reached(plan, old):
         if names & changed and names - changed:
@@ -65,7 +65,7 @@ def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] |
 
 
 def _reached(plan: ResolvedPlan, rule: Rule) -> Iterator[tuple[str, set[str]]]:
-    """Each alternative of a pattern, and the names it matches that the rule applies to."""
+    """Each alternative of a rule's pattern, with the matching names to which the rule applies."""
     acting = ((name, one) for name, a in plan.assignments.items() for one in (a.rule, a.rule.under) if one is not None)
     own = [name for name, one in acting if one.location == rule.location]
     for text in parse_glob(rule.pattern).texts:

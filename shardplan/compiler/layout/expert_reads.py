@@ -1,5 +1,5 @@
-"""Distributed stacks of experts that code outside of their module reads: there they are DTensors, at tp 1 too, where no
-rank's run is typed."""
+"""Distributed stacks of experts that code outside of their module reads. They are DTensors there, also at tp 1, where
+no run of a rank is typed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def outside_findings(plan: ResolvedPlan, benches: Iterable[Workbench]) -> tuple[
 def _stack_outside(
     plan: ResolvedPlan, bench: Workbench, event: Event, number: int, distributed: set[str]
 ) -> str | None:
-    """The module of experts that a value is a parameter of, if other code reads it."""
+    """The module of experts that has a value as a parameter, if code outside of this module reads it."""
     name = bench.reference.parameters.get(number)
     if name is None:
         return None

@@ -1,5 +1,5 @@
-"""Matrices whose result the code cuts into equal parts by a number of its module (q, k and v in one): the changes that
-split them, and the line of the model's code that must change where no rule helps."""
+"""Fused matrices (q, k and v in one): the code cuts their result into equal parts by a number of its module. Finds
+the changes that split them, and the line of the model's code to change if no rule helps."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _is_packed(plan: ResolvedPlan, name: str, parts: Packed) -> bool:
 
 
 def _cut_parts(plan: ResolvedPlan, child: ModuleInfo, reference: Trace) -> Packed | None:
-    """The parts into which the code cuts the result of a matrix at once: their number, or the length of each; None where it does not.
+    """The parts into which the code cuts the result of a matrix directly: their number, or the length of each; None if it does not cut it.
 
-    Lengths are those of the model where it has no configuration, as it is then its own reduced model.
+    Lengths are those of the model itself if it has no configuration: it is then its own reduced model.
     """
     made = {event.outputs[0] for event in reference.events if event.kind == "op" and event.module == child.name}
     for event in reference.events:
@@ -83,7 +83,7 @@ def _cut_parts(plan: ResolvedPlan, child: ModuleInfo, reference: Trace) -> Packe
 
 
 def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
-    """What to change in the model's code, where it gives a slice the shape of the whole; else None."""
+    """What to change in code of the model that gives a slice the shape of the whole; None for other code."""
     module = plan.tree.modules.get(finding.module)
     if finding.kind not in KINDS or module is None or finding.source is None:
         return None
@@ -102,7 +102,7 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
 
 
 def _length_of_slice(plan: ResolvedPlan, source: SourceLine) -> str | None:
-    """What to change where a line reshapes by the length of the sequence, which the code reads from a rank's slice of it."""
+    """What to change if a line reshapes by a length of the sequence that the code reads from a rank's slice."""
     lines = linecache.getlines(source.file)[: source.line]
     for number, text in reversed(list(enumerate(lines, 1))) if plan.sequence_parallel else ():
         read = LENGTH.fullmatch(text.strip())
@@ -119,7 +119,7 @@ def _length_of_slice(plan: ResolvedPlan, source: SourceLine) -> str | None:
 
 
 def _both(plan: ResolvedPlan, module: str, child: str, parts: Packed, divided: tuple[str, ...]) -> Repair:
-    """The matrix packed, where it is not, and the numbers of the module divided."""
+    """The change that packs the matrix, if it is not packed, and divides the numbers of the module."""
     numbers = dividing(plan, module, divided)
     matrix = plan.assignments.get(child)
     rule = matrix.rule if matrix is not None else None
@@ -133,7 +133,7 @@ def _both(plan: ResolvedPlan, module: str, child: str, parts: Packed, divided: t
 
 
 def _fused_children(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[ModuleInfo]:
-    """The matrices right below a module that are split by their output features or not at all."""
+    """The matrices directly below a module that are split by their output features or not split."""
     for name in plan.tree.children[module.name]:
         child = plan.tree.modules[name]
         if child.kind not in ("linear", "conv1d") or child.parameter("weight") is None:

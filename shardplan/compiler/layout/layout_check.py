@@ -145,7 +145,7 @@ def check_layout(
     benches = _benches(resolved, reduced_model)
     if resolved.axis is Axis.CP and returns_tokens(
         resolved
-    ):  # labels are not for the model to shift: they are cut before its call
+    ):  # labels are cut before the model is called, so it must not shift them
         benches = [bench.unlabelled for bench in benches]
     if resolved.sizes.tp == 1:
         return LayoutReport()
@@ -255,7 +255,7 @@ def _explain(
 
 
 def revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair | None] | None:
-    """The earlier change that a later one of the same rule replaces, and both as one; None if they cancel out."""
+    """The place of an earlier change for the same names, and both changes as one (None if they cancel out); None without such a change."""
     if repair is None:
         return None
     same = ((i, one) for i, one in enumerate(changes) if one is not None and one.names == repair.names)
@@ -300,15 +300,15 @@ def _key(f: Finding, tree: ModuleTree) -> Key:
 def _fix(
     plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
-    """The change that removes the first finding and leaves the fewest, and those left. Of several, the one whose run
-    gets furthest."""
+    """The change that removes the first finding and leaves the fewest others, and the findings left. Of several such
+    changes, the one whose run gets furthest."""
     key, group = next(iter(groups.items()))
     best: tuple[Repair, dict[Key, list[Finding]]] | None = None
     last, tried = TRIALS, 0
     crashed = any(known[0] == "crash" for known in groups)
 
     def useless(finding: Finding) -> bool:
-        """The finding is still there, or there is a new one; only findings that a crash had hidden may be new."""
+        """Whether a finding shows that the change is useless: it is the first finding again, or a new one that no crash can have hidden."""
         found = _key(finding, plan.tree)
         return found == key or (not crashed and found not in groups)
 
@@ -341,7 +341,7 @@ def _fix(
 
 
 def _rank(repair: Repair, left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int, bool]:
-    """The less the better: how many findings are left; how early a crash among them is; whether a split is lost."""
+    """How good a change is, the lowest is best: how many findings are left, how early a crash among them is, whether a split is lost."""
     crash = max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
     return len(left), -crash, bool(repair.given_up)
 

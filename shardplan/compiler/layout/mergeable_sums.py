@@ -79,7 +79,7 @@ def seen_sums(
     return tuple(found)
 
 
-# Of one call, in the order of the run: (module, the partial sum that it outputs, or None).
+# The modules of one call, in the order of the run: (module, the partial sum that it outputs, or None).
 _Call = list[tuple[str, int | None]]
 
 
@@ -105,7 +105,7 @@ def _calls(
 
 
 def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one: SummedOutputs, ran: _Call) -> SeenSum:
-    """One call of the block."""
+    """What one call of the block shows of a declared sum."""
     names = [name for name, _ in ran if name in one.members]
     if not names:
         return SeenSum(one)
@@ -172,8 +172,8 @@ def _relative(one: SharedSum, home: str) -> SharedSum:
 
 
 def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:
-    """The values that a value becomes by additions alone, each read once, within its block; and the modules that it
-    passes unchanged."""
+    """Follow a value through its block as long as only one addition reads it. Returns the values on the way, and the
+    modules that it passes unchanged."""
     path: list[int] = [number]
     passed: list[str] = []
     while True:

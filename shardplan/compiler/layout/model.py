@@ -62,12 +62,12 @@ class ModelLayouts:
     Args:
         found: the model.
         tp, ep: the sizes of the axes.
-        heads_times: the factor by which its reduced model has more heads than usual; `fit` may choose a larger one.
+        heads_times: how many times the usual number of heads its reduced model has; `fit` may raise it.
         cp: the size of the axis cp; above 1 where the checked plans have rules for it.
-        shared: the model's number of key-value heads that several ranks of cp share -> how many of them a rank of tp
-            has in the reduced model (`heads_shared_over_cp`).
+        shared: number of key-value heads in the model, if several ranks of cp share each -> their number on a rank of
+            tp in the reduced model (`heads_shared_over_cp`).
         over_cp: the number of ranks of cp that shows what its rules do.
-        pp, blocks: with several stages, the reduced model has blocks for a first, a middle and a last one, or `blocks`.
+        pp, blocks: with pp above 1, the reduced model has blocks for a first, a middle and a last stage, or as many as `blocks` says.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ModelLayouts:
 
         Args:
             resolved: variants of a plan, bound to the model.
-            whole: use the sizes of the mesh itself, as run; else those of the first mesh for the proof.
+            whole: use the sizes of the mesh itself, not those of the first mesh for the proof.
             blocks: the number of blocks of a pipeline's schedule; 0: as the mesh says.
         """
         shared = heads_shared_over_cp(resolved, sizes, exact=whole or not found.shrinks)
@@ -149,7 +149,7 @@ class ModelLayouts:
         return other
 
     def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
-        """Give the reduced model as many heads as a plan needs that fits the model itself: where it splits groups of
+        """Give the reduced model enough heads for a plan that fits the model itself: if the plan splits groups of
         heads, each rank gets a group.
 
         Returns:
@@ -208,11 +208,11 @@ class ModelLayouts:
         return benches
 
     def benches_for(self, resolved: ResolvedPlan) -> tuple[Workbench, ...]:
-        """The benches for a plan. Modules of experts that it distributes, or runs on each rank's own tokens, are one
-        operation each: which experts a rank runs depends on its tokens.
+        """The benches for a plan. A module of experts is one operation if the plan distributes it or runs it on each
+        rank's own tokens: which experts a rank runs depends on its tokens.
 
         Args:
-            resolved: the plan, bound to the reduced model; of one with rules for cp, either these or the others.
+            resolved: the plan, bound to the reduced model. If the plan has rules for cp: either these (`on_cp`) or the others.
         """
         experts = frozenset(
             name
@@ -254,7 +254,7 @@ class ModelLayouts:
 
     @property
     def tree(self) -> ModuleTree:
-        """The reduced model's."""
+        """The module tree of the reduced model."""
         return self.benches[0].tree
 
     @property
@@ -344,7 +344,7 @@ class ModelLayouts:
     def _draws(
         self, report: LayoutReport, of_model: ResolvedPlan | None
     ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
-        """Whose random numbers each module draws. Nothing of this is right for a plan with errors."""
+        """Whose random numbers each module draws; nothing for a plan with errors, as it does not show what is right."""
         if self.tp == 1 or not report.ok:
             return {}, ()
         try:
@@ -359,7 +359,7 @@ class ModelLayouts:
         return draws, (*wrong, *mixed)
 
     def _untyped(self, why: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-        """Why the layouts are not known. Where that is accepted, dropout in the model is not (SP370)."""
+        """The reasons why the layouts are unknown. If these are accepted as warnings, active dropout is still an error (SP370)."""
         found = tuple(why)
         active = tuple(active_probabilities(self.found.tree))
         if self.tp == 1 or not active or any(d.is_error for d in found):
@@ -367,12 +367,12 @@ class ModelLayouts:
         return (*found, unmanaged(active))
 
     def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
-        """What tp must divide in the code of a model without configuration. Its reduced model has the model's sizes."""
+        """The lengths that tp must divide in the code of a model without configuration. The reduced model of such a model has the same sizes."""
         return {} if self.found.config is not None else split_lengths(resolved, self.benches[0])
 
     def _too_many(self, plan: PlanFile) -> Diagnostic | None:
-        """The finding that tp does not divide a dim that the code of a model without configuration splits. It is seen
-        at the smallest size that divides tp, as the model may not run, or not split, with all the ranks."""
+        """A finding if tp does not divide a dim that the code of a model without configuration splits. The check runs
+        at the smallest size that divides tp: with all ranks, the model may not run or may not split the dim."""
         least = next((n for n in range(2, self.tp) if self.tp % n == 0), None)
         if self.found.config is not None or least is None:
             return None
@@ -436,8 +436,8 @@ UNPROVEN_HELP = (
 
 
 def unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
-    """The reason why a plan is not proven: an error or, where that is accepted, a warning. That the proof was of
-    another model than the one at hand (SP524, SP526) cannot be accepted."""
+    """The reason why a plan is not proven: an error or, where that is accepted, a warning. A proof of another model
+    than the given one (SP524, SP526) cannot be accepted."""
     if diagnostic.code in (NOT_CARRIED, NOT_REDUCED):
         return diagnostic
     return replace(

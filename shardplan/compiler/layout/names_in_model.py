@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 class Alike:
     """Matches the model's modules with those of its reduced model. If the reduced model has all of them, each matches
-    itself. Else those of one pattern, in blocks of one kind, match: in one kind of block `self_attn.k_proj` may read
-    one tensor with `q_proj`, and in another a tensor of its own.
+    itself. Otherwise modules match if they have one pattern and are in blocks of one kind. The kind matters:
+    `self_attn.k_proj` may read the tensor of `q_proj` in one kind of block, and a tensor of its own in another.
 
     Args:
         tree: of the model.
@@ -29,8 +29,8 @@ class Alike:
         self._same = tree.modules.keys() == reduced_tree.modules.keys()
 
     def everywhere(self, facts: Mapping[str, T]) -> Mapping[str, tuple[T, ...]]:
-        """Each module of the model -> the facts about the modules it matches, by their names in the reduced model; each
-        fact once. If nothing is known of a kind of block, the facts about all kinds."""
+        """Each module of the model -> the distinct facts about the modules that it matches. `facts` has them by names
+        of the reduced model. If nothing is known of a kind of block, the facts about all kinds."""
         if self._same:
             return {name: (fact,) for name, fact in facts.items() if name in self.tree.modules}
         known: dict[Key, dict[T, None]] = {}
@@ -52,7 +52,7 @@ class Alike:
 
 
 def _kinds(tree: ModuleTree) -> Mapping[str, frozenset[tuple[str, str]]]:
-    """Each block -> its structure: the places in it, those in lists under one name, each with its class."""
+    """Each block -> its structure: the names of the modules in it, with list indices starred, each with its class."""
     found: dict[str, set[tuple[str, str]]] = {}
     for name, module in tree.modules.items():
         home = block(name)
@@ -67,7 +67,7 @@ def incoming_of(alike: Alike, incoming: Mapping[str, Layout]) -> Mapping[str, La
 
 
 def disagreeing(alike: Alike, incoming: Mapping[str, Layout]) -> tuple[str, ...]:
-    """The model's modules with unknown incoming layout: those they match in the reduced model have different ones."""
+    """The model's modules whose incoming layout is unknown: the modules that they match in the reduced model have different ones."""
     return tuple(name for name, found in alike.everywhere(incoming).items() if len(found) > 1)
 
 

@@ -6,8 +6,8 @@ it is read, by the chain rule, operation by operation:
 
 | result | a whole operand's gradient on this rank |
 |---|---|
-| split | is this rank's slice's share: a partial sum |
-| sum | is this rank's summand's share: a partial sum |
+| split | is the share of this rank's slice: a partial sum |
+| sum | is the share of this rank's summand: a partial sum |
 | whole | is complete where the result's is, and a partial sum where the result's is |
 
 So a result that is split or a sum wants R for its whole operands. A whole result wants one type for all of them, and
@@ -36,11 +36,11 @@ class Operations:
     """Types the results of operations.
 
     Args:
-        known: of the values so far; types of results and findings are added.
+        known: the types of the values so far; the types of results, and findings, are added.
         plan: each module and its boundary.
-        spreads: of the run of every rank.
+        spreads: how values are spread, from the run of every rank.
         units: modules whose parameters are gathered only while they run themselves.
-        parts: operation -> operand -> whether it contributes to the result, where that was found out.
+        parts: operation -> operand -> whether it contributes to the result, where that is known.
 
     Attributes:
         doubts: as in `Proof`.
@@ -94,13 +94,13 @@ class Operations:
         self.op(event)
 
     def _is_mean(self, event: Event, sources: list[int]) -> bool:
-        """Whether the mean is over split features, and summed over the ranks (P -> R)."""
+        """Whether an operation is a mean over split features that the ranks add up (P -> R)."""
         return is_mean(self.plan, event.module, event.name) and all(self.known.type_of(n).kind == "V" for n in sources)
 
     def _readable(self, number: int, reader: str) -> bool:
-        """Whether a parameter is a local tensor while a module's code runs. It is in its owner's code, in that of the
-        block that sums its partial gradient, and in that of the module around it that reads it, unless it is in a unit
-        of its own."""
+        """Whether the code of module `reader` gets a parameter as a local tensor. It does in the parameter's owner and
+        in all modules inside the owner. It does in the owner's whole block if the gradient is partial (R), as the
+        block sums it. It does in modules around the owner, unless an FSDP unit inside the reader has the parameter."""
         owner = self.known.maker[number]
         running = (reader, *ancestors(reader)) if reader else ("",)
         if owner in running:
@@ -142,15 +142,15 @@ class Operations:
         return Type("I") if complete else Type("R") if partial else FREE
 
     def _kind(self, number: int, spread: Spread) -> TypeKind:
-        """The kind of an operand's type. Slices that are equal on all ranks (one key-value head for split queries)
-        count as R in a whole result."""
+        """The kind of an operand's type. A slice that all ranks have (one key-value head for split queries) counts as
+        R if the result is whole."""
         found = self.known.type_of(number)
         on_all = found.kind == "V" and spread.kind == "whole" and found.spread.copies == len(self.spreads.runs)
         return "R" if on_all else found.kind
 
     def _acting(self, event: Event, spread: Spread) -> list[int] | None:
-        """The partial sums and slices that contribute to a result that seems whole, and the partial sums that contribute
-        to one that seems split: only a tolerance, or a closed gate, hides them. None where this is not known."""
+        """The operands that a result hides: partial sums and slices in one that seems whole, partial sums in one that seems
+        split. Only a tolerance or a closed gate makes it seem so. None if it is unknown which operands contribute."""
         if event.kind != "op":
             return None
         hiding = {"whole": ("P", "V"), "split": ("P",), "sum": ()}[spread.kind]
@@ -169,7 +169,7 @@ class Operations:
         return [number for position, number in found.items() if known[position]]
 
     def _compared(self, event: Event, spread: Spread | str | None, output: int) -> None:
-        """A comparison that a partial sum decides: its result is the same on all ranks by chance. Counts of a rank's own tokens are none."""
+        """Note a comparison that a partial sum decides: ranks agree on its result only by chance. Counts of a rank's own tokens do not matter."""
         if isinstance(spread, Spread) and spread.kind == "whole" and self.known.run.values[output].dtype == torch.bool:
             acting = self._acting(event, spread) or ()
             if any(self.known.type_of(i).kind == "P" and self.known.run.requires_grad[i] for i in acting):
@@ -182,7 +182,7 @@ class Operations:
         return Type("P", SUM) if partial else FREE
 
     def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
-        """A whole result has operands of both types. If one side is parameters only, these are wrong."""
+        """A whole result has operands with complete gradients and operands with partial ones. If all of one kind are parameters, these are wrong."""
         if all(n in self.known.run.parameters for n in complete):
             for number in complete:
                 self._found_partial(event, number)
@@ -204,7 +204,7 @@ class Operations:
             self.known.find("partial", event, self.known.maker.get(number, event.module), (number, *others), once=True)
 
     def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
-        """The features of a value with an R tail that an operation takes."""
+        """The type of a result that takes all, the first or the last features of a value whose last features are R."""
         whole, tail = self.known.run.values[tangled], self.known.type_of(tangled).tail
         value = self.known.run.values[output]
         head, rest = whole[..., :-tail], whole[..., -tail:]

@@ -30,8 +30,8 @@ class Origins:
 
     @cached_property
     def read(self) -> frozenset[int]:
-        """The values that some differentiable result is computed from, also through other values (ids that are reshaped
-        and looked up), or that reach another boundary."""
+        """The values that reach another boundary, and those that a differentiable result is computed from, directly
+        or through other values (ids that are reshaped and looked up)."""
         read: set[int] = set()
         for event in reversed(self.run.events):
             if event.kind != "op" or any(self.run.requires_grad[i] or i in read for i in event.outputs):
@@ -60,7 +60,7 @@ class Origins:
         return tuple(found)
 
     def parameters(self, number: int) -> tuple[int, ...]:
-        """The parameters that a value is computed from, if nothing else in it is differentiable."""
+        """The parameters that a value is computed from; none if it also comes from anything else that is differentiable."""
         found: dict[int, None] = {}
         seen, queue = {number}, [number]
         for current in queue:

@@ -15,8 +15,8 @@ from .repairs import Repair, change, choices, reads_outside, ruled
 
 
 def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterator[Repair]:
-    """Changes to try where the model returns, or combines outside of its blocks, values whose gradients are partial sums.
-    They say that the results are read outside: of modules without a rule that the values come from, or that are around these.
+    """Changes to try if the model returns values with partial gradients, or combines such values outside of its
+    blocks. Each adds a rule with `read_outside` to a module that has no rule and is around one that the values come from.
 
     Args:
         run: the unsharded one.

@@ -40,11 +40,11 @@ class Prover:
     Args:
         model: the unsharded model.
         plan: each module and its boundary.
-        spreads: of the run of every rank.
+        spreads: how values are spread, from the run of every rank.
         origins: of the first rank's run.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
         units: modules whose parameters are gathered only while they run themselves.
-        parts: operation -> operand -> whether it contributes to the result, where that was found out.
+        parts: operation -> operand -> whether it contributes to the result, where that is known.
         stop: whether nothing after a finding matters.
         drawing: modules whose own code draws random numbers.
         results: as for `Crossings`.

@@ -65,8 +65,8 @@ Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (the draw, i
 
 
 class DrawnAlike(_DispatchMode):
-    """While active, an operation's draws depend on the shapes of its operands alone. So for whole values ranks draw
-    what the unsharded model does, and for slices other numbers."""
+    """While active, an operation's draws depend on the shapes of its operands alone. So ranks draw the unsharded
+    model's numbers for whole values, and other numbers for slices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:

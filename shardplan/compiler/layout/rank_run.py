@@ -118,8 +118,8 @@ class RankRecorder(Recorder):
             )
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:
-        """Refuse a rank without heads or features before a kernel runs on nothing: some divide by its number, which
-        ends the process. Code that meets empty tensors unsharded too (experts without tokens) does not count."""
+        """Refuse a rank without heads or features before a kernel gets its empty tensor: some kernels divide by its
+        length, which ends the process. Code that gets empty tensors unsharded too (experts without tokens) may run."""
         empty = next((t for t in operands if not t.numel()), None)
         if empty is not None and self._scopes[-1][0] not in self.reference.empty:
             raise ValueError(
@@ -138,9 +138,9 @@ class RankRecorder(Recorder):
         return partial(rms_norm, lambda own: mean)
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
-        """Rounding decides between nearly equal values (the best of many zeros). Where a rank chooses among values of
-        the unsharded run, it takes that run's choice, so that both continue alike. The same holds for a mean over the
-        features of all ranks."""
+        """A rank that chooses among values of the unsharded run takes that run's choice, so that both continue alike:
+        between nearly equal values (the best of many zeros), only rounding decides. A mean over the features of all
+        ranks is that run's too."""
         event = self.reference.at.get(place)
         if event is None or event.name != name or len(event.inputs) != len(operands):
             return

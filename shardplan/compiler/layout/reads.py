@@ -31,8 +31,8 @@ class SharedRead:
 
 
 def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]]) -> dict[str, str | None]:
-    """Reader -> the module that moved the same tensor I -> R before it, in each call of the block around both; None for
-    a reader that was not always preceded. (At run time `torchlib.shared_reads` finds the same.)
+    """Reader -> the module that moved the same tensor I -> R before it, in each call of the block around both; None
+    if there was none before it in some call. (At run time `torchlib.shared_reads` finds the same.)
 
     Args:
         tree: of the modules that run.
@@ -98,7 +98,7 @@ def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterabl
 
     Args:
         run: of a rank.
-        arrivals: (value, module) for each I that a module moves to R.
+        incoming: (value, module) for each I that a module moves to R.
         taken: modules that have a rule for their argument or result already, and can have no other.
     """
     readers: dict[int, list[str]] = {}

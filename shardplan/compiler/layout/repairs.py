@@ -73,7 +73,7 @@ class Repair:
 
     @property
     def placed(self) -> Repair:
-        """The change at the rule that states its options: an overlay's rule keeps them of the rule under it."""
+        """The change, made to the rule that states the options: an overlay's rule keeps options of the rule under it."""
         old, new = self.old, self.new
         if old is None or new is None or old.under is None or new.style != old.style:
             return self
@@ -189,7 +189,7 @@ def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
 
 
 def moved_inputs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try where a block input makes R of a value that a residual reads too: the norms at the block's beginning make it."""
+    """Changes to try if a block input moves a value to R that a residual reads too: the norms at the block's beginning make the move instead."""
     if finding.kind not in ("partial", "meeting"):
         return
     tree = plan.tree
@@ -212,7 +212,7 @@ def moved_inputs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
 
 
 def sliced_results(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try where a block of an overlay adds whole results to slices of the sequence: all its row-wise matrices return slices."""
+    """Changes to try if a block of an overlay adds whole results to slices of the sequence: all its row-wise matrices return slices instead."""
     if not plan.sequence_parallel or finding.kind not in ("crash", "slices"):
         return
     whole = {
@@ -275,7 +275,7 @@ def _needs_overlay(style: Style, output: Output | None) -> bool:
 
 
 def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
-    """A rule of another style with the old one's options that it may have too."""
+    """A rule of another style, with those options of the old rule that this style accepts."""
     rule = Rule(pattern="", style=style.name, location=OURS, output=output)
     if old is None:
         return rule

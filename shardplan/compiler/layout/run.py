@@ -33,7 +33,7 @@ from .spreads import Spreads
 from .typed_modules import boundaries
 from .typing_result import Proof
 
-# One multiplication or look-up each: their inner operations, with their adapters, count as one.
+# Modules of one multiplication or look-up: their inner operations, and those of their adapters, count as one.
 ATOMS = ("linear", "conv1d", "embedding")
 SEQUENCE = 1  # the dim of results [batch, sequence, ...] along which a rank of cp may return its own tokens
 

@@ -1,5 +1,5 @@
-"""The lengths that a rank's run splits: the number of ranks must divide them in a model's own code, where no
-configuration tells its heads."""
+"""The lengths that a rank's run splits. The number of ranks must divide them in a model without a configuration,
+which would tell its heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .typed_modules import boundaries
 def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
     """Length of an evenly split dim of a value -> where the first such value is made.
 
-    Left out are rows of a vocabulary, as their chunks need not be even, and groups of a norm, as ranks share them where they are fewer.
+    Rows of a vocabulary are left out, as their chunks need not be even. So are groups of a norm: ranks share them if there are fewer groups.
 
     Args:
         plan: bound to the reduced model, without findings, and without slices of the sequence.

@@ -107,7 +107,7 @@ def spread_of(
         reference: the unsharded model's.
         noise: the largest operand; its rounding error remains in the result.
         rounding: the relative rounding of the operations that the value comes from, where these are in half precision.
-        orders: those of other values, each index on one rank: to find one takes longer than to recognise it.
+        orders: those found for other values, with each index on one rank. To recognise one is faster than to find it.
     """
     if any(x.ndim != reference.ndim or x.dtype != reference.dtype for x in locals_):
         return None
@@ -136,7 +136,7 @@ def spread_of(
 
 
 def _tolerance(reference: Tensor, noise: float, rounding: float) -> float:
-    """As an absolute difference. Half precision rounds the ranks' values differently, several times."""
+    """The tolerance as an absolute difference. In half precision the ranks' values are rounded several times, each differently."""
     return max(TOLERANCE, 8 * rounding) * scale(reference) + max(1e-6, 8 * rounding) * noise
 
 
@@ -201,7 +201,7 @@ def _split(
 
 
 def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: float) -> Spread | None:
-    """Slices that several ranks have: neighbours, or any others."""
+    """The spread of slices that several ranks have, neighbours or others; None if the values are no such slices."""
     ranks, size, length = len(locals_), reference.shape[dim], locals_[0].shape[dim]
     if length and size % length == 0 and ranks % (size // length) == 0 and len({x.shape for x in locals_}) == 1:
         copies = ranks * length // size
@@ -221,8 +221,8 @@ def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: f
 def _among_equals(
     order: Sequence[tuple[int, ...]], reference: Tensor, dim: int, tolerance: float
 ) -> list[tuple[int, ...]] | None:
-    """The indices, with those of equal slices (repeated heads) given to one after the other; None if there are not as
-    many."""
+    """The order with each index once. Equal slices (repeated heads) cannot be told apart, so their indices are given
+    out in turn; None if their numbers differ."""
     first = _indices(reference, reference, dim, tolerance)
     if first is None:
         return None

@@ -108,7 +108,7 @@ class StageRun:
         return tuple(one for one in group if one.startswith(full_name(module, ""))) or group
 
     def region(self, module: str) -> str | None:
-        """The module of the first or last stage that a module is or is inside of."""
+        """The module of the first or last stage that is this module or is around it."""
         if module not in self._regions:
             ends = (*self.parts.first, *self.parts.last)
             self._regions[module] = next((one for one in ends if f"{module}.".startswith(f"{one}.")), None)
@@ -210,8 +210,8 @@ class StageRun:
         return makers
 
     def returning(self, number: int) -> str | None:
-        """The module whose result a value is: the block, if it is one of the block's further results, else the
-        innermost one; None if no module returns it."""
+        """The module that returns a value, None if no module does. For a further result of a block this is the block,
+        else it is the innermost module."""
         return self._returning.get(number)
 
     @cached_property
@@ -245,8 +245,8 @@ class Ends:
 
 
 def find_ends(runs: Iterable[StageRun]) -> Ends:
-    """The parameters, outside of the blocks and of what the plan names, that are read before the first block, and those
-    read after the last one, in recorded runs of one model."""
+    """Find which parameters are read before the first block, and which after the last one, in recorded runs of one
+    model. Those in the blocks, or in what the plan names, are left out."""
     runs = tuple(runs)
     tree, parts = runs[0].tree, runs[0].parts
     named = (*parts.blocks, *parts.first, *parts.last)
@@ -288,8 +288,8 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
 
 
 def _nearby(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
-    """The phase of a parameter that nothing reads: that in which all its neighbours are read, the others in its module, or
-    in a module around it that has no block inside. None where no neighbour is read, or they are read in several phases."""
+    """For a parameter that nothing reads, the phase in which its neighbours are read. These are the other parameters in its
+    module, or in a module around it without blocks. None if no neighbour is read, or if several phases read them."""
     for around in ancestors(name):
         prefix = full_name(around, "")
         if not around or any(one.startswith(prefix) for one in blocks):
@@ -301,7 +301,7 @@ def _nearby(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[
 
 
 def stage_root(tree: ModuleTree, name: str, blocks: tuple[str, ...]) -> str:
-    """The module that owns a parameter, if it has nothing else below it or is one operation; else the parameter."""
+    """The module that owns a parameter, if no other module with parameters is below it or if it is one operation; else the parameter itself."""
     owner = tree.owner(name)
     if owner and tree.modules[owner].kind in ("embedding", "linear", "conv1d"):
         return owner

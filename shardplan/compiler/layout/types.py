@@ -75,7 +75,7 @@ def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ..
 
 
 def shared_order(found: Spread, copies: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """For each rank, the indices of a value of that length whose slices are each on so many neighbouring ranks."""
+    """For each rank, its indices along the split dim of `found` if each slice were on `copies` neighbouring ranks."""
     size = 1 + max((index for indices in found.order or () for index in indices), default=-1)
     length = size * copies // ranks
     starts = [rank // copies * length for rank in range(ranks)]

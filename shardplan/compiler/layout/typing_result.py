@@ -24,8 +24,8 @@ class Proof:
         reads: values that several modules each move I -> R.
         sums: partial sums that are reduced one by one and then added to each other.
         operations: how many operations were typed.
-        doubts: operation -> the operands that must not contribute to it if its result is what it seems; whether they do
-            is not known.
+        doubts: operation -> the operands that must not contribute if its result is what it seems; it is unknown
+            whether they do.
         operands: how the operand of each operation that may draw random numbers, and of each layer with adapters, is spread.
         stopped: whether typing ended at the last of the findings; what comes after it was not looked at.
         entering: (value, module) for each I that a module moves to R.

@@ -1,5 +1,5 @@
-"""What `shares` should name: numbers of a module by which its code reshapes what a plan splits, such as the number of heads; its buffers
-and arguments that have a value for each head."""
+"""What `shares` should name: numbers of a module by which its code reshapes what a plan splits (the number of heads),
+and its buffers and arguments with a value for each head."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
 
 
 def share_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module, reference: Trace) -> Iterator[Repair]:
-    """Changes to try where a module's code combines slices with whole values of its own: its share of a buffer, or of an
-    argument that it is called with (a bias for each head).
+    """Changes to try if a module's code combines slices with whole values of its own: it then reads a rank's share of
+    a buffer, or of an argument (a bias for each head).
 
     Args:
         model: the reduced model, for the code.
@@ -75,7 +75,7 @@ def share_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module, refere
 
 
 def of_crash(plan: ResolvedPlan, finding: Finding) -> str | None:
-    """What usually helps where no change of one rule does: each whole operand of the code that raises needs a rank's part."""
+    """What usually helps if no change of one rule does: the line that raises needs a rank's part of each whole operand."""
     if finding.kind != "crash":
         return None
     where = plan.tree.pattern(finding.module) or "the model"
@@ -87,7 +87,7 @@ def of_crash(plan: ResolvedPlan, finding: Finding) -> str | None:
 
 
 def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repair:
-    """The rule of a module with further numbers divided; a rule that only does this where it has none."""
+    """The change that divides further numbers of a module: in its rule or, if it has none, in a new rule."""
     around = plan.assignments.get(module)
     declared = around.rule.divided if around is not None else ()
     return _sharing(plan, module, tuple(Share(name) for name in divided if name not in declared))
