@@ -223,8 +223,8 @@ def _is_impossible(alternative: tuple[Segment, ...], stored: set[str], others: s
 
 
 def _are_configured(facts: Facts) -> bool:
-    """Whether every count that tp must divide is a number of the configuration, so that the model has it too, and none
-    may also be the length of a dimension that its attention splits into heads."""
+    """Whether tp must divide only numbers of the configuration, which the model has too, and none of them may be the
+    length of a dimension that attention splits into heads."""
     numbers = facts.resolved.tree.numbers
     width, heads = numbers.get("head_dim", 0), numbers.get("num_attention_heads", 0)
     in_heads = (heads * width, numbers.get("num_key_value_heads", heads) * width)

@@ -46,8 +46,8 @@ def unsplit_plan(found: FoundModel) -> Parsed:
 
 
 def _calls(found: FoundModel) -> Mapping[str, int] | None:
-    """How often the forward of the modules of each pattern runs in a forward of the reduced model, at most; None if
-    unknown."""
+    """Pattern of modules -> how often the forward of one of them runs, at most, in a forward of the reduced model;
+    None if unknown."""
     from shardplan.model.build_tree import tree_of
     from shardplan.model.reduced import make_reduced_model
 

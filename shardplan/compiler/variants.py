@@ -136,7 +136,7 @@ def prove_stages(
 
 
 def _merged(found: Mapping[Overlays, tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
-    """Those of the variants without and with sequence parallelism, then without and with the sections that apply on the mesh."""
+    """The findings of all variants, merged: without and with sequence parallelism, then without and with the sections that apply on the mesh."""
     sides: dict[Overlays, list[tuple[Diagnostic, ...]]] = {}
     for on, about in found.items():
         sides.setdefault(on - {"sequence_parallel"}, []).append(about)

@@ -30,7 +30,7 @@ class Layer:
 
     Args:
         rules: the rules that apply.
-        reached: the names that each one matches.
+        reached: the names that each of them matches.
         keys: the keys of all rules.
     """
 
@@ -75,7 +75,7 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
 
 
 def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
-    """Drops the rules of other sections for what is in a module whose experts a rule distributes whole."""
+    """Drop what other sections say about the inside of a module whose experts a rule distributes whole."""
     experts = {
         name: a.section
         for name, a in assignments.items()
@@ -148,7 +148,7 @@ def _both(rule: Rule, reached: Reached) -> Diagnostic:
 
 
 def _clashes(layer: Layer) -> Iterator[Diagnostic]:
-    """One finding for each pair of rules that meet."""
+    """One finding for each pair of rules of one section that match the same names, unless the later one has `override`."""
     seen: dict[str, Rule] = {}
     meetings: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for number, (rule, reached) in enumerate(zip(layer.rules, layer.reached, strict=True)):

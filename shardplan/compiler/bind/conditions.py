@@ -62,8 +62,8 @@ class _Conditions:
         """The plan and its ancestors with their conditions decided.
 
         Args:
-            restated: the keys of applying rules of plans that extend this one. Such rules are judged alone, also where
-                the inherited rule's condition reads a field that the child's models lack.
+            restated: the keys of applying rules in plans that extend this one. An inherited rule of such a key is
+                replaced, so it is no finding if its condition reads a field that the child's models lack.
         """
 
         def when(rule: Rule | SumRule, section: Section) -> bool:

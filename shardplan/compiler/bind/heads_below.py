@@ -1,4 +1,4 @@
-"""The rules for tp below modules whose heads are exchanged over cp: these too say which heads and channels a rank has there."""
+"""Rules for tp below modules whose heads are exchanged over cp: they also say which heads and channels a rank of cp has there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLD = ("output", "shares", "fused", "divides")  # options of the module's rule 
 def with_heads_below(
     over_cp: Mapping[str, Assignment], over_tp: Mapping[str, Assignment], tree: ModuleTree
 ) -> dict[str, Assignment]:
-    """The assignments for cp, with those for tp that also say what a rank of cp has; these keep the section for tp.
+    """The assignments for cp, and those for tp that also say what a rank of cp has. The latter keep their section.
 
     Args:
         over_tp: the assignments of the section `tensor_parallel` alone.

@@ -31,7 +31,7 @@ class PipelineParts:
 
 
 def may_match_nothing(plan: PlanFile) -> frozenset[str]:
-    """Keys of the plan's rules that are optional or for some configurations alone; a `carry` of the same words is too."""
+    """Keys of rules that are optional or apply to some configurations only. An entry of `carry` with the same text may match nothing too."""
     rules = (rule for one in plan.lineage for section in SECTIONS for rule in one.rules(section))
     return frozenset(rule.pattern for rule in rules if rule.optional or rule.when is not True)
 

@@ -72,7 +72,7 @@ def _members(tree: ModuleTree, block: str, rule: SumRule) -> tuple[tuple[str, ..
 
 
 def _unmatched(tree: ModuleTree, rule: SumRule, blocks: Mapping[str, tuple[tuple[str, ...], ...]]) -> list[Diagnostic]:
-    """Patterns that match in no block; else a rule that finds two modules in no block."""
+    """Findings about patterns that match in no block; if there are none, about a rule that finds two modules in no block."""
     missing = [p for i, p in enumerate(rule.outputs) if not any(lists[i] for lists in blocks.values())]
     if not missing:
         if any(len({name for each in lists for name in each}) > 1 for lists in blocks.values()):

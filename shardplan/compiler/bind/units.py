@@ -94,7 +94,7 @@ def _of_own_dtype(tree: ModuleTree, units: frozenset[str], left_out: frozenset[s
     """In units whose trained parameters have several dtypes: the outermost modules whose parameters all have one of the
     rarer dtypes. Scalars belong to no unit.
 
-    Modules that mix dtypes themselves, or have tied parameters, stay (`check.fsdp` refuses their unit).
+    Modules that mix dtypes themselves, or have tied parameters, stay in their unit, which `check.fsdp` refuses.
     """
     trained = {n: p for n, (_, p) in tree.parameters.items() if p.requires_grad and p.shape and n not in left_out}
     if len({p.dtype for p in trained.values()}) < 2:

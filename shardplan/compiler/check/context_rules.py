@@ -99,7 +99,7 @@ def _hollow(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
 
 
 def scattering(on_cp: ResolvedPlan) -> dict[str, str]:
-    """Modules whose heads are exchanged -> one below whose tp rule scatters sums; over cp it has those of a rank's own tokens."""
+    """Module whose heads are exchanged -> a module below it whose rule for tp scatters sums. Over cp, its sums are those of a rank's own tokens."""
     found: dict[str, str] = {}
     for name, a in on_cp.modules.items():
         output = boundary(a.rule).output

@@ -53,7 +53,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
 
 
 def _is_tensor(facts: Facts, name: str, path: str) -> bool:
-    """Whether a share without a dim is a buffer of a module, or an argument of its forward."""
+    """Whether a share without a dim names a buffer of a module, or an argument of its forward."""
     module = facts.resolved.tree.modules.get(name)
     return module is not None and path not in module.numbers and path in (*module.buffers, *(module.arguments or ()))
 

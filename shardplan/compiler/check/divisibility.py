@@ -60,10 +60,10 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _padded(facts: Facts, requirements: list[Requirement], tp: int) -> str:
-    """The next number that tp divides, and what a model of that size would have more; "" where it is not one dim of matrices.
+    """The next number that tp divides, and what a model of that size would have in addition; "" where it is not one dim of matrices.
 
-    A query head of zeros in a group that is there reads this group's values, so its columns of the output matrix would be trained: heads
-    are added by whole groups.
+    Heads are added by whole groups. A query head of zeros in an existing group would read that group's values, so its
+    columns of the output matrix would be trained.
     """
     first, tree = requirements[0], facts.resolved.tree
     around = _around(tree, first)

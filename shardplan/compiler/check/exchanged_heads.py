@@ -48,13 +48,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def heads_shared_over_cp(resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, exact: bool) -> dict[int, int]:
-    """Number of key-value heads where several ranks of cp share each -> how many of them a rank of tp has in a reduced
-    model: one where it has one in the model, else as few as keep them apart.
+    """Number of key-value heads in the model, if several ranks of cp share each -> their number on a rank of tp in a
+    reduced model: one if it has one in the model, else the fewest that keep different numbers apart.
 
     Args:
         resolved: variants of a plan, bound to the model.
         sizes: of the mesh, with a size of tp.
-        exact: as many as in the model, for one that is not made smaller or for all ranks of the mesh.
+        exact: as many as in the model, for a model that is not made smaller or for all ranks of the mesh.
     """
     tp = sizes.tp or 1
     shared = (one for plan in resolved for one in Facts(plan).shared_with_cp if one.shares)

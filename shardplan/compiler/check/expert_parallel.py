@@ -26,7 +26,7 @@ COMBINED = Code("SP395")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """With the section: its sizes. Then the rules of all sections; those that need the axis ep must be in this one."""
+    """Checks the sizes, if the plan has the section, then the rules of all sections: those that need the axis ep must be in this one."""
     resolved = facts.resolved
     rules = {name: a for name, a in resolved.modules.items() if facts.style(a).experts is not None}
     misplaced = {
@@ -78,7 +78,7 @@ def _of_rules(
 
 
 def _mesh(facts: Facts) -> MeshSizes:
-    """The sizes to check, where none of tp is given as well."""
+    """The sizes to check, also if no size of tp is given."""
     return replace(facts.resolved.sizes, tp=facts.tp)
 
 

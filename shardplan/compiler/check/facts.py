@@ -42,12 +42,12 @@ class Facts(StorageFacts):
 
     @cached_property
     def shared_with_cp(self) -> tuple[Requirement, ...]:
-        """Every count that the ranks of tp and cp together must divide: of what is split below modules whose heads cp exchanges."""
+        """Every count that the ranks of tp and cp together must divide: those of what is split below modules whose heads are exchanged."""
         on_cp = self.resolved.on_cp
         return () if on_cp is None else tuple(requirements(StorageFacts(on_cp)))
 
     def exchanges(self, tp: int, cp: int) -> bool:
-        """Whether all of these counts allow such sizes."""
+        """Whether every count in `shared_with_cp` allows these sizes."""
         return all(one.allows(tp * cp) for one in self.shared_with_cp)
 
     @cached_property

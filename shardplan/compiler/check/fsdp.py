@@ -1,11 +1,11 @@
 """Plans that FSDP2 would refuse, reported before it is called.
 
-From torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py. Dim 0 is padded,
+Read in `torch/distributed/fsdp/_fully_shard` of torch 2.13, and tried in tests/test_check_fsdp_torch.py. Dim 0 is padded,
 also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is refused. Parameters without
-dimensions, which FSDP2 refuses (`_verify_managed_param`), are not given to it (`runtime.parallel.whole_scalars`).
-Refused are: trainable parameters of several dtypes in one unit (`_fsdp_param_group.py`, `_init_mp_dtypes`), where they
-cannot be units of their own; a number of ranks to reshard to that does not divide (`_get_post_forward_mesh_info`); and
-any such number for parameters that tp has split (`_fsdp_param.py`, `to_sharded_post_forward`).
+dimensions, which FSDP2 refuses (`_verify_managed_param`), are not given to it (`runtime.parallel.whole_scalars`). Refused
+are: trainable parameters of several dtypes in one unit (`_fsdp_param_group.py`, `_init_mp_dtypes`), where they cannot be
+units of their own; a number of ranks to reshard to that does not divide (`_get_post_forward_mesh_info`); and any such number
+for parameters that tp has split (`_fsdp_param.py`, `to_sharded_post_forward`).
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _finding(facts: Facts, code: Code, names: list[str], split: dict[str, Rule])
 
 
 def _like_siblings(facts: Facts, names: list[str], split: dict[str, Rule]) -> tuple[Edit, ...]:
-    """The rules that split matrices as their siblings of the same widths are split, or read what these split; none where one has no such sibling."""
+    """Rules that split forgotten matrices like siblings of the same widths, or as readers of what these split; none if one has no such sibling."""
     tree = facts.resolved.tree
     edits: dict[str, Edit] = {}
     around = {parent(sibling) for sibling in split}  # of one layer, for all

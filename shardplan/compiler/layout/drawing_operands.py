@@ -19,9 +19,7 @@ WHOLE_FEATURES = frozenset(
     "dropout1d dropout2d dropout3d feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_".split()
 )
 OWN_CODE = "own code"  # in place of an operation: any value of the module's own code
-LINEAR = frozenset(
-    ("dropout", "dropout_")
-)  # linear: their results for the parts of a sum add up to their result for the sum
+LINEAR = frozenset(("dropout", "dropout_"))  # linear: the results for the parts of a sum add up to that of the sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ class SharedRead:
     """One value, moved I -> R by each of several readers.
 
     Args:
-        module: where one block input would do: the innermost module that gets the value as an argument and in which
-            nothing else differentiable reads it; else the module whose result it is.
+        module: where one block input would do: the innermost module that gets the value as an argument and has no
+            other differentiable reader of it inside; else the module that returns it.
         argument: the argument; None for the result.
         readers: the modules that move it.
     """

@@ -16,8 +16,8 @@ from .heads_over_cp import with_heads
 
 
 def with_context(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """The programs of a variant with the moves over cp. If a module needs the whole sequence, and modules below it have
-    its moves along the sequence over tp, they get the moves over cp too: both axes move one value (`core.nesting`)."""
+    """The programs of a variant with the moves over cp. A module may need the whole sequence while modules below it
+    make its moves over tp. Those then make its moves over cp too, as both axes move one value (`core.nesting`)."""
     assert plan.on_cp is not None, plan.overlays
     found, inside = with_heads(plan, programs)
     for name, bound in bound_modules(plan.on_cp).items():

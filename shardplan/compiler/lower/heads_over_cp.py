@@ -86,8 +86,8 @@ class _Exchange:
         return None if program == ModuleProgram(one.name) else program
 
     def _projects(self, one: BoundModule) -> bool:
-        """Whether it is a projection below: the code around it does not read its weight itself. The inner parts of a
-        layer wrapped by adapters do not count."""
+        """Whether a module is a projection below the mixer, and no code around it reads its weight directly. The
+        inner parts of an adapted layer do not count."""
         around = ancestors(one.name)
         if one.module.kind not in MATMUL or self.mixer.name not in around:
             return False
@@ -104,7 +104,7 @@ class _Exchange:
         return replace(program, on_cp=on_cp, means=replace(means, ranks=over_tp) if over_tp > 1 else None)
 
     def of_mixer(self, program: ModuleProgram, below: list[BoundModule]) -> ModuleProgram:
-        """The program of the mixer, which reads its share of values that are no projection's input or output."""
+        """The program of the mixer. It reads its share of values that are no input or output of a projection."""
         shares = (share for one in below for share in self._read_by_mixer(one))
         slices = tuple(replace(one, heads=one.heads and one.heads // self.tp) for one in self.mixer.slices)
         first, *others = self.mixer.boundary.inputs

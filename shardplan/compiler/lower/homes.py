@@ -1,4 +1,4 @@
-"""The module where a module's parameters are together with others."""
+"""The home of a module: a module around it that has all its parameters present while it runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from shardplan.core.tree import ancestors, block
 
 
 def home_of(name: str, units: frozenset[str]) -> str:
-    """The module whose parameters are all present while it runs: the block that a module is in, or an FSDP unit inside
-    it; outside of blocks, the module itself.
+    """The home of a module: the FSDP unit or the block around it, the nearer of both. It may be the module itself,
+    and is if neither is around it.
 
     Args:
         units: the FSDP units.

@@ -19,7 +19,7 @@ class IncomingLayouts:
 
     Args:
         modules: of the bound plan.
-        seen: the result of the layout check: `ResolvedPlan.arrivals`.
+        seen: the result of the layout check: `ResolvedPlan.incoming`.
     """
 
     def __init__(self, modules: Mapping[str, BoundModule], seen: Mapping[str, Layout]):
@@ -33,15 +33,15 @@ class IncomingLayouts:
         return P if {I, P} <= {*move.sources} and self._waits_for(name) else move.sources[0]
 
     def _waits_for(self, name: str) -> bool:
-        """Whether the sum of an embedding may wait for this block input: not if it waits for another one and this one saw none."""
+        """Whether the sum of an embedding may wait for this block input: not if a whole value was seen here and the sum at another one."""
         if not any(output.until_block_input for output in self.outputs.values()):
             return False
         entrances = (other for other, one in self.modules.items() if one.link == "block_input")
         return self.seen.get(name) != I or not any(self.seen.get(other) == P for other in entrances)
 
     def output_layout(self, name: str) -> Layout:
-        """The declared output of a module. If its readers decide: what the layout check found, else R if an output head
-        that takes R follows, else I."""
+        """The declared output of a module. If its readers decide, it is what the layout check found. If that did not
+        run, it is R before an output head that takes R, else I."""
         output = self.outputs[name]
         if not output.unresolved_gradient:
             return output.destination

@@ -51,8 +51,8 @@ def lower_modules(
     """The module programs of one variant, by name, in the tree's order.
 
     Args:
-        stored: how the model that runs as this variant stores each parameter, if as another variant does.
-        whole: without a tp axis but with ep or cp: of the rules for tp, lower only the exchanges of tokens.
+        stored: how the model stores each parameter, if it is stored as another variant and only runs as this one.
+        whole: lower only the exchanges of tokens, no other rules for tp: the mesh has ep or cp but no tp.
     """
     programs = _on_tp(plan, stored, whole=whole)
     return programs if plan.on_cp is None else with_context(plan, programs)
@@ -147,9 +147,9 @@ def _alone(one: BoundModule) -> ModuleProgram:
 def _also_reads(
     plan: ResolvedPlan, modules: Mapping[str, BoundModule], module: ModuleInfo
 ) -> tuple[tuple[str, ParameterProgram], ...]:
-    """The parameters that the layout check saw the module read. For distributed experts all parameters below, because
-    ranks run the experts a different number of times. All below also for a module that did not run there (a vision
-    tower without images), owns parameters and has no rule below."""
+    """The parameters that the layout check saw the module read. For distributed experts these are all parameters
+    below, because ranks run the experts a different number of times. So they are for a module that did not run in the
+    check (a vision tower without images), if it owns parameters and no rule is below it."""
     tree, prefix = plan.tree, full_name(module.name, "")
     below = tuple(name for name in tree.parameters if name.startswith(prefix))
     if modules[module.name].experts is not None:

@@ -90,7 +90,7 @@ class Program:
     @property
     def parallelize_plan(self) -> dict[str, ParallelStyle]:
         """Fresh styles for torch's `parallelize_module`, by module name. Each can be applied once."""
-        # They are torch's; `describe` needs no torch.
+        # Imported only here, as it needs torch; `describe` needs none.
         from shardplan.runtime.parallel.make_styles import make_styles
 
         return make_styles(self.resolved, self.by_name)[0]
