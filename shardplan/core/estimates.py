@@ -248,7 +248,7 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """All terms overlap perfectly: the time of the longest."""
+        """The time of the longest term, as if all overlapped perfectly."""
         return self.terms[self.by]
 
 

@@ -238,7 +238,7 @@ class FeatureMeans:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsProgram:
-    """How a module runs that is a stack of experts; every rank has some, whole.
+    """How a stack of experts runs; every rank has some experts, whole.
 
     Args:
         count: the number of experts on all ranks together.
@@ -258,8 +258,8 @@ class HeadShare:
     """The features or heads that a rank of cp has out of those of its tp rank.
 
     Args:
-        over_both: how a parameter is read that is split over an axis of tp * cp ranks.
-        over_tp: how it is read on tp; None if a rank of tp has all of it, as of buffers.
+        over_both: how the parameter would be read if it were split over one axis of tp * cp ranks.
+        over_tp: how it is read on tp; None if a rank of tp has all of it, as with buffers.
         size: the length of the whole dim.
         tp, cp: the sizes of the axes.
         owner: the module that has it, relative to the module that reads its share.
@@ -282,7 +282,7 @@ class HeadShare:
         return dim
 
     def of_ranks(self, tp_rank: int) -> tuple[Ranges, ...]:
-        """The places that each rank of cp has, by rank, within those of the tp rank."""
+        """The ranges that each rank of cp has, by rank, counted within those of the tp rank."""
         held = ((0, self.size),) if self.over_tp is None else self.over_tp.ranges(self.size, self.tp, tp_rank)
         starts = [*accumulate((length for _, length in held), initial=0)]
 
@@ -307,12 +307,12 @@ class ContextProgram:
         outside: the positions in the output that are read outside of the block.
         hollow: the argument of a module whose heads are exchanged: its code sees the shape of the whole sequence, and
             the modules below with rules read the rank's tokens. None: there is none; "": the first.
-        takes: whether it is such a module. An argument with all tokens is read as it is; then `leave` moves nothing,
-            and the module computes the rank's features with its `shares`.
+        takes: whether the module's heads are exchanged. If its argument has all tokens, it is read as it is: `leave`
+            moves nothing, and the module computes the rank's features with its `shares`.
         features: the rank's features in the moves between slices of the sequence and slices of the features.
         shares: parameters and buffers, here and below, that the rank reads its share of.
         slices: arguments that it reads its share of.
-        means: if a mean over features that are spread over the ranks covers those of all; the ranks of tp take part in it.
+        means: for a mean that covers the spread features of all ranks; the ranks of tp take part in it.
     """
 
     style: str
@@ -343,12 +343,12 @@ class ModuleProgram:
         enter: moves of arguments, in order.
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, if rows are looked up by id.
-        means: if a mean over features that are spread over the ranks covers those of all.
+        means: for a mean that covers the spread features of all ranks.
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
             an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose
             forward holds both.
         read: for the "scope": the output positions that code of the model reads; tuples at others have their parts of the sequence made whole.
-        joins: the module with whose output this output, a partial sum, is reduced; this module outputs zeros instead.
+        joins: this output is a partial sum that is reduced together with the output of that module; this module outputs zeros instead.
         joined: the modules whose outputs are reduced with this one's.
         collects: the modules below this block that others join: no sum waits after the block's forward.
         sum_rule: for a module that others join: the plan's text that declares it.

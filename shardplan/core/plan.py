@@ -19,7 +19,7 @@ from .sum_outputs import SummedOutputs, SumRule
 from .tree import ModuleTree
 
 Overlay = Literal["sequence_parallel", "expert_parallel", "context_parallel"]
-# A section inside another is written as both names with a dot, and applies where both do.
+# A section inside another has both names, joined by a dot, and applies if both do.
 Section = Literal["tensor_parallel", Overlay, "expert_parallel.sequence_parallel"]
 # Sections that apply together, by `variant_name`.
 Variant = Literal[
@@ -122,7 +122,7 @@ class Rule:
             every rank runs in full (router logits of an auxiliary loss).
         exchange: how tokens are sent to the ranks of their experts; None: the style's default.
         regather: whether backward keeps only the shard of values gathered along the sequence, and gathers it again.
-        having: only for modules with a module or parameter of this name below them, or a number of it; None: for all.
+        having: only for modules that have a number of this name, or a module or parameter of this name below them; None: for all.
         when: a condition over the configuration: if it fails, there is no such rule. A bool: whether it holds.
         stated: the names of the options in the document.
         under: the rule that this one overrides, and keeps options of.
@@ -337,7 +337,7 @@ class ResolvedPlan:
         draws: module whose own code draws random numbers in training -> whose numbers.
         pp_blocks: the repeated blocks that pipeline stages divide, in order.
         pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
-            plan names and, after a recorded run was examined (`compiler.layout.pipeline_ends`), all others with parameters.
+            plan names and, after a recorded run was examined (`compiler.layout.stage_plan`), all others with parameters.
         pp_carried: the modules whose output later stages get too.
         pp_handed: the parts of that output, as that run shows.
         pp_results: the length of a block's result tuple; 0: one tensor. Seen in that run.

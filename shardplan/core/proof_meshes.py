@@ -20,7 +20,7 @@ def ranks_over_cp(shared: Mapping[int, int], kept: MeshSizes | None = None) -> i
 
     Args:
         shared: numbers of such heads -> the number of them on a rank of tp.
-        kept: the mesh, where it exchanges heads of a model that keeps its own numbers of them: all its ranks then, or as many as fit.
+        kept: the mesh, if heads are exchanged in a proof model with the model's own numbers of heads: then all its ranks of cp, or as many as fit.
     """
     if kept is None:
         return 2 * max(shared.values(), default=1)

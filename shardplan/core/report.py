@@ -261,7 +261,7 @@ class ProvenCalls:
         shapes: those of its tensors, except the labels.
         steps: their number, in train mode.
         switched: additions in the second call: switches of the forward, padding.
-        replaced: the input of one more call in place of ids.
+        replaced: the input that replaces ids in one more call.
         left_out: calls that fail on the unsharded model, and why; nothing is proven of them.
     """
 

@@ -55,7 +55,7 @@ def nearest_path(path: Path) -> str | None:
 
 
 def with_known_names(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose TypeError about an argument that it does not have names the one most like it."""
+    """The function, with a help in its TypeError about an unknown argument: the known argument most like it."""
     names = inspect.signature(function).parameters
 
     @wraps(function)

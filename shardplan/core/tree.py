@@ -119,7 +119,7 @@ class ModuleTree:
         numbers: the numbers of the text config under their own names (`num_attention_heads`; if an `attribute_map`
             renames them, under both names), those of nested configs also dotted (`vision_config.hidden_size`). Lists of
             equal numbers count as that number.
-        shared: groups of names of modules with parameters that are one object, only the outermost; `modules` has the first name.
+        shared: groups of names of one module object with parameters, only the outermost such; `modules` has the first name.
         fields: all fields of the configuration under the same names: their number, None, or their type in words ("a
             text"). For a list of words also the count of each word (`layer_types.full_attention`).
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
@@ -214,7 +214,7 @@ class ModuleTree:
     @cached_property
     def _numbered(self) -> frozenset[str]:
         """The lists of unlike elements: Sequentials of several classes, and lists in which a star would name different
-        things. Blocks of several classes are alike: `having` tells them apart."""
+        things. Blocks of several classes count as alike: `having` tells them apart."""
         lists = (name for name, module in self.modules.items() if module.kind == "list" and self.children[name])
         return frozenset(name for name in lists if self._unlike(name))
 
@@ -230,7 +230,7 @@ class ModuleTree:
             return several
         if element(elements[0]) and not leaves:
             return False
-        if not several:  # in a list of lists, the same wrapper around different parts
+        if not several:  # in a list of lists, equal wrappers may hold different parts
             return name.rpartition(".")[2].isdecimal() and self._apart(elements)
         return element(name) or self._clash(elements)  # a block that is a list has parts, each of its own kind
 
@@ -348,8 +348,8 @@ def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
 
 
 def homes(tree: ModuleTree, names: Iterable[str]) -> dict[str, str]:
-    """Module -> its home: its block; for modules in no block, the innermost module around all of these. A block itself
-    and the root have none.
+    """Module -> its home, the block around it. The home of modules in no block is the innermost module around all of
+    them. Blocks and the root have none.
 
     Args:
         names: modules of the tree.

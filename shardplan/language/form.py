@@ -171,7 +171,7 @@ def _right_field(path: Path, root: Node) -> Proposed:
 
 
 def _with_style(node: Node | None) -> Proposed:
-    """A rule with the style that changes nothing, where its options alone say something (shares of a module's code)."""
+    """A proposal for a rule without a style, if its options alone say something (shares of a module's code): the style that changes nothing."""
     said: Any = to_data(node) if isinstance(node, MapNode) else {}
     if "shares" not in said or not all(takes("replicate", name) for name in said):
         return _MISSING, ()

@@ -145,7 +145,7 @@ def _indented(lines: list[str], layout: _Layout) -> list[str]:
 
 
 def _levels_below(lines: list[str], layout: _Layout) -> dict[int, int]:
-    """Line -> the level of the next line that has one, which a comment before it gets."""
+    """Line -> the level that a comment there gets: that of the next line that has one."""
     levels, level = {}, 0
     for number in range(len(lines), 0, -1):
         level = layout.level.get(number, level)

@@ -19,7 +19,7 @@ WIDTH = 120
 
 
 def shares_of(options: Mapping[str, Any]) -> Any:
-    """The shares that a rule's old words mean; None if they have another form, or a norm's groups no number."""
+    """The shares that a rule's old words mean; None if the words have another form, or if a norm's `groups` come without a number to divide."""
     numbers, groups = _listed(options.get("divide", [])), options.get("groups")
     if numbers is None or (groups is not None and not numbers):
         return None

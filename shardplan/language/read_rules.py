@@ -87,7 +87,7 @@ def rule_mappings(entry: Node, path: Path) -> Iterator[tuple[Path, MapNode]]:
             yield (*path, i), item
 
 
-# Named where a style is no known word.
+# The styles that a finding names if a style is no known word.
 USUAL = (
     "colwise",
     "rowwise",
@@ -198,7 +198,7 @@ def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None
 def _check_expression(
     node: Scalar, path: Path, parse: Callable[[str], Expression], what: str, findings: Findings
 ) -> None:
-    """A text of the right form; any other is a finding about the form."""
+    """Checks a text that has the right form; any other value is a finding about the form."""
     text = node.value
     if not isinstance(text, str) or not 0 < len(text) <= MAX_EXPRESSION:
         return

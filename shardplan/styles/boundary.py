@@ -110,9 +110,9 @@ class Boundary:
         return replace(self, inputs=inputs, output=output)
 
     def on(self, axis: Axis) -> Boundary:
-        """The same boundary on another axis than tp. Parameters are whole there and never read complete, so I on tp
-        becomes R. Where a block's heads are split, its partial sums become slices of the sequence. Layouts keep the
-        axis tp: code that types or lowers a single axis knows which one it is."""
+        """The same boundary on another axis than tp. Parameters are whole there and their gradients are partial sums,
+        so I on tp becomes R. Where a block's heads are split, its partial sums become slices of the sequence. Layouts
+        keep the axis tp: code that types or lowers a single axis knows which one it is."""
         if axis is Axis.TP:
             return self
 
@@ -196,8 +196,8 @@ def _output(style: Style, rule: Rule) -> OutputBoundary | None:
 
 
 def returns_tokens(on_cp: ResolvedPlan | None) -> bool:
-    """Whether each rank of cp returns the results of its own tokens: some sequence that a rule for cp splits is made
-    whole by none. A gather undoes the nearest split: an encoder's, not that of the decoder next to it.
+    """Whether each rank of cp returns the results of its own tokens: a rule for cp splits some sequence, and none
+    makes it whole. A gather undoes the split nearest to it: an encoder's, not that of the decoder after it.
 
     Args:
         on_cp: `ResolvedPlan.on_cp`.

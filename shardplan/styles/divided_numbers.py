@@ -92,7 +92,7 @@ def group_length(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> int | No
 
 
 def group_number(plan: ResolvedPlan, assignment: Assignment, name: str) -> Literal["length", "groups"] | None:
-    """The meaning of a norm's number for its rule's groups: the features of one group, or how many groups there are."""
+    """What a norm's number counts: the features of one group of its rule ("length"), or the groups; None if neither."""
     module = plan.tree.modules.get(assignment.name)
     groups = next((one.groups for one in assignment.rule.shares if one.name == name), None)
     if module is None or groups is None:

@@ -26,8 +26,8 @@ GROUPS = "num_key_value_groups"  # attribute for the number of query heads per k
 def head_counts(
     placement: ParameterStyle, rule: Rule, around: ModuleInfo, numbers: Mapping[str, int | float], sizes: Sequence[int]
 ) -> tuple[int | None, ...]:
-    """The number of heads in each length, as `head_count` finds it or as the rule declares it, one for each length.
-    None for a number without a value (compiler/check/declared.py reports it)."""
+    """For each length, its number of heads: as the rule declares it, else as `head_count` finds it. None for a
+    declared number without a value (compiler/check/declared.py reports it)."""
     if rule.heads:
         return tuple(number_or_none(one, numbers) for one in rule.heads[: len(sizes)]) + (None,) * (
             len(sizes) - len(rule.heads)

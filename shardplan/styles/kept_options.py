@@ -13,7 +13,7 @@ KEPT = ("shares", "fused", "divides", "heads", "packed")
 
 
 def with_kept(rule: Rule, other: Rule) -> Rule:
-    """A rule with another rule's options that its own style may have too; options that it states itself win."""
+    """A rule with those options of another rule that its own style accepts; options that it states itself win."""
     style = STYLES[rule.style]
     kept: dict[str, Any] = {
         "shares": other.shares if style.features.means else tuple(replace(one, groups=None) for one in other.shares),

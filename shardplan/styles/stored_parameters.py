@@ -63,8 +63,8 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
 
 
 def _computed_without_rule(plan: ResolvedPlan, module: ModuleInfo) -> Layout:
-    """For a whole copy: a partial gradient inside of distributed experts, as each rank runs its own on other tokens. If
-    all tp ranks call them with the same tokens, the exchange sums it."""
+    """The layout in which a whole copy is read. Inside of distributed experts its gradient is partial (R), as each rank
+    runs its own experts on other tokens. If all tp ranks call them with the same tokens, the exchange sums it (I)."""
     experts = distributed_experts(plan, module.name)
     if experts is None:
         return I

@@ -137,8 +137,8 @@ class Trial:
 
     Args:
         on: kinds of modules.
-        whole, sliced: its rank among all trials there, the likeliest the smallest, without and with sequence
-            parallelism; None: it is not tried.
+        whole, sliced: its rank among all trials there, without and with sequence parallelism; the smallest rank is
+            the likeliest. None: it is not tried.
         output: the `output:` of the tried rule.
     """
 

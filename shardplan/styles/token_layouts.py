@@ -11,8 +11,8 @@ from .boundary import boundary
 
 
 def tokens_layout(plan: ResolvedPlan, module: str) -> Layout:
-    """I, R, or V(0): as the layout check saw it, else from the plan's structure: the layout inside the nearest block
-    input, or outside of all of them the slices of sequence parallelism.
+    """I, R or V(0), as the layout check saw it. If it did not see it, the layout inside the nearest block input;
+    outside of all block inputs, slices with sequence parallelism, else I.
     """
     if (plan.sizes.tp or 1) == 1:
         return I
