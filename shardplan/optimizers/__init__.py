@@ -1,4 +1,4 @@
-"""Optimizers that step whole matrices, for models whose matrices are sharded."""
+"""Optimizers that step whole matrices, for models whose parameters are sharded."""
 
 from .muon import Muon
 from .published_steps import stepped_by

@@ -29,11 +29,11 @@ class Stack:
         name: the parameter's.
         shape: the whole stack's.
         group: the ranks that share it; None: this rank has it whole.
-        boxes: each rank's part, by its rank in the group.
-        place: this rank's rank in the group.
-        packing: the stored order of its rows, by the plan, along a dim of the stack.
-        tp: the size of the axis over which they are packed.
-        parts: the sizes of separate matrices along `part_dim`; empty: it is one.
+        boxes: each rank's part, by the rank's index in the group.
+        place: this rank's index in the group.
+        packing: the order in which the plan stores the rows, along a dim of the stack; None: the original one.
+        tp: the size of the axis for which the rows are packed.
+        parts: the sizes of separate matrices along `part_dim`; empty: there is only one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Stack:
 
     @cached_property
     def work(self) -> int:
-        """The work of the products of one of its matrices."""
+        """The work of stepping one of its matrices, in multiplications of a Newton-Schulz step."""
         sizes = self.parts or (self.shape[self.part_dim],)
         other = self.shape[3 - self.part_dim]
         return sum(min(size, other) ** 2 * (2 * max(size, other) + min(size, other)) for size in sizes)
@@ -76,7 +76,7 @@ class Stack:
 
     @cached_property
     def stripes(self) -> tuple[tuple[Range, tuple[int, int]], ...]:
-        """The ranges of this rank's box along `part_dim`, each with the shape of its matrices: shapes may have rates of their own."""
+        """The ranges of this rank's box along `part_dim` by part, each with its matrices' shape, as the learning rate may depend on shapes."""
         start, end = self.box[self.part_dim]
         rows, columns = self.shape[1:]
         if not self.parts:
@@ -92,7 +92,7 @@ class Stack:
 
 
 class Groups:
-    """The process groups of parameters split over several mesh axes, each made once. All ranks of a group ask for it."""
+    """The process groups of parameters that are split over several mesh axes, each made once. All ranks of a group must ask for it."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], str | None], ProcessGroup] = {}

@@ -1,4 +1,4 @@
-"""The state of whole-matrix steps: at each matrix's owner, and as shards in a training state, which has no owners."""
+"""The state of whole-matrix steps: each matrix's owner has it; a saved training state, which knows no owners, has it as shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .matrix_shards import Stack
 from .owned_matrices import Owned
 
 PREFIX = "whole_matrix."  # the prefix of its tensors' names in their parameter's state
-LEADING = 3  # dims of size 1 before a matrix's own: no state tensor then has its parameter's shape, which is stored in another order
+LEADING = 3  # dims of size 1 before a state's own: a state tensor with its parameter's shape would be taken for rows in stored order
 State = dict[str, Tensor]
 _Kind = tuple[int, str, torch.Size, torch.dtype]  # the part, the name, the tensor of each matrix
 

@@ -41,7 +41,7 @@ _DEFAULTS = {
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon on a planned model, and another optimizer for parameters that are not matrices, as one optimizer.
+    """torch.optim.Muon for the matrices of a planned model, and another optimizer for all other parameters, as one optimizer.
 
     Each matrix has an owner among the ranks that share it, balanced by work. The owner gathers its gradient with momentum, steps it,
     and sends the update back: two all-to-alls for each bucket of matrices. The momentum is stored like its parameter. Given the same
@@ -59,9 +59,9 @@ class Muon(Optimizer):
         parts: pattern of names -> the sizes of separate matrices that lie next to each other in one parameter, in the order of the
             unsharded model, such as queries, keys and values; or one size for all of them, such as heads. Default: a parameter is one
             matrix.
-        whole_matrix: in place of Newton-Schulz, a function of the gradient with momentum [rows, columns] that returns its update, with
-            the same shape and dtype. Only the owner calls it; its update is multiplied by `lr` where `adjust_lr_fn` is not given.
-        stateful: `whole_matrix` also takes the matrix's dict, in which it keeps tensors: Shampoo, SOAP.
+        whole_matrix: replaces Newton-Schulz: a function of the gradient with momentum [rows, columns] that returns the update, with
+            the same shape and dtype. Only the owner calls it. Its update is multiplied by `lr` where `adjust_lr_fn` is not given.
+        stateful: `whole_matrix` also takes the matrix's dict, in which it keeps tensors (Shampoo, SOAP).
         bucket_size: elements of the matrices that are sent at a time.
         options: `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and `adjust_lr_fn` of torch.optim.Muon, with
             its defaults.
@@ -187,7 +187,7 @@ class Muon(Optimizer):
         return one.stack.in_one([self._update(one, i, part) for i, part in enumerate(one.stack.in_parts(whole))])
 
     def _update(self, one: Owned, part: int, matrices: Tensor) -> Tensor:
-        """The update of a part of each matrix, [n, rows, columns]. On a CPU a batch would be no faster, and add in another order."""
+        """The update of one part of each matrix, [n, rows, columns]. On a CPU a batch would be no faster, and sum in another order."""
         group, step, states = self.param_groups[0], self._whole_matrix, self._states
 
         def newton_schulz(matrix: Tensor) -> Tensor:

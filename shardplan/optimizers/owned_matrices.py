@@ -54,13 +54,13 @@ class Owned:
         return tensor[tuple(slice(start - at, end - at) for (start, end), at in zip(box, origin, strict=True))]
 
     def own(self, local: Tensor) -> Tensor | None:
-        """This rank's part, cut from its part of the stack."""
+        """This rank's part of these matrices, cut from its part of the stack."""
         (a, _), (b, _), (c, _) = self.stack.box
         return self.cut(local, (a, b, c), self.stack.place)
 
 
 def owned(stacks: Iterable[Stack]) -> list[Owned]:
-    """All matrices, each with its owner. All ranks of a group compute the same."""
+    """All matrices, each with its owner. All ranks of a group compute the same result."""
     found: list[Owned] = []
     by_group: dict[ProcessGroup | None, list[Stack]] = {}
     for stack in stacks:
@@ -78,7 +78,7 @@ def owned(stacks: Iterable[Stack]) -> list[Owned]:
 
 
 def _pieces(stack: Stack) -> Iterator[Owned]:
-    """A stack, divided where other ranks begin to have parts; a range that several ranks have is divided again, one piece a rank."""
+    """A stack in pieces, cut where other ranks hold the matrices. A range that several ranks hold is cut again, one piece for each rank."""
     full = [(place, box) for place, box in enumerate(stack.boxes) if all(start < end for start, end in box)]
     borders = sorted({at for _, box in full for at in box[0]})
     for first, last in pairwise(borders):
@@ -92,10 +92,10 @@ def _pieces(stack: Stack) -> Iterator[Owned]:
 
 
 def buckets(pieces: Iterable[Owned], most: int) -> Iterator[list[Owned]]:
-    """The pieces of several ranks in the order of exchange; each bucket has work for all ranks.
+    """The shared pieces in the order of exchange, in buckets with work for all ranks.
 
     Args:
-        most: the elements of a bucket, which has at least one piece of each rank.
+        most: the most elements of a bucket; but it has at least one piece of each rank that has pieces left.
     """
     queues: dict[tuple[ProcessGroup, torch.dtype], dict[int, list[Owned]]] = {}
     for one in pieces:
@@ -177,7 +177,7 @@ def _volume(box: Box | None) -> int:
 def _all_to_all(
     sent: Sequence[Sequence[Tensor]], expected: Sequence[int], like: Tensor, group: ProcessGroup | None
 ) -> Sequence[Tensor]:
-    """The tensors that each rank of the group sent to this one, in one row."""
+    """For each rank of the group, the tensors that it sent to this one, flattened into one row."""
     rows = [x.reshape(-1) for parts in sent for x in parts]
     given = torch.cat(rows) if rows else like.new_empty(0)
     found = like.new_empty(sum(expected))

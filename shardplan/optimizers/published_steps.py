@@ -13,7 +13,7 @@ State = dict[str, Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _GROUP, _STATE = "group", "state"
-_PROBED = 3  # steps; some packages only begin their state in the first
+_PROBED = 3  # steps; the first step of some packages only makes their state
 _SAME = 1e-6  # of the largest update, in float64
 
 
@@ -21,16 +21,16 @@ def stepped_by(make: MakeOptimizer) -> Callable[[Tensor, State], Tensor]:
     """A `whole_matrix` for `Muon(..., stateful=True, momentum=0.0, nesterov=False)`: the step of another optimizer, such as a package's
     Shampoo or SOAP, which gets each matrix whole.
 
-    The optimizer steps a matrix of zeros with the gradient; the change, with the sign turned, is the update, which Muon takes `lr` times. Its
-    state, and the numbers of its group that a step changes, are kept as tensors in the matrix's dict.
+    The optimizer steps a matrix of zeros with the gradient. The negative of the change is the update, which Muon multiplies by `lr`. The
+    optimizer's state, and the numbers of its group that a step changes, are kept as tensors in the matrix's dict.
 
     Args:
         make: makes the optimizer of a list with one matrix, with lr 1 and without weight decay: `lambda matrices: SOAP(matrices, lr=1.0,
             weight_decay=0.0)`.
 
     Raises:
-        ValueError: the update depends on the values of the matrix (weight decay, trust ratios), which no step of zeros has. It is found by
-            trying.
+        ValueError: the update depends on the values of the matrix (weight decay, trust ratios), which here are all 0. Trial steps
+            find it.
         TypeError: the optimizer keeps something that is no tensor, number, None, or list or dict of these.
     """
     _try(make)
@@ -53,7 +53,7 @@ def stepped_by(make: MakeOptimizer) -> Callable[[Tensor, State], Tensor]:
 
 
 def _kept(optimizer: Optimizer, matrix: Tensor, made: Mapping[str, Any]) -> State:
-    """What the optimizer needs for its next step: the matrix's state, and the numbers of its group that are no more as they were made."""
+    """What the optimizer needs for its next step: the matrix's state, and the numbers of its group that have changed."""
     (group,) = optimizer.param_groups
     changed = {
         name: value
@@ -64,7 +64,7 @@ def _kept(optimizer: Optimizer, matrix: Tensor, made: Mapping[str, Any]) -> Stat
 
 
 def _try(make: MakeOptimizer) -> None:
-    """Some steps of a small matrix, from two values of it. All ranks find the same, before any waits for another."""
+    """Try some steps of a small matrix from two initial values. All ranks find the same, before any rank waits for another."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(_PROBED)]

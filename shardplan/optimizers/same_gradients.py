@@ -17,9 +17,9 @@ SHOWN = 3
 
 
 def ranks_of(parts: Iterable[nn.Module], stacks: Iterable[Stack], groups: Groups) -> ProcessGroup | None:
-    """All ranks that have a model's parameters, as shards or copies, to agree on facts that their hosts know; None where none is shared.
+    """The group of all ranks that have a model's parameters, as shards or copies; None where no parameter is shared.
 
-    Its collectives run on the hosts, and do not wait for the devices.
+    It is for facts that the hosts know: its collectives run on the hosts, and do not wait for the devices.
     """
     meshes = [applied(part).mesh.mesh for part in parts if was_touched(part)]
     if not meshes or all(stack.group is None for stack in stacks):

@@ -1,1 +1,1 @@
-"""What the package uses of torch besides its public functions: every private name, modes, and readers of modules."""
+"""The parts of torch that are used below its public functions: every private name, modes, and readers of modules."""

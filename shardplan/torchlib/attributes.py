@@ -1,4 +1,4 @@
-"""Divides head counts and split sizes that a module reads from itself or from its config."""
+"""Divides the numbers of heads and the split sizes that a module reads from itself or from its config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class DividedConfig:
-    """A config as one module sees it: some numbers divided, the rest as in the shared config, with later changes."""
+    """A config as one module sees it: some numbers are divided; all else is read from the shared config, later changes too."""
 
     def __init__(self, config: Any, numbers: dict[str, int | list[int]]):
         self.__dict__["_config"] = config
@@ -66,7 +66,7 @@ def _remember(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def whole_attributes(model: nn.Module) -> Iterator[None]:
-    """While active, attributes that were divided or set are the unsharded model's."""
+    """While active, attributes that were divided or set have the unsharded model's values."""
     changed = [(module, module.__dict__[WHOLE]) for module in model.modules() if WHOLE in module.__dict__]
     parts = [{name: getattr(module, name) for name in whole} for module, whole in changed]
     for module, whole in changed:

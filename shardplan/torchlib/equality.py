@@ -10,12 +10,12 @@ from .complex_numbers import real_parts
 # Per tensor, the largest difference over the largest reference value. Up to the first bound, float32 values are equal;
 # above it the case runs again in float64, with the second bound.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
-HUGE = 1e20  # masks are filled with the smallest number there is; it sets no scale
+HUGE = 1e20  # masks are filled with the smallest number of a dtype, which must not set the scale
 
 
 def relative_error(value: Tensor, reference: Tensor, scale: float | None = None) -> float:
-    """The largest difference over the largest reference value. It is infinite for another shape, for a NaN, and for a
-    value beyond `HUGE` where the reference is anything else.
+    """The largest difference over the largest reference value. It is infinite if the shapes differ, for a NaN, and where
+    only one of the two is beyond `HUGE`.
 
     Args:
         scale: the largest reference value, if it is known.

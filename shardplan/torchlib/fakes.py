@@ -22,9 +22,9 @@ _PLAIN = frozenset(
 
 @cache
 def keep_device_guard() -> None:
-    """Let threads end after they made tensors without memory. Where a CUDA build of torch finds no CUDA devices, the first such
-    thread of a process owns the substitute for them, and all others read it. In torch 2.11 it is destroyed with that thread,
-    and the next such tensor ends the process (`c10::impl::ensureCUDADeviceGuardSet`). So the first one is a thread that stays.
+    """Make it safe for threads that made tensors without memory to end. Where a CUDA build of torch finds no CUDA devices, the first such
+    thread of a process owns the devices' substitute, and all threads read it. In torch 2.11 it is destroyed with that thread, and the
+    next such tensor ends the process (`c10::impl::ensureCUDADeviceGuardSet`). So the first one is a thread that never ends.
     """
     if not torch.backends.cuda.is_built():
         return
@@ -40,9 +40,9 @@ def keep_device_guard() -> None:
 
 
 class FakeTensors(_Mode):
-    """torch's mode, which computes the shapes of an operator's result once for all similar arguments. It spends a third
-    of a traced step on comparing them field by field; here a tensor is one tuple of the values that determine its
-    fields. Another third goes into making results; here they get the fields of the first one on their device at once."""
+    """torch's mode, which computes the shapes of an operator's result once for all similar arguments. torch's own spends a third of a
+    traced step on comparing arguments field by field; here one tuple of the values that determine the fields is compared. It spends
+    another third on making results; here a result gets all fields at once, from the first one on its device."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         keep_device_guard()

@@ -14,14 +14,14 @@ FACTORIES = (Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_tens
 
 class Hollow(Tensor):
     """Replaces a module's argument for code that asks for its shape, dtype or device. It has no values and no memory.
-    Computing with it raises, except for operations that are equally right on a slice: a product with a whole value,
-    which is sliced first, and a change of dtype. These give a hollow tensor again.
+    Computing with it raises, except for operations that can run on the slice instead: a product with a whole value,
+    which is then sliced too, and a change of dtype. Their result is again hollow.
 
     Args:
         kept: the slice.
         shape: that of the whole value.
-        cut: slices a value that has all of the dim.
-        refused: the message about a function that computes with it.
+        cut: slices a value that has the whole dim.
+        refused: name of a function that computes with it -> the message of the error.
     """
 
     kept: Tensor
@@ -40,7 +40,7 @@ class Hollow(Tensor):
         return Hollow(kept, self.shape, self._cut, self._refused)
 
     def _times(self, other: Any) -> Hollow | None:
-        """The product with a whole value that repeats over the dim, or has all of it; None for any other value."""
+        """The product with a number, or with a tensor that broadcasts to the whole value's shape; None for any other value."""
         if not isinstance(other, Tensor):
             return self._of(self.kept * other)
         if isinstance(other, Hollow) or other.ndim > self.ndim:
@@ -62,7 +62,7 @@ class Hollow(Tensor):
             return args[0] if kept is args[0].kept else args[0]._of(kept)
         return super().__torch_function__(func, types, args, kwargs)
 
-    @classmethod  # torch declares it the way it calls it, without the class
+    @classmethod  # torch declares it without the class, as it calls it
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:

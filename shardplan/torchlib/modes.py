@@ -1,4 +1,4 @@
-"""Modes of torch: for running reduced models, whatever modes the caller uses and whatever the model compiles, and one
+"""Modes of torch: some for running reduced models, whatever modes the caller uses and whatever the model compiles; and one
 that keeps kernels from ending the process."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def uncompiled() -> AbstractContextManager[None]:
 @contextmanager
 def reduced_runs() -> Iterator[None]:
     """The mode for running reduced models. The caller's dispatch modes (a fake or simulated tensor mode, a default device)
-    are off: tensors made inside are real, and on the CPU unless the code says otherwise. Operators run in one thread: for
-    matrices of a few rows, waiting for a second thread costs ten times as much where other programs use the cores.
+    are off: tensors made inside are real, and on the CPU unless the code says otherwise. Operators run in one thread: if
+    other programs use the cores, waiting for a second thread costs ten times as much as products of a few rows.
     """
-    # A device as context intercepts every torch call: without need, a third of the time of the layout check.
+    # A device as context intercepts every torch call, which takes a third of the layout check's time: only where it is needed.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,8 +44,8 @@ def reduced_runs() -> Iterator[None]:
 
 @contextmanager
 def meshes_made_once() -> Iterator[None]:
-    """While active, FSDP2 makes the mesh of its own axes and tp once for all parameters on the same two meshes, not
-    once per parameter, which takes longer than everything else it does with one."""
+    """While active, FSDP2 makes the joint mesh of its own axes and tp once for all parameters on the same two meshes. To make it
+    for each parameter takes longer than all other work on that parameter."""
     kind = private("DeviceMesh")
     make, made = kind._concatenate, {}
 

@@ -53,7 +53,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     ),
     Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
     Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0", "2.15.0")),
-    # torch 2.13 has a property of this name; it raises if there are several.
+    # In torch 2.13 this is a property, which raises if there are several groups.
     Attributes(*_STATE, ("_fsdp_param_group",), _UNITS),
     Attributes(
         *_STATE,

@@ -22,7 +22,7 @@ BACKEND = "threads"
 _Threaded: Any = private("ThreadedGroup")
 _ThreadedCollective: Any = private("ThreadedCollective")
 ENDED = "another rank has ended"
-Place = tuple[str, int, int, int, int]  # of a message: group, source, destination, tag, its number among those
+Place = tuple[str, int, int, int, int]  # of a message: group, source, destination, tag, number among such messages
 
 
 class RankGroup(_Threaded):
@@ -57,7 +57,7 @@ class RankGroup(_Threaded):
         return _Receipt(self._next(src, self._rank, tag, sends=False), tensor)
 
     def _get_backend(self, device: torch.device) -> RankGroup:
-        """The sender for a device: torch 2.14 asks it, for any class of groups, whether it sends several at once."""
+        """The backend for a device. torch 2.14 calls this for any class of groups, to ask whether the backend sends several tensors at once."""
         return self
 
     def _next(self, src: int, dst: int, tag: int, *, sends: bool) -> Place:
@@ -67,7 +67,7 @@ class RankGroup(_Threaded):
 
     @classmethod
     def meet(cls, store: dist.Store, size: int) -> None:
-        """Wait until all ranks of a group have created it. Torch itself would wait half an hour after a rank has ended.
+        """Wait until all ranks of a group have created it, or a rank has ended: then torch itself would wait for half an hour.
 
         Args:
             store: the group's.
@@ -113,7 +113,7 @@ class RankGroup(_Threaded):
 
     @classmethod
     def waiting(cls) -> tuple[frozenset[object], int]:
-        """What ranks wait for, and how many wait. If two calls give the same, they waited all the time in between."""
+        """What ranks wait for, and how many wait. If two calls return the same, the ranks have waited all the time in between."""
         with cls._coll_lock:
             running: list[Any] = list(_Threaded._cur_coll_on_pgs.values())
         joined = {(one, count) for one in running if (count := one._count) < one._world_size}
@@ -124,7 +124,7 @@ class RankGroup(_Threaded):
 
 
 class _Collective(_ThreadedCollective):
-    """A collective of a whole group. One rank does all the work; if it fails the others end, however it handles the error."""
+    """A collective of a whole group. One rank does all the work. If it fails, the other ranks end, however it handles the error."""
 
     def join(self, rank: int, data: Any) -> Any:
         try:
@@ -138,7 +138,7 @@ def _begin(mine: Any, group: RankGroup) -> _Collective:
     """The running collective of a group: a new one of this kind, or one that another rank has begun.
 
     Raises:
-        RuntimeError: that one has another kind or source rank: torch would apply the first rank's call to all.
+        RuntimeError: that one is of another kind, or has another source rank; torch would apply the first rank's call to all ranks.
     """
     with _Threaded._coll_lock:
         name, running = group.pg_name, _Threaded._cur_coll_on_pgs

@@ -21,11 +21,11 @@ def rms_norm(
     """torch.rms_norm over the last dim (arXiv 1910.07467), in its order of operations.
 
     Args:
-        mean: of the squares [..., features], float32 where x is in half precision, over the last dim, kept with length 1.
+        mean: takes the squares [..., features], in float32 if x is in half precision; returns their mean over the last dim, [..., 1].
         x: [..., features].
         normalized_shape: one number; it is not read, as a rank may have fewer features.
         weight: [features].
-        eps: None means that of the computing dtype.
+        eps: None: the machine epsilon of the dtype that it computes in.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(mean(wide.pow(2)) + (torch.finfo(wide.dtype).eps if eps is None else eps))

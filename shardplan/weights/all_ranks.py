@@ -20,16 +20,16 @@ _calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 @contextmanager
 def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator[Callable[[object], None]]:
-    """Do something on all ranks of a mesh, and check at its end that it succeeded on all.
+    """Do the work of this context on all ranks of a mesh, and check at its end that it succeeded on all.
 
-    The context yields a function that takes values which must be equal on all ranks; they must be picklable and
+    The context yields a function for values that must be equal on all ranks. They must be picklable and
     comparable.
 
     Args:
         mesh: its ranks take part; None: all ranks of the default process group.
         doing: a description of the work, for messages.
-        call: the name of the function that this begins. A rank that waits for ranks which have not called it warns after a
-            few seconds, and names them.
+        call: the name of the function whose call this begins. A rank that waits for ranks that have not called it warns after
+            a few seconds, and names them.
 
     Raises:
         RuntimeError: another rank failed (the message names it, with its error), or the values differ. The rank that
@@ -52,7 +52,7 @@ def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator
     try:
         with called.watched() if called else nullcontext():
             answers = _everyone(outcome, mesh)
-    except Exception as error:  # a rank died; a failure on this rank is the cause, if there is one
+    except Exception as error:  # a rank died; if this rank failed, that is the cause
         if called and failure is None and (text := called.missing()):
             raise RuntimeError(text) from error
         raise failure or error from error

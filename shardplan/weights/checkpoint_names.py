@@ -170,8 +170,8 @@ def _convert(converter: WeightConverter, name: str, sources: list[str], model: n
 
 
 def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    """The tensors of a model as a checkpoint has them. Reverts the conversions that the model was loaded with, else
-    those of its type, as `save_pretrained` does."""
+    """The tensors of a model under a checkpoint's names and in its layout. As `save_pretrained`, reverts the conversions that
+    the model was loaded with, or else those of its type."""
     if not isinstance(model, PreTrainedModel):
         return dict(tensors)
     with original_classes(model), torch.no_grad():
@@ -179,6 +179,6 @@ def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy
 
 
 def kept_name(names: tuple[str, ...], model: nn.Module) -> str:
-    """The name under which a tied tensor is saved: transformers does not fill it from another one."""
+    """The name under which a tied tensor is saved: the one that transformers does not fill from another name."""
     filled = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in names if name not in filled), names[0])

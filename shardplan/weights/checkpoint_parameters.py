@@ -19,7 +19,7 @@ from .whole_tensors import Arrived, WholeTensor, merged, numbers_of, own_of, sto
 
 
 def checkpoint_parameters(model: nn.Module | Pipeline, ranks: Sequence[int] | None) -> Iterator[tuple[str, Tensor]]:
-    """Give and raise what `full_parameters(names="checkpoint")` does."""
+    """`full_parameters(names="checkpoint")`: the same results and errors."""
     mesh = applied(model).mesh.mesh
     members = mesh.mesh.flatten().tolist()
     chosen = members if ranks is None else [*ranks]

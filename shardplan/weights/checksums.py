@@ -20,8 +20,8 @@ Written = tuple[int, str]  # a file's length and SHA-256
 
 
 class SummedFiles(filesystem.FileSystem):
-    """torch's file system, which also computes checksums of what it writes, and reads nothing back. `written` has the files of
-    one folder by name."""
+    """torch's file system. It also computes the checksums of files while it writes them, so it reads nothing back. `written` has
+    the files of one folder by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class SummedFiles(filesystem.FileSystem):
 
 
 class _Summed:
-    """A file that is written from beginning to end."""
+    """A file that is written from beginning to end, and summed on the way."""
 
     def __init__(self, stream: IO[bytes]):
         self.stream = stream
@@ -84,7 +84,7 @@ def write_checksums(folder: Path, mine: Mapping[str, Written]) -> None:
 
 
 def identity(folder: Path) -> str | None:
-    """An identifier of this saved state; None where there is none."""
+    """An identifier of the saved state; None if there is none."""
     try:
         return hashlib.sha256((folder / CHECKSUMS).read_bytes()).hexdigest()
     except (FileNotFoundError, NotADirectoryError):

@@ -7,11 +7,11 @@ A save of a folder X has a unique key: a number and a token. Its files are in a 
   `KEY.new` is the newest state, and any process that finds it renames it to X, as the save itself would have done.
 - `KEY.gone` is deleted.
 
-The save that begins last counts. It ends each earlier save that has not decided, by making a *file* named `KEY.old`: no folder can be
-renamed to it any more. So a process that is continued after hours fails at its decision, and has changed nothing. Such a file stays
-until the process that it ends has seen it; the file for a dead process stays for good.
+The save that begins last wins. It ends each earlier save that has not decided, by making a *file* named `KEY.old`: then no folder can be
+renamed to that name. So a process that is continued after hours fails at its decision, and has changed nothing. Such a file stays until
+the process that it ends has seen it. If that process is dead, the file stays for good.
 
-So nothing here depends on what was true a moment ago: each step names its own key, and the file system refuses a step that comes too late.
+So nothing here relies on an earlier look: each step names its own key, and the file system refuses a step that comes too late.
 Only names in `.X.saves` and X itself are renamed. NFS does that on the server, and no locks are needed (docs/decisions/0016).
 """
 
@@ -68,7 +68,7 @@ def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
     new = _claim(folder, "new")
     try:
         _end_others(new, folder)
-        _check_existing(folder, overwrite, marks)  # a decided save may have just ended
+        _check_existing(folder, overwrite, marks)  # again: a decided save may have ended just now
     except BaseException:
         abandon(new)
         raise
@@ -105,7 +105,7 @@ def _claim(folder: Path, what: str) -> Path:
 
 
 def _end_others(new: Path, folder: Path) -> None:
-    """End every other save: it has ended, or raises when it comes to its decision.
+    """End every other save: each has already ended, or raises when it comes to its decision.
 
     Of two saves that begin at once, each has made its folder before it looks for others, so at least one sees the other. The
     key decides which one goes on.
@@ -130,7 +130,7 @@ def _end_others(new: Path, folder: Path) -> None:
 
 
 def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
-    """Rename the new folder to `folder`, inside of `saving`. Until then an old one is complete; then it is removed.
+    """Rename the new folder to `folder`, inside of `saving`. Until then an old one is complete; afterwards it is removed.
 
     Args:
         new: what `begin` returned.
@@ -161,7 +161,7 @@ def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
 
 
 def _decide(folder: Path, old: Path) -> bool:
-    """Move the folder away. Returns whether there was one. Fails if another save made a file of that name."""
+    """Move the folder away: the decision. Returns whether there was a folder. Fails if another save made a file of that name."""
     try:
         try:
             os.rename(folder, old)
@@ -232,7 +232,7 @@ def clear(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a complete folder: at no time does a part of it have its name."""
+    """Remove a complete folder. At no time is only a part of it under its name."""
     gone = _claim(folder, "gone")
     os.rename(folder, gone)
     _delete(gone)
@@ -287,9 +287,9 @@ def _kind(path: Path) -> str | None:
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder of `.X.saves` after renaming it: a folder named new or old always has all its files.
+    """Remove a folder of `.X.saves` after renaming it, so that a folder named new or old always has all its files.
 
-    Any process deletes folders without a use. What cannot be deleted now (NFS keeps a file that is open) is left to the next process."""
+    Any process deletes unused folders. What cannot be deleted now (NFS keeps a file that is open) is left to the next process."""
     gone = _Key(_key_of(path).number, secrets.token_hex(8)).path(path.parent, "gone")
     with suppress(FileNotFoundError):
         os.rename(path, gone)

@@ -113,7 +113,7 @@ def _stored(model: nn.Module) -> list[_Stored]:
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that `state_dict()` has, each once, whole even where a rank reads only a share."""
+    """The buffers that `state_dict()` has, each once. They are whole, even where a rank reads only a share."""
     kept = {
         id(buffer)
         for module in model.modules()
@@ -126,7 +126,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _of_stages(
     pipeline: Pipeline, gradients: bool
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The same for pipeline stages: the ranks of a stage gather each of its parameters, and send it to the other stages."""
+    """`full_parameters` for pipeline stages: the ranks of a stage gather each of its parameters, and send it to the other stages."""
     pipeline.check_finished()
     found = {stage: _stored(part) for stage, part in pipeline.by_stage.items()}
     tensors = stage_tensors(

@@ -2,8 +2,8 @@
 
 A `Lazy` is a tensor for code that moves weights (transformers' conversions stack, concatenate, split, transpose and
 reshape them). It has a shape and a dtype but no values. `read` fills a tensor with a box of it, and asks the leaves only
-for what that box needs. Operations that only rearrange are read in slices; a reshape, in slices of the dims that it
-leaves alone. Any other operation reads its whole arguments, one call at a time.
+for what that box needs. Operations that only rearrange are read in slices; a reshape is read in slices of the dims that
+it leaves alone. Any other operation reads its whole arguments, one call at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def read(tensor: Lazy, out: Tensor, box: Box | None = None) -> None:
 
 
 def expressions(tensor: Lazy) -> Iterator[Expression]:
-    """All expressions that a tensor is made by."""
+    """All expressions that make a tensor."""
     waiting = [tensor.expression]
     while waiting:
         expression = waiting.pop()
@@ -86,7 +86,7 @@ def leaves(tensor: Lazy) -> dict[str, Leaf]:
 
 
 def in_slices(tensor: Lazy) -> bool:
-    """Whether every box of the tensor is made of boxes of the leaves that are no larger."""
+    """Whether every box of the tensor can be read from boxes of the leaves that are no larger."""
     return not any(isinstance(one, Reshape | Computed) for one in expressions(tensor))
 
 
@@ -102,7 +102,7 @@ def _lazies(value: Any) -> Iterator[Lazy]:
 
 
 def _changed(value: Any, change: Callable[[Lazy], Tensor]) -> Any:
-    """The arguments of an operation with every lazy tensor replaced."""
+    """The arguments of an operation, with every lazy tensor replaced."""
     if isinstance(value, Lazy):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -247,7 +247,7 @@ class Computed(Expression):
         result = self.operation(*_changed(self.args, values), **_changed(self.kwargs, values))
         out.copy_(result[tuple(slice(*one) for one in box)])
 
-    def __reduce__(self) -> Any:  # torch's operators are not pickled
+    def __reduce__(self) -> Any:  # torch's operators cannot be pickled
         return _computed_again, (str(self.operation), self.args, self.kwargs)
 
 

@@ -30,7 +30,7 @@ from .ranges import Ranges, boxes_of
 from .safetensors_folder import Reader, stored_tensors
 from .stored_parts import StoredPart, part_of, ranges_of
 
-SHOWN = 30  # names for which similar ones are looked for, as that takes time
+SHOWN = 30  # at most so many names get suggestions of similar ones, as finding them takes time
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def load_checkpoint(
                 done += _fill(own, part.inner, report)
         for part in parts:
             if isinstance(part.inner, PreTrainedModel):
-                # reverted by save_pretrained and save_checkpoint
+                # save_pretrained and save_checkpoint revert them
                 part.inner.__dict__["_weight_conversions"] = list(work[0].conversions)
     finally:
         reader.close()
@@ -223,7 +223,7 @@ def _prepare(part: StoredPart, folder: Path, reader: Reader, strict: bool) -> _W
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
-    """Whether a dtype's numbers are real or complex: a cast between these and other numbers changes the meaning."""
+    """Whether a dtype is floating-point or complex: a cast between these and other dtypes changes the meaning."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -251,7 +251,7 @@ def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
 
 
 def _check_ties(task: _Task, found: Resolved) -> None:
-    """Check that a tied tensor that is stored twice has the same values twice."""
+    """Check that a tied tensor that is stored several times has the same values each time."""
     present = [name for name in task.entry.names if name in found.tensors]
     for name in present[1:]:
         one, other = (_slices(found.tensors[key], task) for key in (present[0], name))

@@ -47,7 +47,7 @@ def materialize(
         sources = [torch] if torch.device(device).type == "cpu" else [torch, torch.get_device_module(device)]
         states = [source.get_rng_state() for source in sources]
         for stage, part in model.by_stage.items():
-            for source, state in zip(sources, states, strict=True):  # each stage draws the whole model
+            for source, state in zip(sources, states, strict=True):  # each stage draws the whole model's numbers
                 source.set_rng_state(state)
             _materialize(part, device, model.own_state(part, state_dict), model.absent.get(stage))
     else:
@@ -87,10 +87,10 @@ def initialize(
     """Initialise block by block, in the order of `nn.Module.apply`, children first.
 
     Args:
-        absent: the parts of other pipeline stages: they are drawn too, and not kept, so that a stage gets the same values as
-            in the whole model. None: nothing of them is drawn.
-        drawn: the names of the parameters that get values; None: all. The others are on the meta device meanwhile, so that
-            only buffers are computed, and keep their values.
+        absent: the parts of other pipeline stages. They are drawn too, but not kept, so that a stage gets the same values as
+            in the whole model. None: they are not drawn.
+        drawn: the names of the parameters that get values; None: all. The others keep their values: meta tensors replace
+            them meanwhile, so that initialisation computes only buffers.
     """
     seen: set[int] = set()
     names = {id(module): name for name, module in model.named_modules()}
@@ -115,7 +115,7 @@ def initialize(
         with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
             act(module, initializer)
 
-    with whole_attributes(model):  # initialisations compute with them (A_log of state space layers: one number a head)
+    with whole_attributes(model):  # initialisations compute with them (A_log: one number a head)
         visit(model, model)
     for name, value in tied.items():
         parameter = model.get_parameter(name)
@@ -126,7 +126,7 @@ def initialize(
 
 
 def _draw(absent: Absent, name: str, device: torch.device, initializer: nn.Module, tied: dict[str, Tensor]) -> None:
-    """Draw another stage's parameter as the whole model does, and keep its values for a tied parameter of this stage."""
+    """Draw the parameters of another stage's module as the whole model does; keep values only for a tied parameter of this stage."""
     module = copy.deepcopy(absent.modules[name]).to_empty(device=device)
     _apply(module, initializer, _initialize_module)
     for leaf, parameter in module.named_parameters(remove_duplicate=False):
@@ -169,11 +169,11 @@ def _whole_parameters(
     *,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """Make DTensor parameters plain whole tensors in this context; then each keeps its slice of them. Parameters that
-    are not drawn are on the meta device, and keep nothing.
+    """Replace DTensor parameters by plain whole tensors in this context. At its end each gets its slice of them. A parameter
+    that is not drawn is replaced by a meta tensor, and stays as it was.
 
-    A tied parameter is drawn under each of its names, as in the unsharded model before it is tied, and the first name's
-    values stay.
+    A tied parameter is drawn under each of its names, as in the unsharded model before it is tied. The values of the first
+    name stay.
     """
     owners = list(module.named_modules(prefix=name, remove_duplicate=False)) if recurse else [(name, module)]
     exchanged = []

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 @dataclass(frozen=True)
 class Progress:
-    """One tensor is done.
+    """A report that one tensor is done.
 
     Args:
         name: the tensor's.

@@ -24,7 +24,7 @@ def own_ranges(stored: DTensor, packed: Packing | None, rank: int | None = None)
     Args:
         stored: a parameter of a planned model (its last mesh axis is tp where it is packed).
         packed: how it is packed, if it is.
-        rank: another rank in place of this one, in a job where each axis of each mesh has one stride.
+        rank: compute it for this rank, not for the current one; along each mesh axis the ranks must have one stride.
     """
     mesh = stored.device_mesh
     ranges: list[Ranges] = [((0, size),) if size else () for size in stored.shape]

@@ -43,8 +43,8 @@ class Refit:
 
     Args:
         sent: (source, destination) -> bytes of a run, over all ranks.
-        bound: the least possible bytes of a run, over all ranks: for each rank of the engine, the elements of its parts that it
-            does not hold as a rank of the trainer, each in the smaller of the two dtypes. A tied tensor counts once.
+        bound: the least possible bytes of a run, over all ranks: each rank of the engine must receive the elements of its parts
+            that it does not hold as a rank of the trainer, in the smaller of the two dtypes. A tied tensor counts once.
         unused: the trainer's tensors that no rank of the engine has.
         rounds: this rank's sends and receives, in order.
     """
@@ -153,7 +153,7 @@ def refit(
     Call it, and `run()` of the result, on all ranks of the default process group.
 
     Each rank of the engine receives the parts that its plan gives it, except those that it holds as a rank of the trainer. Each
-    comes from one rank that holds it, in the engine's dtype if that is no larger: no fewer bytes are possible. No rank holds a
+    comes from one rank that holds it, in the engine's dtype if that is no larger: fewer bytes are not possible. No rank holds a
     whole tensor unless its plan says so, or a conversion of transformers needs a whole one. The two models may differ in plans,
     meshes, ranks, dtypes and classes: two classes are matched by the names and layouts of the checkpoint.
 
@@ -163,8 +163,8 @@ def refit(
         engine: the model that gets the weights, in the same forms; None on ranks that have no part of it.
         fused: a fused module of one side -> the modules of the other side whose rows it has, in order, as in vLLM's
             `packed_modules_mapping`: `{"qkv_proj": ("q_proj", "k_proj", "v_proj")}`.
-        round_bytes: the most bytes that a rank sends or receives at once. A run needs twice that memory (sent and received) besides
-            the two models.
+        round_bytes: the most bytes that a rank sends or receives at once. A run needs twice that memory (for sending and receiving)
+            in addition to the two models.
 
     Returns:
         A Refit: `run()` moves the weights; `bytes` and `bound` are their amounts.
@@ -172,7 +172,7 @@ def refit(
     Raises:
         ValueError: no process group; no rank has a trainer or an engine; a model is on the meta device, has adapters, or differs
                 between ranks; the engine has tensors that the trainer lacks, or in other shapes or of another kind, or ties
-                tensors that the trainer has apart.
+                tensors that the trainer does not tie.
         RuntimeError: it failed on another rank. Every rank raises.
     """
     if not dist.is_initialized():
@@ -250,7 +250,7 @@ def _class_of(model: Model) -> str | None:
 
 
 def _kinds(own: Sequence[Own]) -> list[str]:
-    """The device types of tensors and of their meshes: FSDP2 may keep on the CPU what a device computes with."""
+    """The device types of tensors and of their meshes, which differ if FSDP2 offloads to the CPU."""
     meshes = [one.tensor.device_mesh.device_type for one in own if isinstance(one.tensor, DTensor)]
     return sorted({*meshes, *(one.tensor.device.type for one in own)})
 
@@ -264,7 +264,7 @@ def _fills(
     *,
     alike: bool,
 ) -> Iterator[_Fill]:
-    """What is read into each tensor of this rank's engine, in boxes of at most `most` bytes."""
+    """The reads that fill the tensors of this rank's engine, in boxes of at most `most` bytes where a tensor can be read in slices."""
     if engine is None:
         return
     found: dict[str, Lazy] = {}
@@ -314,7 +314,7 @@ def _check_fit(own: Own, present: Sequence[str], found: Mapping[str, Lazy]) -> N
 
 
 def _joined(sources: Mapping[str, Lazy], state: Mapping[str, Tensor], fused: Fused) -> dict[str, Lazy]:
-    """The engine's tensors whose rows are in several tensors of the trainer, and those whose rows are part of one."""
+    """The engine's tensors that join rows of several of the trainer's, and those that are a part of the rows of one."""
     made: dict[str, Lazy] = {}
     for whole, parts in fused.items():
         for name in [*state, *sources]:

@@ -28,7 +28,7 @@ def refit_bytes(
     """(source, destination) -> bytes of a refit between models of one class.
 
     Args:
-        first: the job's rank that is the engine's first; the trainer's first is 0.
+        first: the rank in the job of the engine's first rank; the trainer's first is rank 0.
         dtype: the engine's floating-point dtype.
     """
     wholes = merged(trainer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .lazy import Box
 from .whole_tensors import Arrived, Want, WholeTensor
 
-# A unit is read at once: each box, its dtype when sent, and which rank gives which part of it.
+# Boxes that are read together: for each its dtype when sent, and which rank gives which part of it.
 Unit = tuple[tuple[Want, torch.dtype, tuple[tuple[int, Box], ...]], ...]
 
 
@@ -26,7 +26,7 @@ def unit_of(wants: Sequence[Want], wholes: Sequence[WholeTensor], receiver: int,
 
 
 def narrower(given: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """The dtype in which values are sent: the sender casts if that does not make them larger."""
+    """The dtype in which values are sent: the receiver's if it is no larger; then the sender casts."""
     return wanted if wanted.itemsize <= given.itemsize else given
 
 

@@ -15,7 +15,7 @@ State = dict[str, Any]
 
 
 def aliases(pipeline: Pipeline) -> dict[str, str]:
-    """Further name of a tied parameter -> the name of its state in a checkpoint."""
+    """Each further name of a tied parameter -> the name that its state has in a checkpoint."""
     place = {name: i for i, name in enumerate(pipeline.names)}
     found: dict[str, str] = {}
     for tie in pipeline.ties:
@@ -43,7 +43,7 @@ def _all_groups(pipeline: Pipeline, groups: list[State], other: dict[str, str]) 
 
 
 def to_load(pipeline: Pipeline, moments: State) -> State:
-    """What to read for this rank: a copy's state is under the name that the checkpoint has."""
+    """The state to read for this rank, with the state of a tied copy under the name that the checkpoint has."""
     other = aliases(pipeline)
     state = {name: value for name, value in moments["state"].items() if name not in other}
     for name, value in moments["state"].items():

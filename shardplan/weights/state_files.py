@@ -34,7 +34,7 @@ _PUBLIC = (
     torch.Size,
 )
 _PRIVATE = ("stored_place", "stored_form", "layout_of")
-_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # of the writer, which nobody reads
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # the writer's paths; they are not used
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def save_training_state(
                 _refuse_another(folder)
                 new = begin(folder, overwrite=overwrite, marks=(METADATA,))
                 stack.enter_context(saving(new, folder))
-                _refuse_another(folder)  # no other job can save it from here on without ending this save
+                _refuse_another(folder)  # a job that saves it from here on ends this save
         new = of_first(new)
         weights, moments = get_state_dict(_named(model), optimizers)
         if isinstance(model, Pipeline):
@@ -104,7 +104,7 @@ def _write(files: SummedFiles, path: Path, content: dict[str, Any]) -> None:
 
 
 def _refuse_another(folder: Path) -> None:
-    """Refuse to put an older state over a newer one: this job was stopped, and another took its place."""
+    """Refuse to overwrite a newer state with an older one, after this job was stopped and another job took its place."""
     if folder in _seen and (found := identity(folder)) is not None and found != _seen[folder]:
         raise RuntimeError(
             f"{folder} is not what this job last saved or loaded there: another job has saved it since, and its state is kept. End "
@@ -231,13 +231,13 @@ def _read_schedules(folder: Path, schedules: Sequence[LRScheduler]) -> list[tupl
 
 
 def _named(model: nn.Module | Pipeline) -> nn.Module:
-    """A module with the names of the whole model, for the parts that this rank has."""
+    """One module with this rank's parts, under the names of the whole model."""
     return merged([without_wrapper(part) for part in model.parts]) if isinstance(model, Pipeline) else model
 
 
 @contextmanager
 def _named_rank(doing: str) -> Iterator[None]:
-    """Raise errors that `except Exception` catches: torch collects the errors of all ranks, and raises one that it misses."""
+    """Raise a RuntimeError: torch collects the errors of all ranks, and raises a CheckpointException, which is no Exception."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The tensors of a model over a job's ranks: which boxes each rank holds, and boxes that exist only after they were sent."""
+"""The tensors of a model over a job's ranks: which boxes each rank holds, and tensors whose boxes exist once they were sent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Own:
         return to_local_if_dtensor(self.tensor).detach()
 
     def take(self, box: Box) -> Tensor:
-        """A view of a box of the whole tensor; this rank holds all of it without a gap."""
+        """A view of a box of the whole tensor. This rank must hold the box, in one piece."""
         for place, own in boxes_of(self.ranges):
             if box == overlap(box, own):
                 shift = [p[0] - o[0] for p, o in zip(place, own, strict=True)]
@@ -91,7 +91,7 @@ class WholeTensor:
     holders: dict[tuple[Ranges, ...], list[int]] = field(default_factory=dict)
 
     def sources(self, box: Box, receiver: int, turn: int) -> tuple[tuple[int, Box], ...]:
-        """Which rank gives which part of a box: the receiver itself where it has it, else, by turns, one of the ranks that have it."""
+        """Which rank gives which part of a box: the receiver itself if it has that part, else the ranks that have it take turns."""
         left, found = [box], []
         for ranges, ranks in sorted(self.holders.items(), key=lambda one: receiver not in one[1]):
             source = receiver if receiver in ranks else ranks[turn % len(ranks)]
@@ -163,7 +163,7 @@ class Want:
 
 @dataclass(eq=False)
 class Arrived:
-    """Reads of tensors that other ranks hold: a read into the meta device is recorded; a later read finds the box."""
+    """Tensors that other ranks hold: a read into a meta tensor records the box that is wanted; once it arrived, a read finds it."""
 
     noted: dict[Want, None] = field(default_factory=dict)
     boxes: dict[Want, Tensor] = field(default_factory=dict)
@@ -205,7 +205,7 @@ def under_checkpoint_names(
 
     Args:
         model: without wrappers.
-        tied: whether a tied tensor is there under each of its names, or once, as in a checkpoint.
+        tied: whether a tied tensor has an entry for each of its names; else it has one, as in a checkpoint.
     """
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     found: dict[str, Lazy] = {}
