@@ -73,7 +73,7 @@ def module_changes(
 
 
 def own_layer(name: str, facts: Iterable[str]) -> tuple[str, ...]:
-    """Facts about a module with its own layer's number starred, so that those of equal layers are equal."""
+    """The facts about a module, with the number of its own layer starred: equal layers then have equal facts."""
     parts, words = name.split("."), {}
     for i, part in enumerate(parts):
         if part.isdecimal():
@@ -99,8 +99,8 @@ def _style(text: str) -> str:
 
 
 def program_changes(old: Program, new: Program) -> tuple[ModuleChange, ...]:
-    """The modules that two programs of one variant store or run differently. With sequence parallelism, the treatment
-    of sequences that are not split belongs to the variant without it."""
+    """The modules that two programs of one variant store or run differently. What a program with sequence parallelism
+    does with sequences that are not split is compared in the variant without it."""
     before, after = module_facts(old), module_facts(new)
     order = in_order({**before, **after}, old.resolved)
     sides = ({name: facts.get(name, ()) for name in order} for facts in (before, after))

@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 def _apart(plan: PlanFile) -> Callable[[str], bool]:
-    """Whether a rule may mean an element of a list but not its neighbours."""
+    """A test whether the plan's rules may mean an element of a list but not its neighbours."""
     segments = {
         segment
         for file in plan.lineage

@@ -45,7 +45,7 @@ def switched_off(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> R
 
 
 def refuse_empty(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> None:
-    """Raise ValueError for a section given without modules, if the plan lacks the data-parallel units that this would mean."""
+    """Raise ValueError for a section that is given without modules, if the plan has no data-parallel units that it could mean."""
     for name in ("activation_checkpointing", "compile"):
         section = getattr(resolved, name)
         if isinstance(overrides.get(name), Mapping) and "modules" not in section.given and not resolved.dp_units:
@@ -79,8 +79,8 @@ def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan
 
 
 def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
-    """Exchange the style of the output head, which is outside of repeated blocks. "as_stored" is "sharded" where the
-    plan has a head to exchange, and does nothing elsewhere.
+    """Exchange the style of the output head, which is in no repeated block. "as_stored" is "sharded" where the plan
+    has a head to exchange, and does nothing elsewhere.
 
     Raises:
         ValueError: an unknown word, or a plan without a head to exchange.

@@ -37,7 +37,7 @@ class Variants:
 
     @property
     def secondary(self) -> tuple[Diagnostic, ...]:
-        """What follows from the findings of the layout check, by the same rule."""
+        """The findings of all variants that follow from the mistakes that the layout check found."""
         return _merged({on: report.secondary for on, report in self.layouts.items()})
 
     @property
@@ -46,7 +46,7 @@ class Variants:
         return _merged(self.findings)
 
     def with_findings(self, more: Mapping[Overlays, tuple[Diagnostic, ...]]) -> Variants:
-        """The same with further findings."""
+        """These variants with further findings."""
         return replace(self, findings={on: (*old, *more.get(on, ())) for on, old in self.findings.items()})
 
     def allowed(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,11 +55,11 @@ class Variants:
         return tuple(size for size in sizes if all(length % size == 0 for length in lengths))
 
     def at(self, tp: int | None) -> Variants:
-        """The same at another size of the tp axis."""
+        """These variants at another size of the tp axis."""
         return self.changed(lambda one: replace(one, sizes=replace(one.sizes, tp=tp)))
 
     def changed(self, change: Callable[[ResolvedPlan], ResolvedPlan]) -> Variants:
-        """The same with a change to each bound plan."""
+        """These variants with a change to each bound plan."""
         return replace(self, resolved={on: change(one) for on, one in self.resolved.items()})
 
 

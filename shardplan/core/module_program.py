@@ -27,9 +27,9 @@ class ParameterProgram:
     Args:
         name: its name in its module, dotted in an adapted layer (`lora_A.default.weight`).
         stored: the layout for state_dict, optimizer, FSDP2 and checkpoints: I (a whole copy) or V(dim), dim from 0.
-        computed: the layout that the module's code reads: `stored`; for a whole copy also R, with a partial sum as
-            gradient, or P, 1/tp of it on each rank; for a split one also I or R, gathered from all ranks, or V(dim)/r,
-            gathered from the r neighbouring ranks of each slice.
+        computed: the layout that the module's code reads. Any parameter: `stored`. A whole copy: also R (its gradient
+            is a partial sum) or P (1/tp of it on each rank). A split one: also I or R (gathered from all ranks), or
+            V(dim)/r (gathered from the r neighbouring ranks of each slice).
         parts: sizes of the packed parts along the split dim; empty if the dim is one part. Every rank holds its share
             of each part, in the order of the parts.
         copies: for each packed part, the number of neighbouring ranks that compute with each slice; empty: one.
@@ -347,7 +347,7 @@ class ModuleProgram:
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
             an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose
             forward holds both.
-        read: for the "scope": the output positions that code of the model reads; tuples at others have their parts of the sequence made whole.
+        read: for the "scope": the output positions that code of the model reads. In tuples at other positions, parts of the sequence are made whole.
         joins: this output is a partial sum that is reduced together with the output of that module; this module outputs zeros instead.
         joined: the modules whose outputs are reduced with this one's.
         collects: the modules below this block that others join: no sum waits after the block's forward.

@@ -28,7 +28,7 @@ def tensor_shares(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> Iterato
 
 
 def tensor_share(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> TensorShare | str | None:
-    """How an argument or a buffer is read: a buffer as a parameter stored in these shards would be.
+    """How an argument or a buffer is read. A buffer is read like a parameter that is stored in these shards.
 
     Args:
         one: a share with a dim.

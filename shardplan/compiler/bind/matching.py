@@ -99,7 +99,7 @@ class _Walk:
 
 
 class Names:
-    """The names of one tree. Rules match them at `tree.address(name)`; the names returned are those in the model."""
+    """The names of one tree. Rules match `tree.address(name)`; the methods return the names in the model."""
 
     def __init__(self, tree: ModuleTree):
         self.tree = tree

@@ -93,7 +93,7 @@ def _of_shares(facts: Facts, assignment: Assignment) -> Iterator[str]:
 
 
 def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> str | None:
-    """Why the number of a norm does not count groups. A number without a value is reported elsewhere."""
+    """Why it is wrong or unclear what a norm's number counts. A number without a value is reported elsewhere."""
     number = attribute(facts.resolved, assignment, one.name)
     count = number_or_none(one.groups, facts.resolved.tree.numbers) if one.groups is not None else None
     if count is None or not isinstance(number, int):

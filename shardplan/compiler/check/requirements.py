@@ -125,8 +125,8 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
 
 
 def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[tuple[int, int | None, str], ...]:
-    """The lengths that are each split on their own (the packed parts, or the dim); the number of heads, or of groups of
-    a mean, in each; and the rule's name for that number."""
+    """Each length that is split on its own (a packed part, or the whole dim), with the number of heads, or of a
+    mean's groups, in it, and the rule's name for that number."""
     parts = (
         packed_parts(stored.rule, stored.size, facts.resolved.tree.numbers)
         if stored.placement.packed

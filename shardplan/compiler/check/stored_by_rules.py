@@ -16,7 +16,7 @@ from shardplan.styles.stored_parameters import parameter_style, split_dim
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """Parameters with one placement on the tp axis: those of one rule and one shape, in repeated layers.
+    """Parameters of one rule and one shape, in repeated layers; they have one placement on the tp axis.
 
     Args:
         names: their full names.

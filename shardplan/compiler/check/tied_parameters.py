@@ -83,7 +83,7 @@ def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
 
 
 def _edits(facts: Facts, places: dict[str, Place]) -> tuple[Edit, ...]:
-    """The rules that split the partners like the embedding; none where nothing is split by rows."""
+    """The rules that split an embedding's partners like the embedding; none if nothing is split by rows."""
     tree, edits = facts.resolved.tree, []
     for name, place in places.items():
         owner = tree.parameters[name][0] if name in tree.parameters else None
@@ -99,7 +99,7 @@ def _edits(facts: Facts, places: dict[str, Place]) -> tuple[Edit, ...]:
 
 
 def _remedy(edits: tuple[Edit, ...]) -> str:
-    """The line that splits the partner like the embedding; where there is no such line, both whole."""
+    """The remedy: the line that splits the partner like the embedding; without such a line, to keep all whole or split all."""
     if not edits:
         return "keep all of them whole, or split all along dim 0"
     return f"add or change {' and '.join(f'`{edit.pattern}: {edit.value}`' for edit in edits)}"

@@ -32,7 +32,7 @@ def below(name: str, other: str) -> bool:
 
 
 def cross_module_reads_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
-    """The same in all layers of a model, from its reduced model."""
+    """The reads in all layers of a model, from those in its reduced model."""
     known: dict[str, dict[str, None]] = {}
     for module, names in reads.items():
         suffixes = (name.removeprefix(full_name(module, "")) for name in names)

@@ -60,7 +60,7 @@ class Noise:
     Args:
         drawings: the operations that drew, each once.
         lost: (modules, attribute) with a probability above 0 that is missing in the reduced model.
-        unmanaged: operations other than dropout that draw and act: module, words, whether torch's generator is used.
+        unmanaged: (module, words, whether torch's generator is used) of operations other than dropout whose draws change a result.
     """
 
     drawings: tuple[Drawing, ...] = ()

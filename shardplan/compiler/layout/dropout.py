@@ -43,8 +43,8 @@ def is_noisy(kind: str, numbers: Mapping[str, int | float]) -> bool:
 def around_compiled(
     draws: Mapping[str, Draws], resolved: ResolvedPlan
 ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
-    """The same where some modules are compiled. A graph begins with one state of the generator, so all modules inside draw
-    the same kind of numbers; the state is exchanged at the outermost compiled module. A finding where the kinds differ.
+    """The draws where some modules are compiled. A graph begins with one state of the generator, so all modules inside
+    must draw the same kind of numbers, else there is a finding. The outermost compiled module exchanges the state.
 
     Args:
         draws: whose random numbers each module draws.

@@ -111,7 +111,7 @@ class LayoutReport:
         return not self.diagnostics
 
     def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """The plan with what the lowering takes from here; optional sums that were not seen to hold are left out."""
+        """The plan with the results that the lowering needs; optional sums that were not seen to hold are left out."""
         sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
         return replace(
             resolved,

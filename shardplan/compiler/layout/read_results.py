@@ -41,6 +41,6 @@ def read_in_any(runs: Iterable[Reads]) -> Reads:
 
 
 def read_results_of(tree: ModuleTree, read: Reads) -> Reads:
-    """The same in all layers of a model, from its reduced model."""
+    """The reads in all layers of a model, from those in its reduced model."""
     known = read_in_any({tree.pattern(name): positions} for name, positions in read.items())
     return {name: known[tree.pattern(name)] for name in tree.modules if tree.pattern(name) in known}

@@ -22,8 +22,8 @@ class CutFacts:
     """What the recorded runs show of a cut; all names are those of the model that ran.
 
     Args:
-        parts: with everything that is in the first and the last stage.
-        ends: what was found besides the names in the plan.
+        parts: the blocks, and everything in the first and the last stage.
+        ends: where the parameters are read that are in no block and that the plan does not name.
         crossings: values that a stage reads but does not have, one for each place that reads one.
         order: the order in which the blocks were called, in the first run that calls them out of order; else None.
         apart: blocks that do not read what the block before them returns.

@@ -23,7 +23,7 @@ class Type:
         kind: I, R, V, P; "whole": no gradient that could be partial; "tail": I, except for its last features, which are
             R; "?": not compared.
         spread: how it is spread.
-        sources: the values that a value that was not compared was computed from.
+        sources: for a value that was not compared, those that it was computed from.
         tail: the number of its last features that are R.
     """
 

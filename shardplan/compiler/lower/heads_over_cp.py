@@ -34,7 +34,7 @@ FEATURES, WHOLE = V(-1).on(Axis.CP), R.on(Axis.CP)
 def with_heads(
     plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]
 ) -> tuple[dict[str, ModuleProgram], frozenset[str]]:
-    """The programs, with those of modules whose heads are exchanged, and the names of these and of all below."""
+    """The programs, with new ones at and below modules whose heads are exchanged; and the names of these modules and of all below."""
     rules = plan.on_cp
     assert rules is not None
     rules = replace(rules, sizes=MeshSizes(tp=(plan.sizes.tp or 1) * (rules.sizes.tp or 1)))
@@ -59,8 +59,8 @@ class _Exchange:
 
     Args:
         plan: the plan with its rules for cp.
-        rules: the same over all ranks of both axes.
-        programs: those of the rules for tp.
+        rules: its rules for cp, over all ranks of both axes.
+        programs: the programs of the rules for tp.
         mixer: the module whose heads are exchanged.
     """
 

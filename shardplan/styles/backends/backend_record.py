@@ -17,8 +17,8 @@ class Backend:
         fields: the fields of `DataParallel` that it supports.
         idle: fields without meaning for it (how and when FSDP2 gathers); skipping them changes no number.
         splits: the mesh axes that may be larger than 1; any other axis above size 1 is refused.
-        hybrid: whether it works over a mesh of two dims, dp_replicate and dp_shard x cp as one; the second must exist,
-            if only with size 1. Else it works over one dim, all data-parallel axes of `splits` as one.
+        hybrid: whether it works over a mesh of two dims, dp_replicate and dp_shard x cp as one; the second must
+            exist, even if its size is 1. Else it works over one dim, all data-parallel axes of `splits` as one.
         joint_group: whether it also needs a process group over both dims of a hybrid mesh.
         wraps: whether it puts a wrapper around the model, so that names begin with `module.`.
         parts: whether modules that the plan does not name can be units too: frozen ones, and those of another dtype.
