@@ -168,7 +168,7 @@ def early_findings(
     """The findings that names and shapes give.
 
     Args:
-        plan: free of errors.
+        plan: a plan free of errors.
         sequence_parallel: as for `validate`.
         sure: only errors that the whole check finds too; without it also the others, as warnings with a note.
     """

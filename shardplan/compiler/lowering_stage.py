@@ -23,7 +23,7 @@ def program_of(
     """The program of one variant. Sequence parallelism needs the variant without it too, for sequences that it does not split.
 
     Args:
-        variants: without errors.
+        variants: variants without errors.
 
     Raises:
         ValueError: `logits` or `sections` ask for something that the plan lacks.

@@ -152,7 +152,7 @@ class Compiled:
 
     Args:
         program: None where a stage found errors.
-        findings: those of all stages up to that one.
+        findings: the findings of all stages up to that one.
         given: the compiled model and plan.
         reduced_model: the reduced model, if there is something to prove and it can be made.
         staged: the pipeline stages of the reduced model, with several pp ranks.
@@ -241,8 +241,8 @@ def compile_variants(
     """Several variants of one plan as programs, or the findings that explain why there are none.
 
     Args:
-        given: without errors.
-        sizes: with a size of tp.
+        given: the model and the plan, without errors.
+        sizes: the mesh, with a size of tp.
     """
     from .layout import ModelLayouts
     from .lowering_stage import program_of

@@ -210,7 +210,7 @@ class OutsideReads:
     """Results of a module that are read whole outside of its block: each is moved to I.
 
     Args:
-        positions: those in the module's output.
+        positions: their positions in the module's output.
         source: their layout: R; I if every rank has all tokens, and nothing is moved; V(0) if each has a slice of them.
         by_hooks: as far as was seen, only hooks of the module read them (a recorder of a router's logits): slices are
             gathered while it has hooks.

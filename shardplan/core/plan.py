@@ -59,7 +59,7 @@ def overlays_of(sequence_parallel: bool, sizes: MeshSizes | None = None, *, cont
     """The variant that a user asks for.
 
     Args:
-        sizes: those of the mesh; with several ranks on its ep axis, experts are distributed.
+        sizes: the mesh; with several ranks on its ep axis, experts are distributed.
         context: whether the plan has rules for the axis cp; they apply with several ranks on it.
     """
     asked: dict[Overlay, bool] = {
@@ -226,7 +226,7 @@ class PlanFile:
         data_parallel, activation_checkpointing, compile, pipeline_parallel: as in this document; `language` gives what applies after `extends`.
         parent: the plan that it extends.
         configurations: a condition over the configuration of models that the plan is for.
-        expert_sequence_parallel: those of the section `sequence_parallel` inside `expert_parallel`.
+        expert_sequence_parallel: the rules of the section `sequence_parallel` inside `expert_parallel`.
         lenient_dead_rules: a rule that matches nothing is a warning (for a plan that another project wrote for a family
             of models).
         sums: by section, the `sum_outputs` of its rules.

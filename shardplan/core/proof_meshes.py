@@ -37,7 +37,7 @@ def proof_meshes(sizes: MeshSizes, *, over_cp: int = 2) -> tuple[MeshSizes, ...]
     for ep above it. A data-parallel axis is included only if another axis splits something: without one, a plan splits nothing.
 
     Args:
-        sizes: with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
+        sizes: the mesh, with a size of tp. The axes data-parallel, ep and pp may be of any size, and need not fit each other.
         over_cp: the number of ranks of cp that shows what the plan's rules for it do.
 
     Returns:
@@ -66,7 +66,7 @@ def stage_meshes(sizes: MeshSizes) -> tuple[MeshSizes, ...]:
     `proof_meshes` has the requested tp for the whole model. The first has a middle stage if the mesh has one and there is room.
 
     Args:
-        sizes: with several pp ranks and a size of tp.
+        sizes: the mesh, with several pp ranks and a size of tp.
     """
     small = _small(sizes)[0]
     made = [mesh for mesh in proof_meshes(replace(sizes, tp=small.tp, ep=small.ep)) if mesh.pp > 1]

@@ -12,7 +12,7 @@ class HandedOn:
 
     Args:
         module: its full name.
-        positions: those of the tensors in its output, if it is a tuple; else (0,).
+        positions: the positions of the tensors in its output, if it is a tuple; else (0,).
         length: the tuple's; 0: the output is one tensor.
         unread: no code was seen to read it: it is handed on if a hook reads it (of transformers, for an auxiliary loss).
     """

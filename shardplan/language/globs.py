@@ -112,7 +112,7 @@ class Glob:
     """A parsed pattern.
 
     Args:
-        pattern: as written.
+        pattern: the pattern as written.
         alternatives: its expansion, without duplicates: a name matches if it matches one of them.
     """
 

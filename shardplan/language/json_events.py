@@ -31,7 +31,7 @@ def json_events(text: str, file: str) -> Iterator[yaml.Event]:
     """The events of a document; none for an empty one.
 
     Args:
-        text: without a byte order mark.
+        text: the text without a byte order mark.
         file: the display name, for a finding about text that is not JSON.
 
     Raises:

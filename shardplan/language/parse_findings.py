@@ -17,7 +17,7 @@ class Findings:
 
     Args:
         file: the document's display name.
-        found: those of its reader.
+        found: the findings of its reader.
     """
 
     def __init__(self, file: str, found: Iterable[Diagnostic] = ()):

@@ -79,7 +79,7 @@ def read_document(text: str, file: str, format: Format = "yaml") -> Document:
     An error that ends the reading is one finding; of a duplicate key, the first is kept.
 
     Args:
-        text: without a byte order mark.
+        text: the text without a byte order mark.
         file: the display name, for the findings.
         format: JSON is nearly YAML, but must be real JSON: others read it too.
     """

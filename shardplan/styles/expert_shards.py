@@ -10,7 +10,7 @@ def expert_dim(shape: Sequence[int], ranks: int) -> int | None:
     they divide, because FSDP2 shards those only evenly. None if there is none.
 
     Args:
-        shape: of the stack on one ep rank.
-        ranks: of the axis ep_shard.
+        shape: the shape of the stack on one ep rank.
+        ranks: the number of ranks of the axis ep_shard.
     """
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), None)

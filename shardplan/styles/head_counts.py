@@ -53,8 +53,8 @@ def head_count(
 
     Args:
         around: the module that holds the parameter's owner.
-        numbers: of the configuration.
-        size: the length.
+        numbers: the numbers of the configuration.
+        size: the length that is split.
     """
     if not stays_split(placement, rule):
         return None

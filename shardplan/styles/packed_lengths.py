@@ -14,8 +14,8 @@ def packed_parts(rule: Rule, size: int, numbers: Mapping[str, int | float]) -> t
     """The lengths of the parts of a packed dimension, or the reason why the rule's parts do not fit.
 
     Args:
-        size: of the dimension.
-        numbers: of the model's configuration.
+        size: the length of the dimension.
+        numbers: the numbers of the model's configuration.
     """
     packed = DEFAULT_PARTS if rule.packed is None else rule.packed
     if isinstance(packed, str):

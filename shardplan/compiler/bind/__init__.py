@@ -34,7 +34,7 @@ def bind(
     Args:
         plan: the plan, with what it extends. This tree's configuration decides the conditions that are still open.
         tree: the model's module tree.
-        sizes: of the mesh.
+        sizes: the sizes of the mesh.
         overlays: the sections that override the tensor-parallel rules.
     """
     optional = may_match_nothing(plan)

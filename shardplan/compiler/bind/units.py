@@ -40,7 +40,7 @@ def units_and_parts(
     """The plan's units, and the further modules that become units, both in the tree's order.
 
     Args:
-        units: as the plan names them.
+        units: the units that the plan names.
         left_out: parameters that belong to no unit.
     """
     if section is None or not BACKENDS[section.backend].parts:

@@ -53,7 +53,7 @@ def heads_shared_over_cp(resolved: Iterable[ResolvedPlan], sizes: MeshSizes, *, 
 
     Args:
         resolved: variants of a plan, bound to the model.
-        sizes: of the mesh, with a size of tp.
+        sizes: the sizes of the mesh, with one of tp.
         exact: as many as in the model, for a model that is not made smaller or for all ranks of the mesh.
     """
     tp = sizes.tp or 1

@@ -28,9 +28,9 @@ class DrawingOperand:
 
     Args:
         module: the module whose code runs it.
-        name: of the operation; "" for a layer with its adapters, whose operand is the layer's input; `OWN_CODE`.
+        name: the operation's; "" for a layer with its adapters, whose operand is the layer's input; or `OWN_CODE`.
         source: the line of the model's code; None for a layer and for `OWN_CODE`.
-        kind: of the operand.
+        kind: how the operand is spread.
     """
 
     module: str

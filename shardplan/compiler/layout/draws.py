@@ -40,7 +40,7 @@ class Drawing:
 
     Args:
         module: the module whose code runs it.
-        name: of the operation.
+        name: the operation's name.
         source: the line of the model's code.
         layer: the layer with adapters that the module is inside; "" for none.
         of_input: whether the operand is the input of that layer.
@@ -203,7 +203,7 @@ def decide(
         tree: the model's own.
         reduced_tree: the reduced model's.
         noise: the run for each kind of input.
-        operands: those of one variant of a plan.
+        operands: the operands of the drawing operations in one variant of a plan.
     """
     by_place: dict[tuple[str, str, SourceLine | None], set[str]] = defaultdict(set)
     for one in operands:

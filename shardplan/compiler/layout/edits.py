@@ -15,7 +15,7 @@ def edits_of(plan: ResolvedPlan, repair: Repair | None) -> tuple[Edit, ...]:
     """The edits of a plan that have the effect of a change to its bound rules; empty where no edit of one rule has it.
 
     Args:
-        plan: bound to the reduced model, as the change is.
+        plan: the plan, bound to the reduced model, as the change is.
     """
     made: list[Edit] = []
     while repair is not None:

@@ -20,7 +20,7 @@ def outside_findings(plan: ResolvedPlan, benches: Iterable[Workbench]) -> tuple[
     """One finding for each pair of a place in the code and a parameter, in the names of the reduced model.
 
     Args:
-        plan: bound to the reduced model.
+        plan: the plan, bound to the reduced model.
     """
     distributed = {name for name, one in bound_modules(plan).items() if one.experts is not None}
     found: dict[tuple[str, str], dict[str, Finding]] = {}

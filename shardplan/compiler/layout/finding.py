@@ -30,10 +30,10 @@ class Operand:
     """A value that an operation reads.
 
     Args:
-        number: of the value in the run of the first rank.
+        number: the value's number in the run of the first rank.
         parameter: its full name, if it is one.
         maker: the module whose result it is, or in whose forward it was made.
-        shape: on this rank.
+        shape: its shape on this rank.
         layout: I, R, V(d), P, or "whole" (no gradient), "?" (unknown).
         differentiable: whether it requires a gradient.
         origins: the modules with parameters or a boundary that it comes from, the nearest first.
@@ -65,7 +65,7 @@ class Finding:
         source: the line of the model's code.
         operands: the values that it reads.
         actual, wanted: the layouts at a boundary.
-        message: of an exception.
+        message: the message of an exception.
         follows: whether it concerns a value that an earlier finding concerns.
         at: the number of operations typed before it.
     """

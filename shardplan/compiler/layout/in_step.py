@@ -23,7 +23,7 @@ class InStep:
 
     Args:
         reference: the unsharded run.
-        run: of one rank; all ranks run the same operations.
+        run: the run of one rank; all ranks run the same operations.
     """
 
     def __init__(self, reference: Trace, run: Trace):

@@ -140,7 +140,7 @@ def diagnostic(
 
     Args:
         plan: the plan with these findings.
-        findings: of one kind at one place, the first layer's first.
+        findings: findings of one kind at one place, the first layer's first.
         repair: a change that fixes them, as a try has shown.
         blamed: the rule to point at.
     """

@@ -61,8 +61,8 @@ def seen_sums(
     """Look at the sums that a plan declares, in each call of their blocks. A block that does not run gets no report.
 
     Args:
-        tree: of the modules that run.
-        run: of a rank.
+        tree: the tree of the modules that run.
+        run: the run of a rank.
         outputs: (value, module) for each partial sum that a module reduces at its output.
     """
     by_member = {name: one for one in declared for name in one.members}
@@ -141,7 +141,7 @@ def shared_sums(run: Trace, outputs: Iterable[tuple[int, str]]) -> tuple[SharedS
     """The sums that a block's code forms of reduced values.
 
     Args:
-        run: of a rank.
+        run: the run of a rank.
         outputs: (value, module) for each partial sum that a module reduces at its output, in the order of the run.
     """
     reading = run.readers()

@@ -18,8 +18,8 @@ class Alike:
     `self_attn.k_proj` may read the tensor of `q_proj` in one kind of block, and a tensor of its own in another.
 
     Args:
-        tree: of the model.
-        reduced_tree: of the reduced model.
+        tree: the model's tree.
+        reduced_tree: the reduced model's tree.
     """
 
     def __init__(self, tree: ModuleTree, reduced_tree: ModuleTree):

@@ -12,7 +12,7 @@ class Origins:
     """Looks back along one run.
 
     Args:
-        run: of a rank.
+        run: the run of a rank.
         owners: the module of each parameter, by full name.
     """
 

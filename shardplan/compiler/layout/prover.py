@@ -41,7 +41,7 @@ class Prover:
         model: the unsharded model.
         plan: each module and its boundary.
         spreads: how values are spread, from the run of every rank.
-        origins: of the first rank's run.
+        origins: where the values of the first rank's run come from.
         gathers: the output layouts of modules whose gradient is unresolved; R by default.
         units: modules whose parameters are gathered only while they run themselves.
         parts: operation -> operand -> whether it contributes to the result, where that is known.

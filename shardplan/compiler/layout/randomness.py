@@ -85,7 +85,7 @@ class Watch:
     """Whether a run drew random numbers.
 
     Args:
-        drew: set when the run has ended.
+        drew: whether it drew; set when the run has ended.
     """
 
     drew: bool = False
@@ -116,7 +116,7 @@ def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...
     """The places whose random numbers change what the model returns, in the order of the run.
 
     Args:
-        model: in training mode; it is not changed.
+        model: the model in training mode; it is not changed.
         inputs: keyword arguments of its forward.
     """
     first = _Draws()
@@ -132,7 +132,7 @@ def finding(model: str, sites: tuple[Site, ...], size: int, axis: Axis = Axis.TP
     Args:
         model: its name.
         sites: the places that act, at least one.
-        size: of the axis.
+        size: the size of the axis.
     """
     modules = tuple(dict.fromkeys(site.module for site in sites if site.module))
     where = named(modules) if modules else model

@@ -35,8 +35,8 @@ def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]
     if there was none before it in some call. (At run time `torchlib.shared_reads` finds the same.)
 
     Args:
-        tree: of the modules that run.
-        run: of a rank.
+        tree: the tree of the modules that run.
+        run: the run of a rank.
         moving: (value, module) for each I that a module moves to R.
     """
     known, around = set(moving), homes(tree, dict.fromkeys(name for _, name in moving))
@@ -97,7 +97,7 @@ def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterabl
     """The block inputs that a plan lacks.
 
     Args:
-        run: of a rank.
+        run: the run of a rank.
         incoming: (value, module) for each I that a module moves to R.
         taken: modules that have a rule for their argument or result already, and can have no other.
     """

@@ -31,7 +31,7 @@ class Repair:
     """A change of one rule.
 
     Args:
-        pattern: of the names.
+        pattern: the rule's pattern.
         names: the modules or parameters of this model that it matches.
         old: the rule that applies to them now.
         new: the rule that should apply; None: no rule.

@@ -42,7 +42,7 @@ class Workbench:
     """A reduced model, run once unsharded.
 
     Args:
-        model: with its weights; it is not changed.
+        model: the model with its weights; it is not changed.
         inputs: keyword arguments of its forward.
         tree: its module tree, to which plans are bound.
         experts: modules of experts that plans distribute. Each is one operation, as a rank there does not compute what

@@ -23,7 +23,7 @@ def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
     Rows of a vocabulary are left out, as their chunks need not be even. So are groups of a norm: ranks share them if there are fewer groups.
 
     Args:
-        plan: bound to the reduced model, without findings, and without slices of the sequence.
+        plan: the plan, bound to the reduced model, without findings and without slices of the sequence.
         bench: the reduced model; its sizes are the model's own.
     """
     ranks = plan.sizes.tp or 1

@@ -172,7 +172,7 @@ def derived_parts(benches: Sequence[Workbench], blocks: tuple[str, ...]) -> tupl
     """The least that a plan must declare of a cut, and the facts about that cut.
 
     Args:
-        blocks: those of the model that the benches ran.
+        blocks: the blocks of the model that the benches ran.
     """
     parts, tree = StageParts(blocks), benches[0].tree
     facts = cut_facts(benches, parts)

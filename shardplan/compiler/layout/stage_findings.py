@@ -31,7 +31,7 @@ def stage_findings(
     Args:
         resolved: the plan, bound to that model.
         declared: the names in the plan's `first` and `last`.
-        severity: of all findings.
+        severity: the severity of all findings.
     """
     section = resolved.pipeline_parallel
     assert section is not None

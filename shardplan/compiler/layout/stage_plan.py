@@ -46,7 +46,7 @@ def staged_plan(
     """Look at the stages of a plan without structural errors.
 
     Args:
-        severity: of the findings about the cut.
+        severity: the severity of findings about the cut.
         allow_unproven: report obstacles to making or calling the reduced model as warnings.
     """
     try:

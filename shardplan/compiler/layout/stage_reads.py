@@ -65,7 +65,7 @@ class StageRun:
     """A recorded run, divided by its blocks.
 
     Args:
-        trace: of the unsharded model.
+        trace: the run of the unsharded model.
         tree: the model's.
         parts: what is in which stage.
     """

@@ -27,7 +27,7 @@ def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int)
     """One finding for each rule and reason, in the names of the reduced model.
 
     Args:
-        plan: bound to the reduced model.
+        plan: the plan, bound to the reduced model.
         ranks: the number of ranks that share the experts.
     """
     distributed = {name: one.experts.count for name, one in bound_modules(plan).items() if one.experts is not None}

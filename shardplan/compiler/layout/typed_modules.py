@@ -35,6 +35,6 @@ def outside_in(bound: BoundModule, names: Sequence[str]) -> tuple[int, ...]:
     """The results of a module that its rule says are read outside.
 
     Args:
-        names: of the tensors in what the module returned: their positions, if it returned a tuple.
+        names: the names of the tensors that the module returned: their positions, if it returned a tuple.
     """
     return tuple(names.index(str(at)) for at in bound.boundary.outside if str(at) in names)

@@ -19,7 +19,7 @@ class Proof:
     """The results.
 
     Args:
-        findings: in the order of the run.
+        findings: the findings, in the order of the run.
         incoming: the layout that reaches each module that takes I and R; if it gathers its output, the output's.
         reads: values that several modules each move I -> R.
         sums: partial sums that are reduced one by one and then added to each other.

@@ -20,15 +20,15 @@ class Known:
     """The types of the values so far.
 
     Args:
-        origins: of the first rank's run.
+        origins: where the values of the first rank's run come from.
         stop: whether nothing after a finding matters.
 
     Attributes:
         run: the first rank's.
-        types: of the values, by number; one that is missing has no gradient that could be partial.
+        types: the types of the values, by number; a value that is missing has no gradient that could be partial.
         maker: value -> the module whose result it is, or in whose forward it was made.
         doubtful: values with a finding, and those computed from them.
-        findings: in the order of the run.
+        findings: the findings, in the order of the run.
         operations: the number of operations typed.
     """
 

@@ -35,7 +35,7 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
     """One line per fact, in the tree's order; equal programs give equal text.
 
     Args:
-        resolved, variants: those of a `Program`.
+        resolved, variants: the fields of a `Program`.
     """
     lines = [
         f"plan {resolved.plan.name} version {resolved.plan.version}",

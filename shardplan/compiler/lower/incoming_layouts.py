@@ -18,7 +18,7 @@ class IncomingLayouts:
     """The layouts that a plan's structure decides.
 
     Args:
-        modules: of the bound plan.
+        modules: the modules of the bound plan.
         seen: the result of the layout check: `ResolvedPlan.incoming`.
     """
 

@@ -40,7 +40,7 @@ def with_sections(name: str, text: str | None, base: type[_M], section: type[Sec
     """A model with the fields of another and those of a section.
 
     Args:
-        name, text: those of the new model.
+        name, text: the new model's name and text.
     """
     types = _types(section)
     members: dict[str, Any] = {
