@@ -63,8 +63,8 @@ class Edit:
 
     Args:
         section: the section that has the rule, or should have it.
-        pattern, value: of the rule that should apply; `none` removes an inherited one. A value of None: no rule should.
-        location: of the rule that applies now, if it is in the same section; else None.
+        pattern, value: those of the rule that should apply. `none` removes an inherited rule; None means that no rule should apply.
+        location: the place of the rule that applies now, if it is in the same section; else None.
         keep: patterns without alternatives for which that rule still applies.
         override: whether that rule applies to more than `pattern` and cannot be divided.
     """
@@ -82,7 +82,7 @@ class Rewrite:
     """A change of one key or value of a plan, as a help line proposes it.
 
     Args:
-        location: of a key or a value, by its path; of the document itself: a line above all others.
+        location: the place of a key or a value, by its path. The place of the document itself means a new line above all others.
         word: its replacement, as YAML has it; None: the entry is removed, key and value.
     """
 

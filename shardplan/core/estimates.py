@@ -285,18 +285,18 @@ class Estimate:
     Args:
         asked: the question.
         sizes: the mesh.
-        parameters: those of the whole model (elements).
-        held: those of them that a rank stores (elements).
+        parameters: the number of parameters of the whole model (elements).
+        held: the number of them that a rank stores (elements).
         memory: bytes.
         flops: dtype -> floating point operations of a step, recomputation included.
-        traffic: by axis and collective; axes of one rank have none.
+        traffic: the bytes moved, by axis and collective; axes of one rank have none.
         touched: bytes of memory that the step must at least read or write.
-        layers: those of the model, as far as they repeat.
+        layers: the number of the model's repeated layers.
         traced: the traced depths; the rest is extrapolated. Equals `layers` if nothing is.
         not_modelled: costs that the figures leave out.
-        device, bound: set if a device was named.
-        pipeline: set if pp is above 1.
-        refit: set if an engine was named.
+        device, bound: the device and the least time of a step on it; set if a device was named.
+        pipeline: the stages and their schedule; set if pp is above 1.
+        refit: the cost of one refit; set if an engine was named.
     """
 
     asked: Question

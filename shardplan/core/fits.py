@@ -69,7 +69,7 @@ class Fitted:
     """An estimated configuration.
 
     Args:
-        flops_of_a_token: those of the unsharded model, forward and backward, without recomputation.
+        flops_of_a_token: the operations of the unsharded model for one token, forward and backward, without recomputation.
         waiting: seconds of the collectives over tp, cp and ep, whose results the next operation reads.
     """
 
@@ -121,7 +121,7 @@ class Fit:
         too_large: the number of them that need more memory than a device has.
         refused: configurations that were not searched, and why.
         efficiency: the device's: the shares of the bound that steps reached, least and most; None: not measured.
-        tokens: those of the whole training, if given.
+        tokens: the tokens of the whole training, if given.
         derived: the plan, if `auto` derived it.
     """
 

@@ -366,7 +366,7 @@ class ModuleProgram:
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
             reads its out_proj): (module name relative to this one, parameter).
         draws: whose random numbers its own code draws in training; None: it draws none.
-        experts: for a module of distributed whole experts.
+        experts: how distributed whole experts run, in a module that has them.
         slices: arguments that the rank reads its share of.
         buffers: buffers that the rank reads its share of, each like a parameter stored in these shards; they are stored
             whole.

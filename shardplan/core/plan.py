@@ -102,7 +102,7 @@ class Rule:
     Args:
         pattern: the glob.
         style: the canonical name of a style (an alias is resolved while parsing), or "none" (remove an inherited rule).
-        location: its place.
+        location: its place in the document.
         optional: whether it may match nothing.
         override: whether it may differ from an earlier rule of the same section for the same module.
         argument: the argument of `forward` that a block input moves; None: the first.

@@ -79,8 +79,8 @@ class VariantCost:
     Args:
         parameters: the number it stores of the model split over tp (and ep), before data parallelism.
         size: their bytes.
-        collectives: those of a step on the tp axis.
-        estimate: that of a step, if one was requested.
+        collectives: the collectives of a step on the tp axis.
+        estimate: the estimate of a step, if one was requested.
     """
 
     parameters: int
@@ -103,8 +103,8 @@ class Checkpoints:
     """Whether what was saved with one plan can be read with the other.
 
     Args:
-        weights: for Hugging Face folders.
-        states: for training states, with the optimizer's.
+        weights: whether Hugging Face folders can be read.
+        states: whether training states can be read, the optimizer's included.
         reason: the reason for the answer.
     """
 
@@ -120,9 +120,9 @@ class PlanDiff:
     Args:
         old, new: the plans' names, as the user wrote them.
         rules: the rules that differ; for each variant as bound, or without a model as text.
-        fields: those of the sections besides the rules; without a model also `models` and `for`.
-        modules: those stored or run differently; needs a model.
-        costs: for each variant; needs a model.
+        fields: the fields of sections that differ, besides the rules; without a model also `models` and `for`.
+        modules: the modules that are stored or run differently; needs a model.
+        costs: the costs of each variant; needs a model.
         model: the model's name; None if the plans were compared without one.
         sizes: the mesh for which they were bound.
         checkpoints: needs a model.

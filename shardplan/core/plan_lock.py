@@ -70,7 +70,7 @@ class LockCheck:
         modules: for each variant, the modules that are stored or run differently, as lines.
         sections: fields that differ, as lines.
         about: versions and plan files that differ from the lock's; they decide nothing.
-        findings: those of the plan with today's model.
+        findings: the findings about the plan with today's model.
         sources: the texts that these point into.
     """
 

@@ -194,8 +194,8 @@ class VariantProof:
         parameters: the number of parameters (elements) of the compared model.
         sharded: the number of them that are split over tp.
         unreached: full names of the model's parameters and modules that no run reached and the plan does not change.
-        unproven: those that no run reached and that the plan splits, or that are in a block where it moves values.
-        schedule, micro_batches: those of a pipeline, if one ran.
+        unproven: further names that no run reached: the plan splits them, or moves values in their block.
+        schedule, micro_batches: the pipeline's, if one ran.
         own_tokens: whether each rank of cp returns the results of its own tokens.
     """
 
@@ -258,7 +258,7 @@ class ProvenCalls:
 
     Args:
         kind: the kind of input: "text", "image", ...; "own" for a user's.
-        shapes: those of its tensors, except the labels.
+        shapes: the shapes of its tensors, except the labels.
         steps: their number, in train mode.
         switched: additions in the second call: switches of the forward, padding.
         replaced: the input that replaces ids in one more call.
@@ -283,9 +283,9 @@ class NumericProof:
             processes.
         pipeline: the proof of the pipeline stages, with several pp ranks.
         calls: the calls of the model, for each kind of input.
-        meshes: those on which the variants ran: for several axes the smallest telling ones, or the requested one.
+        meshes: the meshes on which the variants ran: for several axes the smallest telling ones, or the requested one.
         processes: whether it ran in real processes rather than simulated in one.
-        seconds: its duration.
+        seconds: how long it took.
     """
 
     sizes: MeshSizes

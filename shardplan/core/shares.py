@@ -10,8 +10,8 @@ class Share:
     """One entry of a rule's `shares`. With only a name, it is a number of the module that is divided evenly.
 
     Args:
-        name: of a number of the module (`num_heads`; `config.num_attention_heads`, of its configuration); with `dim`,
-            of an argument of its forward or of a buffer.
+        name: the name of a number of the module (`num_heads`; `config.num_attention_heads` is one of its
+            configuration); with `dim`, that of an argument of its forward or of a buffer.
         value: the number's value on a rank, if it is no quotient: an expression over the module's own numbers, with a
             rank's value for those with an even share.
         groups: the number is the length of one group of a norm's features, or the number of groups; each group has its

@@ -121,8 +121,8 @@ def in_form_of(old: bytes, text: str) -> str:
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file whole or not at all: it is written next to its place, then moved there. If that fails, or the
-    process is killed, the old file is unchanged. A link stays a link; the mode stays, and the owner if allowed. Hard
-    links part. Other than regular files (a pipe, a terminal, /dev/stdout) are written directly.
+    process is killed, the old file is unchanged. A link stays a link; the mode stays, and the owner if allowed. A hard link
+    to the old file keeps the old content. Other than regular files (a pipe, a terminal, /dev/stdout) are written directly.
 
     Args:
         content: a text is written as UTF-8, with its line ends unchanged.

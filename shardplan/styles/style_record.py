@@ -161,8 +161,8 @@ class Style:
         summary: one sentence for the table of styles and the editor's hover text.
         kinds: the module kinds that it fits; None: any.
         on_parameters: whether a rule may name a single parameter: then only `weight` counts, and there are no moves.
-        weight: for every parameter except `bias`.
-        bias: for the parameter `bias`, which is then added once, after the reduction; None: as `weight`.
+        weight: how every parameter except `bias` is stored and read.
+        bias: how the parameter `bias` is stored and read; it is then added once, after the reduction. None: as `weight`.
         input_sources: the accepted input layouts; empty: any, without a move.
         input_destination: the layout that the module's forward reads; None: as it arrives.
         output_source: the layout that the forward returns; None: it follows from the inputs, and is not moved.
