@@ -40,7 +40,7 @@ def attention_of_heads(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward` for matrices that may have some of the heads; it then returns this rank's summand.
+    """`F.multi_head_attention_forward` for matrices that may have some of the heads; it then returns this rank's partial sum.
 
     torch's own function takes the width of all heads from the query. Here a head has `embed_dim_to_check / num_heads` features, both
     of the whole model, and there are as many heads as the matrices have rows for. If they have all heads, the results are torch's.

@@ -37,7 +37,7 @@ def checkpoint_modules(
     Args:
         compiled: the modules whose forward is compiled. In "selective" mode these are not wrapped: the compiler's
             partitioner keeps products and collectives, and recomputes the rest (docs/decisions/0017).
-        regime: for a model whose parts may be called with other moves than those of the plan's overlays.
+        regime: the switches of a model whose parts may run with other moves than the plan's own.
     """
     for name in names:
         if section.mode == "full" or name not in compiled:

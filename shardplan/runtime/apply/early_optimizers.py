@@ -28,8 +28,8 @@ class Originals:
         """Make the first step of an optimizer raise ValueError before it changes anything, if the optimizer holds a replaced parameter or
         cannot step the new ones.
 
-        torch calls the hook for the optimizers of all models; those without a parameter of this one pass. The hook is removed
-        once optimizers of all trained parameters have stepped, or with the model.
+        torch calls the hook for the optimizers of all models; it lets optimizers without a parameter of this model pass. The hook is
+        removed once optimizers of all trained parameters have stepped, or when the model is freed.
 
         Args:
             model: the same one, after the plan was applied.

@@ -74,7 +74,7 @@ def use_common_streams(model: nn.Module, draws: ByVariant, streams: Streams, reg
 
 
 def _around(draws: ByVariant, name: str, variant: str) -> Draws:
-    """Which numbers are drawn around a module."""
+    """Whose random numbers the code around a module draws: "own" or "common"."""
     for above in ancestors(name):
         whose = draws.get(above, {}).get(variant)
         if whose in ("own", "common"):

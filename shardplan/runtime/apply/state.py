@@ -101,8 +101,8 @@ def _load_hook(own: Mapping[str, Packing | None]) -> Any:
 
 
 def keep_optimizer_order(optimizer: Optimizer, packings: Mapping[int, Packing], tp: int) -> None:
-    """Make the optimizer's state_dict and load_state_dict also use the original order of rows, and accept what the
-    model's do. Further calls change nothing.
+    """Make the optimizer's state_dict and load_state_dict also use the original order of rows, and accept the same
+    layouts as the model's. Further calls change nothing.
 
     Args:
         packings: parameter id -> its packing.

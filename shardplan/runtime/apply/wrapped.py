@@ -1,4 +1,4 @@
-"""The names that a data-parallel backend needs besides the plan's section."""
+"""The names that a data-parallel backend needs in addition to the plan's section."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _checkpointed(regime: Regime) -> bool:
 
 
 def same_moves(forward: Callable[..., Any], regime: Regime | None) -> Callable[..., Any]:
-    """The forward for a checkpoint: when backward runs it again, it has the moves that the variant has now."""
+    """The forward for a checkpoint: backward runs it again with the moves of the variant that is current now."""
     if regime is None or not regime.inside or torch.compiler.is_compiling():
         return forward
     return partial(_with_moves, forward, regime, regime.variant)

@@ -128,7 +128,7 @@ def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights
 
 
 def columns(exchange: Exchange, local: int) -> int:
-    """How many numbers a rank counts for each rank, if each has `local` experts."""
+    """How many counts a rank sends to each rank, if each rank has `local` experts."""
     return local + 1 if exchange == "pairs" else 3
 
 

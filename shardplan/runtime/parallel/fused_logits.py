@@ -159,7 +159,7 @@ class FusedLogits(Tensor):
     def _of_tokens(
         self, func: Callable[..., Tensor], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> FusedLogits:
-        """Apply a function that selects or orders tokens, and leaves the vocabulary alone, to the hidden states."""
+        """Apply a function to the hidden states, in place of the logits. It selects or orders tokens, and leaves the vocabulary alone."""
         hidden, rest, head = self.hidden, args[1:], self.head
         if name == "detach":
             tensors = (head.weight, head.bias, *head.operands)

@@ -27,7 +27,7 @@ class _Sign:
 
     count: int = 0
     state: str = _HERE
-    order: int = 0  # of its failure among those of all ranks
+    order: int = 0  # the place of its failure among the failures of all ranks
     step: str = ""
     text: str = ""
 
@@ -198,7 +198,7 @@ def watch_ranks(
             "the default process group exists already, and watch_ranks creates it: call watch_ranks in place of init_process_group"
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun has it
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun has the store
     until = time.monotonic() + start
     try:
         store = dist.TCPStore(
