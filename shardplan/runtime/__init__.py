@@ -1,1 +1,1 @@
-"""What runs with torch.distributed: the moves, torch's ParallelStyle, the phases of applying a program, and what a training loop calls."""
+"""The code that runs with torch.distributed: moves, torch's ParallelStyle, the phases of applying a program, functions for training loops."""

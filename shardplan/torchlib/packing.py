@@ -1,7 +1,7 @@
 """The order of rows in packed parameters: every rank's slice holds its share of each part.
 
-`_StridedShard` cannot express this for parts of different sizes (q, k and v with grouped heads), and where FSDP shards
-the same dim it returns permuted rows from `full_tensor()`. So the rows are permuted before a plain Shard. The
+`_StridedShard` cannot express this for parts of different sizes (q, k and v with grouped heads). Where FSDP shards the
+same dim, its `full_tensor()` returns permuted rows. So the rows are permuted before a plain Shard. The
 permutation depends on tp; it is undone when a checkpoint is written, and redone when one is read.
 """
 

@@ -54,8 +54,8 @@ def full_parameters(
 def full_parameters(
     model: nn.Module | Pipeline, gradients: bool = False, *, names: Names = "model", ranks: Sequence[int] | None = None
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The whole parameters of a planned model, with rows in the original order, and its persistent buffers, for weight updates of
-    an inference engine and for exports. Call it on all ranks, and iterate to the end on all: each parameter is a collective.
+    """The whole parameters of a planned model (rows in the original order) and its persistent buffers: for weight updates of an
+    inference engine, and for exports. Call it on all ranks, and iterate to the end on all: each parameter is a collective.
 
     One parameter is gathered at a time, on every rank, on the mesh's device. Names and order are those of
     `named_parameters()` of the unsharded model; a tied parameter comes once, under its first name. Then come the buffers

@@ -65,7 +65,7 @@ def leaf(key: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box
 
 
 def read(tensor: Lazy, out: Tensor, box: Box | None = None) -> None:
-    """Fill `out`, which has the shape of the box, of any dtype and device, with a box of the tensor, or all of it."""
+    """Fill `out` with a box of the tensor, or with all of it. `out` has the shape of the box, any dtype, and any device."""
     box = box if box is not None else tuple((0, size) for size in tensor.shape)
     if out.numel():
         tensor.expression.read(out, box)

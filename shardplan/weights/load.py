@@ -240,7 +240,7 @@ def _not_ignored(items: Sequence[Any], name: Callable[[Any], str], patterns: Col
 
 
 def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
-    """Tensors of the checkpoint that the model does not use, except those that the model's class ignores, and buffers of
+    """The checkpoint's tensors that the model does not use. Excepted are tensors that the model's class ignores, and buffers of
     older checkpoints that the model now computes itself (inv_freq, position_ids)."""
     persistent = {name for entry in state_entries(model) for name in entry.names}
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in persistent}

@@ -85,7 +85,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: no plan was applied, the model is on the meta device or has adapters, the size cannot be read, or the
-            folder has files and `overwrite` is not given or the folder is not a checkpoint.
+            folder has files, and `overwrite` is not given or it is not a checkpoint.
         OSError: on the first rank: there is no room, or the disk fails.
         RuntimeError: another rank failed, or another job saves the folder. Every rank raises.
     """

@@ -224,8 +224,8 @@ class AppliedParts:
 
 
 def remember(record: Applied, model: nn.Module) -> None:
-    """Attach the record to the model, to the model inside peft's wrapper if there is one, and to the wrapper around it
-    if there is one."""
+    """Attach the record to the model, and where they exist, to the model inside peft's wrapper and to the wrapper of the
+    data-parallel backend."""
     unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = record
     record.model.__dict__[_KEY] = record
 

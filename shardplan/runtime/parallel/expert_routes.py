@@ -156,8 +156,8 @@ def numbers_of(counted: Tensor, estimated: Callable[[], list[Any]]) -> list[Any]
 
 
 def expected(ranks: Ranks, total: int, most: int) -> tuple[list[int], list[int]]:
-    """The numbers of rows that this rank sends to each rank and receives from each, if its experts get `LOAD` times the
-    mean, and all other experts equally many.
+    """An estimate of the numbers of rows that this rank sends to each rank, and receives from each. Its own experts get `LOAD`
+    times the mean; all other experts get equal numbers.
 
     Args:
         total: the rows that a rank sends, if all experts get equally many.

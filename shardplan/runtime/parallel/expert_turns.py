@@ -2,7 +2,7 @@
 its rows would go into another module's exchange.
 
 Each rank sends the number of its module with the numbers of its rows. If the forward of an enclosing module ends without a
-call of the module of experts, its rank only takes part in the exchange of these numbers, and says that it is absent.
+call of the module of experts, the rank only exchanges these numbers, and says that it is absent.
 """
 
 from __future__ import annotations

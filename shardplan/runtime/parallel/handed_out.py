@@ -1,6 +1,6 @@
 """Results of a module that are read outside of its block, where values are whole: an auxiliary loss reads the router's logits.
 
-If the module runs on slices of the tokens, the results are gathered. Each rank's readers have all tokens, so their gradient is complete.
+If the module runs on slices of the tokens, the results are gathered. Each rank's readers have all tokens, so the results' gradient is complete.
 """
 
 from __future__ import annotations

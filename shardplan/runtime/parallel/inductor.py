@@ -1,8 +1,8 @@
 """Runs inductor's graphs below autograd.
 
 autograd has already processed a compiled graph, yet each operator call in it passes through autograd's part of the
-dispatcher, which for torch's functional collectives is Python: although nothing is recorded, this costs a sequence-parallel
-layer about 300 microseconds (`python -m benchmarks.host`).
+dispatcher. For torch's functional collectives that part is Python. So, although nothing is recorded, a sequence-parallel
+layer takes about 300 microseconds more (`python -m benchmarks.host`).
 
 Graphs from torch's cache of autograd graphs run unchanged. Our moves are autograd functions; graphs with these are cached
 only if somebody sets `autograd_cache_allow_custom_autograd_functions`.

@@ -20,7 +20,7 @@ from .tensor_moves import move
 
 def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply a change to the output, or else to the first tensor in it (tuples, lists, mappings and dataclasses, in
-    order), which the layout check also treats as the module's result.
+    order). The layout check takes the same tensor for the module's result.
 
     Raises:
         ValueError: the output has no tensor.

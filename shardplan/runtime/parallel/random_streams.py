@@ -156,8 +156,8 @@ class OnOwnStream:
 
 
 class OnCommonStream:
-    """Wraps the forward of a module that drops elements of whole values, outside of a checkpoint, where the code around it draws
-    its rank's own numbers.
+    """Wraps the forward of a module that drops elements of whole values, if the code around it draws its rank's own numbers. The
+    wrapper is outside of a checkpoint.
 
     Args:
         switches: the variants with this case.

@@ -115,7 +115,7 @@ class LeftBehind:
 
 
 def memory_of(x: Tensor) -> StorageWeakRef:
-    """A key of a tensor's memory: equal for tensors that share it. While it lives, no other memory has its address."""
+    """A key of a tensor's memory, equal for tensors that share the memory. While the key lives, no other memory has this address."""
     return StorageWeakRef(x.untyped_storage())
 
 

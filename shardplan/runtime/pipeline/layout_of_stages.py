@@ -1,4 +1,4 @@
-"""How many stages there are, the blocks of each, and its rank."""
+"""The number of stages, and the blocks and the rank of each."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Inputs:
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
-        """The shapes from which those of hand-overs follow."""
+        """The shapes of the arguments, which determine the shapes of hand-overs."""
         return tuple((name, tuple(x.shape), x.dtype) for name, value in self.tensors.items() for x in _tensors(value))
 
     def split(self, micro_batches: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from shardplan.torchlib.private import private
 
 MOST = 500  # characters of a message
 _default_store = private("default_store")
-# By the group of all ranks; ranks that are threads have different ones.
+# By the group of all ranks, as ranks that are threads share this module but not their groups.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
 

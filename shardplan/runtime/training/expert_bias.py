@@ -159,7 +159,7 @@ def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
         optimizer.step()
         shardplan.update_expert_bias(model, 1e-3)
 
-    The tokens of all micro-batches since the last update count, on all ranks with different tokens. A token counts once for each of
+    It uses the tokens of all micro-batches since the last update, on all ranks with different tokens. A token counts once for each of
     its experts, and not again if activation checkpointing reruns the experts. The call is a collective of all ranks of the mesh,
     with one all-reduce for each axis. The biases are equal on all ranks, and equal to the unsharded model's.
 
