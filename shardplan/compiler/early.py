@@ -205,8 +205,8 @@ def _unsure(diagnostic: Diagnostic) -> Diagnostic:
 
 
 def _is_dead(diagnostic: Diagnostic, tree: ModuleTree, source: Source | None) -> bool:
-    """Whether a key that matches nothing in a checkpoint also matches nothing in the model, and the model has no module
-    without parameters that may have been meant."""
+    """Whether a key that matches nothing in a checkpoint is surely dead: it matches nothing in the model either, and
+    cannot mean a module without parameters."""
     matched = re.match("`(.*)` matches no module", diagnostic.message)
     if diagnostic.code != DEAD or not diagnostic.is_error or matched is None or source is None:
         return False

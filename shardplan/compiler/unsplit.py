@@ -22,8 +22,8 @@ def unsplit_plan(found: FoundModel) -> Parsed:
     """A plan that splits no layer. Its units are the model's outermost repeated blocks that run once, by their forward,
     in a step of the reduced model. If there is no reduced model, or it does not run, all of them are units.
 
-    A block that shares parameters, runs more than once or is called in another way belongs to the unit around it: FSDP2
-    gathers a unit's parameters around its forward.
+    FSDP2 gathers a unit's parameters around its forward. So a block that shares parameters, runs more than once or is
+    called in another way belongs to the unit around it.
     """
     from shardplan.language import parse_plan
     from shardplan.model.repeated_blocks import repeated_blocks

@@ -113,7 +113,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
 def prove_stages(
     variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False, anyway: bool = False
 ) -> tuple[Variants, StagedPlan | None]:
-    """Add what the recorded runs of the reduced model show of the plan's pipeline stages, and give each bound plan the
+    """Add the findings about the plan's pipeline stages, from recorded runs of the reduced model, and give each bound plan the
     parts of each stage. Does nothing for a plan without such a section. Without several pp ranks the findings are warnings.
 
     Args:

@@ -18,8 +18,8 @@ class Coverage:
         plan: the plan's name.
         allowed_tp: the sizes of the tp axis that divide all that is split, without and with sequence parallelism.
         split: the share (0 to 1) of the parameters inside the layers that is split over tp.
-        whole: part of a layer, as a pattern -> its share of the parameters inside the layers: the largest modules that
-            have matrices but split nothing; every rank holds them and computes the same with them.
+        whole: pattern of a part of a layer -> its share of the parameters inside the layers. These parts are the
+            largest modules that have matrices but split nothing; every rank holds them and computes the same with them.
     """
 
     model: str

@@ -76,13 +76,13 @@ def V(dim: int | Literal["seq"]) -> Layout:  # noqa: N802 - the literature's nam
 
 
 def over_features(operand: Sequence[int], argument: Sequence[int], *, grouped: bool) -> bool:
-    """Whether the last dim of an operation's operand has the features of its module's first argument: the operand has
-    the argument's shape and, if features are grouped, one more dim for the groups."""
+    """Whether the last dim of an operation's operand has the features of its module's first argument. This is so if
+    both have one shape or, if features are grouped, if the operand has one more dim for the groups."""
     return tuple(operand) == tuple(argument) or (grouped and tuple(operand) == (*argument[:-1], 1, argument[-1]))
 
 
 def in_one_row(argument: Sequence[int] | None, output: Sequence[int], layout: Layout) -> tuple[int, int] | None:
-    """Batch and sequence of a module's output that has its argument's tokens in one row ([batch * sequence, hidden] for [batch,
+    """The sizes of batch and sequence, if a module's output has the tokens of its argument in one row ([batch * sequence, hidden] for [batch,
     sequence, hidden], as experts may return them); None for any other. A slice of the sequence is then a slice of each sequence in the batch.
 
     Args:

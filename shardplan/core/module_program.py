@@ -62,8 +62,8 @@ class ParameterProgram:
 
     @property
     def shared(self) -> bool:
-        """Whether several ranks compute with the same slices, so that the gradient is a partial sum over them: rows are
-        gathered when it is read, and the gradient is reduce-scattered."""
+        """Whether several ranks compute with the same slices. The gradient is then a partial sum over these ranks:
+        rows are gathered when they are read, and the gradient is reduce-scattered."""
         return (self.gathered and self.computed.kind == "R") or self.computed.copies > 1 or bool(self.copies)
 
     def pieces(self, ranks: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -212,8 +212,8 @@ class OutsideReads:
     Args:
         positions: their positions in the module's output.
         source: their layout: R; I if every rank has all tokens, and nothing is moved; V(0) if each has a slice of them.
-        by_hooks: as far as was seen, only hooks of the module read them (a recorder of a router's logits): slices are
-            gathered while it has hooks.
+        by_hooks: whether only hooks of the module were seen to read them (a recorder of a router's logits). Slices
+            are then gathered while it has hooks.
     """
 
     positions: tuple[int, ...]
@@ -305,8 +305,8 @@ class ContextProgram:
         enter: moves of arguments, in order.
         leave: the move of the output.
         outside: the positions in the output that are read outside of the block.
-        hollow: the argument of a module whose heads are exchanged: its code sees the shape of the whole sequence, and
-            the modules below with rules read the rank's tokens. None: there is none; "": the first.
+        hollow: the argument of a module whose heads are exchanged. The module's code sees the shape of the whole
+            sequence, while the modules below with rules read the rank's tokens. None: there is none; "": the first.
         takes: whether the module's heads are exchanged. If its argument has all tokens, it is read as it is: `leave`
             moves nothing, and the module computes the rank's features with its `shares`.
         features: the rank's features in the moves between slices of the sequence and slices of the features.

@@ -118,8 +118,8 @@ class Rule:
         fused: whether the module may take a path for training that computes modules below it in one kernel.
         divides: numbers (expressions over config numbers) that tp must divide.
         seq_dim: the sequence dimension of the values that the rule moves.
-        read_outside: positions in the module's output that are read outside the tensor-parallel region by code that
-            every rank runs in full (router logits of an auxiliary loss).
+        read_outside: positions in the module's output (a router's logits) that code outside of the tensor-parallel
+            region reads (an auxiliary loss); every rank runs that code in full.
         exchange: how tokens are sent to the ranks of their experts; None: the style's default.
         regather: whether backward keeps only the shard of values gathered along the sequence, and gathers it again.
         having: only for modules that have a number of this name, or a module or parameter of this name below them; None: for all.
@@ -328,16 +328,16 @@ class ResolvedPlan:
         cross_module_reads: each module that was seen to run -> the parameters of modules below it that its own code
             reads, by full name.
         sums: the outputs that are added up before they are reduced.
-        shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every
-            call that the layout check saw of the block around both. The moves at run time do not depend on it (the
-            tensors themselves are compared then); the expected number of collectives does.
+        shared_reads: module with a move I -> R of an argument -> the module that moved the same tensor before it.
+            This held in every call of the block around both that the layout check saw. The moves at run time do not
+            depend on it (the tensors themselves are compared then); the expected number of collectives does.
         same_arguments: module -> argument that its rule moves -> others that were the same tensor in each call that the
             layout check saw, "" for the first argument: they move together. For counting, like `shared_reads`.
         read_results: module that was seen to run -> positions of its results that code of the model was seen to read.
         draws: module whose own code draws random numbers in training -> whose numbers.
         pp_blocks: the repeated blocks that pipeline stages divide, in order.
-        pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
-            plan names and, after a recorded run was examined (`compiler.layout.stage_plan`), all others with parameters.
+        pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage. First those
+            that the plan names; once a recorded run was examined (`compiler.layout.stage_plan`), all with parameters.
         pp_carried: the modules whose output later stages get too.
         pp_handed: the parts of that output, as that run shows.
         pp_results: the length of a block's result tuple; 0: one tensor. Seen in that run.

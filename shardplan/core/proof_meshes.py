@@ -1,4 +1,4 @@
-"""The meshes on which a plan for a mesh is proven: every axis above 1, and every pair of them in one run, at the smallest telling sizes."""
+"""The meshes on which a plan for a mesh is proven: every axis above 1 and every pair of such axes in one run, at the smallest telling sizes."""
 
 from __future__ import annotations
 

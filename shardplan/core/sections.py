@@ -1,5 +1,5 @@
-"""The sections of a plan besides its rules. Each field is defined only here: the models that read a document, the JSON
-Schema and the configs of other projects' names are made from it."""
+"""The sections of a plan besides its rules. Each field is defined only here. Made from it are the models that read a
+document, the JSON Schema, and the configs with other projects' names."""
 
 from __future__ import annotations
 

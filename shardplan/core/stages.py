@@ -34,8 +34,8 @@ class PipelineCut:
         blocks: the repeated blocks by full name, in the order in which they run.
         sizes: the number of blocks in each stage; one or more.
         first, last: modules and parameters outside of the blocks that belong to the first and to the last stage.
-        handed: for each carried module, what later stages read of its output, besides the block's first result: it is
-            handed on, and the module's stub returns it there.
+        handed: for each carried module, what later stages read of its output, besides the block's first result. It is
+            handed on to them, and their stubs of the module return it.
         ties: the names of each parameter that is in several stages; each has a copy, and their gradients are added.
         results: the length of a block's result tuple or list; 0: one tensor.
         written: modules of the first stage whose result the model's code changes in place; their stubs return zeros with memory.

@@ -17,8 +17,8 @@ class SumRule:
             no longer applies.
         location: the list's.
         styled: whether the same rule has a style.
-        optional: whether it need not fit the model: if it matches nothing, or the layout check does not see that the
-            block only adds up the outputs, each is reduced by itself.
+        optional: whether it need not fit the model. Each output is then reduced by itself if the rule matches
+            nothing, or if the layout check does not see that the block only adds up the outputs.
         when, having: as of `Rule`.
     """
 

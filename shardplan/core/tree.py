@@ -193,8 +193,8 @@ class ModuleTree:
         }
 
     def pattern(self, name: str) -> str:
-        """The name with its list indices starred, except in lists of unlike elements: a plan's words for it and for all
-        like it (`model.layers.*.mlp.up_proj`, `blocks.*.to_out.0`)."""
+        """The pattern by which a plan names it and all modules like it: its list indices are starred, except in lists
+        of unlike elements (`model.layers.*.mlp.up_proj`, `blocks.*.to_out.0`)."""
         if name not in self._patterns:
             parts, above = [], ""
             for part in name.split("."):

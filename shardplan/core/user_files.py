@@ -112,8 +112,8 @@ def with_unix_ends(text: str) -> str:
 
 
 def in_form_of(old: bytes, text: str) -> str:
-    """A text with line ends of one character in the form of a file's content: with the content's line ends (if several,
-    the most frequent) and its byte order mark."""
+    """A text in the form of a file's old content: with that content's line ends (if it has several, the most
+    frequent) and its byte order mark. The text itself has line ends of one character."""
     was = old.decode("utf-8", "replace")
     mark = BYTE_ORDER_MARK if was.startswith(BYTE_ORDER_MARK) else ""
     return mark + text.replace("\n", line_ends_of(was))

@@ -22,7 +22,7 @@ def from_hf_tp_plan(plan: Mapping[str, str], base_prefix: str | None = None) -> 
 
     Args:
         plan: names, with `*` for a layer's number -> style names.
-        base_prefix: what the entries of a class-level plan omit ("model"): it is put before those that lack it.
+        base_prefix: the prefix that the entries of a class-level plan omit ("model"). It is put before names that lack it.
 
     Raises:
         TypeError: not a mapping from text to text.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def expert_dim(shape: Sequence[int], ranks: int) -> int | None:
-    """The dim along which a stack is sharded: the dim of experts if the ranks divide it, else the first other dim that
-    they divide, because FSDP2 shards those only evenly. None if there is none.
+    """The dim along which a stack is sharded: that of experts if the ranks divide it, else the first other one that
+    they divide, as FSDP2 shards other dims only evenly. None if they divide none.
 
     Args:
         shape: the shape of the stack on one ep rank.

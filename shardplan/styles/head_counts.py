@@ -47,9 +47,9 @@ def head_count(
     """The number of heads in a length, or None if its shards need not be whole heads.
 
     This is decided by structure: the module around knows the size of a head, and the value stays split between this
-    matrix multiplication and the attention. If it knows several sizes (multi-head latent attention has one for q and k
-    and one for v), the one that gives a number of heads in the configuration counts. If none does, a length that is
-    itself such a number has one feature for each head (a gate; not a part of a packed matrix).
+    matrix multiplication and the attention. It may know several sizes (multi-head latent attention has one for q and
+    k and one for v). Then the size counts that gives a number of heads in the configuration. If none does, a length
+    that is itself such a number has one feature for each head (a gate; not a part of a packed matrix).
 
     Args:
         around: the module that holds the parameter's owner.

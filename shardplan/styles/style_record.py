@@ -175,8 +175,8 @@ class Style:
         experts: for a module of distributed whole experts: its rule covers the module's parameters.
         owns_parameters: whether it stores the module's parameters; else other rules do.
         on_cp: whether rules for the axis cp may name it.
-        exchanges_heads: on the axis cp: the module has all tokens, and the heads and channels that the tp rules below
-            it would give to a rank of an axis of that size.
+        exchanges_heads: whether, on the axis cp, the module has all tokens and a rank's share of heads and channels:
+            the share that the tp rules below it would give to a rank of an axis of that size.
         trials: where it is proposed as a repair; empty: nowhere.
         comment: the comment that `init` writes above the first rule of the style in its plan; empty: none.
         source: the origin of the scheme.

@@ -28,7 +28,7 @@ def tokens_layout(plan: ResolvedPlan, module: str) -> Layout:
 
 
 def has_own_tokens(plan: ResolvedPlan, module: str) -> bool:
-    """Whether each rank of cp has other tokens at a module: rules for cp split the sequence, and none gathers it there or around it."""
+    """Whether each rank of cp has other tokens at a module: rules for cp split the sequence, and no rule at the module or around it gathers it."""
     if plan.on_cp is None:
         return False
     assigned = (plan.on_cp.modules.get(name) for name in (module, *ancestors(module)))

@@ -106,8 +106,8 @@ def _on_cp(
 
 
 def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The first findings, and one that says that there are more: a plan of a megabyte can have 20,000 wrong rules, each
-    for all layers."""
+    """The first findings, and one that says that there are more. A plan of a megabyte can have 20,000 wrong rules,
+    each for all layers."""
     findings = tuple(islice(found, MAX_FINDINGS + 1))
     if len(findings) <= MAX_FINDINGS:
         return findings

@@ -42,8 +42,8 @@ class Layer:
 
 
 def layers(plan: PlanFile, names: Names, overlays: Overlays, axis: Axis = Axis.TP) -> tuple[Layer, ...]:
-    """The sections that apply to an axis, overridden ones first: tensor_parallel from the oldest ancestor to the plan
-    itself, then each overlay in the same order."""
+    """The sections that apply to an axis, overridden ones first. First is tensor_parallel, from the oldest ancestor
+    to the plan itself; then each overlay, in the same order."""
     sections = [(file, section) for section in sections_of(overlays, axis) for file in plan.lineage]
     return tuple(_layer(file, section, rules, names) for file, section in sections if (rules := file.rules(section)))
 

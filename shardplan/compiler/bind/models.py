@@ -16,7 +16,7 @@ OTHER_MODEL = Code("SP205")
 
 
 def names_any(plan: PlanFile, tree: ModuleTree) -> bool:
-    """Whether a plan, or one that it extends, has a rule for layers that matches something; True for one without such rules."""
+    """Whether some rule for layers, of a plan or of one that it extends, matches something; True for one without such rules."""
     globs = [
         parse_glob(rule.pattern)
         for one in plan.lineage

@@ -1,4 +1,4 @@
-"""`sum_outputs`: the blocks where it is written, and the modules that it names in each."""
+"""`sum_outputs`: the blocks that have it, and the modules that it names in each block."""
 
 from __future__ import annotations
 

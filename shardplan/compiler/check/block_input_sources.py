@@ -1,4 +1,4 @@
-"""Block inputs: the layout that reaches one must be the layout that it moves. These checks do not run the model."""
+"""A block input must be reached by a layout that it moves. These checks do not run the model."""
 
 from __future__ import annotations
 

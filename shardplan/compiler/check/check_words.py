@@ -67,8 +67,8 @@ def head_words(count: int, key_value: bool, numbers: Mapping[str, int | float]) 
 
 
 def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, int | float]) -> str | None:
-    """The number that says how wide this dimension is: an attribute of the modules around it that the config has too,
-    else the only matching width in the config, else an attribute of the modules around it."""
+    """The name of the number that gives the width of this dimension. First choice is an attribute of the modules
+    around it that is in the config too, then the only matching width in the config, then any such attribute."""
     own = [name for module in near for name, value in module.numbers.items() if is_count(value) and value == count]
     shared = [name for name in own if numbers.get(name) == count]
     if shared:

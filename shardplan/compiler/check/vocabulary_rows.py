@@ -11,9 +11,9 @@ from .stored_by_rules import StorageFacts, StoredParameter
 def vocabulary_rows(facts: StorageFacts, stored: StoredParameter) -> bool:
     """Whether the split dim holds the rows of a vocabulary, which tp need not divide.
 
-    This is decided by structure. The dim holds rows that are looked up by id; or the output features of a head that
-    outputs all of them (or a DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is
-    split by rows; or the same Parameter under another name (a head's bias that the module around it owns too).
+    This is decided by structure. The dim holds rows that are looked up by id; or the output features of a head whose output
+    has all of them (or is a DTensor of all), if they are as many as the config's `vocab_size` or as the rows of an embedding
+    that is split by rows; or the same Parameter under another name (a head's bias that the module around it owns too).
     """
     names = {name for group in facts.resolved.tree.tied if not set(group).isdisjoint(stored.names) for name in group}
     others = (facts.stored[name] for name in names if name in facts.stored)

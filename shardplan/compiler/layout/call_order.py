@@ -11,8 +11,8 @@ from .model import ModelLayouts
 
 
 def block_calls(model: ModelLayouts) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """The last repeated block of the reduced model that runs, and the modules below it in the order of their first calls:
-    each with its name within the block and the number of modules between it and the block. ("", ()) where nothing repeats.
+    """The last repeated block of the reduced model that runs, and the modules below it in the order of their first calls.
+    Each has its name within the block, and the number of modules between it and the block. ("", ()) where nothing repeats.
     """
     bench = model.benches[0]
     blocks = repeated_blocks(bench.tree)

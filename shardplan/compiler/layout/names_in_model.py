@@ -74,8 +74,8 @@ def disagreeing(alike: Alike, incoming: Mapping[str, Layout]) -> tuple[str, ...]
 def modules_of(
     tree: ModuleTree, reduced_tree: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The model's modules or parameters that those of its reduced model represent: all layers where all kinds of layers
-    are among them, else the copied layers."""
+    """The modules or parameters of the model that those of its reduced model represent. If all with one pattern are
+    given, these are in all layers, else in the layers that were copied."""
     here, there = ({*one.modules, *one.parameters} for one in (tree, reduced_tree))
     result: dict[str, None] = {}
     for name in names:

@@ -138,9 +138,9 @@ class RankRecorder(Recorder):
         return partial(rms_norm, lambda own: mean)
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
-        """A rank that chooses among values of the unsharded run takes that run's choice, so that both continue alike:
-        between nearly equal values (the best of many zeros), only rounding decides. A mean over the features of all
-        ranks is that run's too."""
+        """A rank that chooses among values of the unsharded run takes that run's choice, so that both continue alike.
+        Between nearly equal values (the best of many zeros), only rounding would decide. A mean over the features of
+        all ranks is that run's too."""
         event = self.reference.at.get(place)
         if event is None or event.name != name or len(event.inputs) != len(operands):
             return

@@ -13,7 +13,7 @@ Reads = Mapping[str, frozenset[int]]
 
 
 def find_read_results(run: Trace) -> Reads:
-    """Each module that returned something -> the positions that code outside of it reads, or a module around it returns."""
+    """Each module that returned something -> the positions in its result that code outside of it reads, or that a module around it returns."""
     readers: dict[int, set[str]] = {}
     for event in run.events:
         for number in event.inputs:

@@ -1,5 +1,5 @@
-"""Values that several modules read with a move of their own: who shares the move at run time, and where one block input
-could move them for all."""
+"""Values that several modules read, each with its own move. Finds which modules share a move at run time, and where
+one block input could make the move for all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a pipeline stage reads, from one recorded unsharded run.
 
 Every stage runs the model's own forward, with stubs in place of the modules of other stages. So a value is right in a
-stage if it comes only from the model's inputs, from buffers, from parameters of that stage, and from what it received,
-whatever the model's code outside of the blocks computes in between. Every other value is what a stub returned.
+stage if it comes only from the model's inputs, buffers, parameters of that stage and values that the stage received.
+Between these, the model's code outside of the blocks may compute anything. Every other value is what a stub returned.
 """
 
 from __future__ import annotations

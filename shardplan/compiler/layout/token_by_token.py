@@ -1,5 +1,5 @@
-"""Whether a module of experts can run on other tokens than those it is called with: each token by itself, with some of
-its experts at a time. Its call in the unsharded run is repeated the way the ranks of the axis ep make it together."""
+"""Whether a module of experts can run on other tokens than those of its call: on each token by itself, and with some of the
+token's experts at a time. Its call in the unsharded run is repeated the way the ranks of the axis ep make it together."""
 
 from __future__ import annotations
 

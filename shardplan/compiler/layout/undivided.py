@@ -45,8 +45,8 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
 
 
 def share_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module, reference: Trace) -> Iterator[Repair]:
-    """Changes to try if a module's code combines slices with whole values of its own: it then reads a rank's share of
-    a buffer, or of an argument (a bias for each head).
+    """Changes to try if a module's code combines slices with whole values of its own. They make it read a rank's
+    share of a buffer, or of an argument (a bias for each head).
 
     Args:
         model: the reduced model, for the code.

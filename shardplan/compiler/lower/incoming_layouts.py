@@ -27,7 +27,7 @@ class IncomingLayouts:
         self.outputs = {n: output for n, one in modules.items() if (output := one.boundary.output) is not None}
 
     def source(self, name: str, move: InputBoundary) -> Layout:
-        """The layout of an argument. If several are accepted: the one that arrives, or the sum of an embedding that waits for it."""
+        """The layout of an argument. If several are accepted, it is the one that arrives, or the sum of an embedding that waits for this module."""
         if R in move.sources and I in move.sources:
             return self._incoming(name)
         return P if {I, P} <= {*move.sources} and self._waits_for(name) else move.sources[0]

@@ -74,8 +74,8 @@ def _on_tp(plan: ResolvedPlan, stored: Mapping[str, Layout] | None, *, whole: bo
 
 
 def _read_from(one: BoundModule, stored: Mapping[str, Layout]) -> BoundModule:
-    """A module of this variant in a model that stores parameters as another variant does: whole ones are cut where they
-    are read, and split ones gathered. A parameter that no move reads stays as it is (`Program.unreadable`)."""
+    """A module of this variant, in a model that stores parameters as another variant does. Stored whole, they are cut where
+    they are read; stored split, they are gathered. A parameter that no move reads stays as it is (`Program.unreadable`)."""
     found = tuple(_read_parameter(p, stored.get(full_name(one.name, p.name), p.stored)) for p in one.parameters)
     return one if found == one.parameters else replace(one, parameters=found)
 
@@ -148,8 +148,8 @@ def _also_reads(
     plan: ResolvedPlan, modules: Mapping[str, BoundModule], module: ModuleInfo
 ) -> tuple[tuple[str, ParameterProgram], ...]:
     """The parameters that the layout check saw the module read. For distributed experts these are all parameters
-    below, because ranks run the experts a different number of times. So they are for a module that did not run in the
-    check (a vision tower without images), if it owns parameters and no rule is below it."""
+    below, because ranks run the experts a different number of times. The same holds for a module that did not run in
+    the check (a vision tower without images), if it owns parameters and no rule is below it."""
     tree, prefix = plan.tree, full_name(module.name, "")
     below = tuple(name for name in tree.parameters if name.startswith(prefix))
     if modules[module.name].experts is not None:
