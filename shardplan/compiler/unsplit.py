@@ -1,4 +1,4 @@
-"""PLAN `auto` where tp is 1: data parallelism alone, of any module."""
+"""PLAN `auto` where tp is 1: only data parallelism, of any module."""
 
 from __future__ import annotations
 

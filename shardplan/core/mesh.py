@@ -63,7 +63,7 @@ class MeshSizes:
 
     Args:
         shards: the number of axes of a DeviceMesh that split parameters (dp_shard, cp): with one, a backend wraps the
-            model even over one rank. Other meshes are sizes alone, and an axis of one rank is no axis.
+            model even over one rank. Other meshes have only sizes, and an axis of one rank does not count.
 
     Raises:
         ValueError: a size that is not a positive integer, or that is too large for any mesh.

@@ -56,8 +56,8 @@ def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagn
 def with_overlay_alone(
     without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...], section: Overlay
 ) -> tuple[Diagnostic, ...]:
-    """The findings of a plan without and with another overlay, each once. A finding of the overlay alone says so,
-    unless its line shows it."""
+    """The findings of a plan without and with another overlay, each once. A finding that only the overlay has says
+    so, unless its line shows it."""
     known = {_content(d) for d in without}
     return (*without, *(_of_overlay(d, section) for d in with_overlay if _content(d) not in known))
 

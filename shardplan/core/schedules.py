@@ -31,7 +31,7 @@ class Schedule:
         return self.stages_per_rank > 1
 
     def misfit(self, pp: int, micro_batches: int, stages_per_rank: int | None = None) -> str | None:
-        """Why the schedule cannot run so many micro-batches on so many ranks and stages; None if it can."""
+        """Why the schedule cannot run with these numbers of ranks, micro-batches and stages; None if it can."""
         count = stages_per_rank or self.stages_per_rank
         if count != self.stages_per_rank and not self.multiple:
             return f"{self.name} has 1 stage on each rank, not {count}"

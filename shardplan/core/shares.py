@@ -12,8 +12,8 @@ class Share:
     Args:
         name: the name of a number of the module (`num_heads`; `config.num_attention_heads` is one of its
             configuration); with `dim`, that of an argument of its forward or of a buffer.
-        value: the number's value on a rank, if it is no quotient: an expression over the module's own numbers, with a
-            rank's value for those with an even share.
+        value: the number's value on a rank, if it is no quotient. It is an expression over the module's own numbers;
+            those with an even share have a rank's value in it.
         groups: the number is the length of one group of a norm's features, or the number of groups; each group has its
             own mean. An expression over config numbers.
         dim: for a tensor that every rank has whole and reads its share of: the dim that has the heads or features.

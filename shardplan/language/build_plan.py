@@ -56,7 +56,7 @@ Rules = Mapping[str, str | RuleOptions | list[RuleOptions]]
 
 
 def _rules(rules: Rules, section: Section, file: str) -> tuple[Rule, ...]:
-    """The rules with a style; others have `sum_outputs` alone."""
+    """The rules with a style; others have only `sum_outputs`."""
     return tuple(
         _rule(key, entry, location)
         for key, entry, location in _entries(rules, section, file)

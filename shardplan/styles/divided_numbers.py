@@ -106,8 +106,8 @@ def group_number(plan: ResolvedPlan, assignment: Assignment, name: str) -> Liter
 def settings(
     plan: ResolvedPlan, module: ModuleInfo, parameters: Sequence[ParameterProgram], divide: Iterable[tuple[str, int]]
 ) -> tuple[tuple[str, int], ...]:
-    """Attributes of a module, and the value of each on a rank: those in its rule, and the number of channels of a
-    depthwise convolution there, each a group of its own.
+    """Attributes of a module, and the value of each on a rank: those in its rule, and `groups` of a depthwise
+    convolution, which is the rank's number of channels.
 
     Args:
         parameters: the module's, as stored.

@@ -18,7 +18,7 @@ def with_heads_below(
     """The assignments for cp, and those for tp that also say what a rank of cp has. The latter keep their section.
 
     Args:
-        over_tp: the assignments of the section `tensor_parallel` alone.
+        over_tp: only the assignments of the section `tensor_parallel`.
     """
     mixers = {name for name, one in over_cp.items() if STYLES[one.rule.style].exchanges_heads}
     found = dict(over_cp)

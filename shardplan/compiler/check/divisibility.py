@@ -93,7 +93,7 @@ def _around(tree: ModuleTree, requirement: Requirement) -> set[str]:
 
 
 def _unshared(heads: int, length: int, tp: int) -> str:
-    """Why so many ranks cannot share the key-value heads."""
+    """Why this number of ranks cannot share the key-value heads."""
     if tp % heads:
         return "is not a multiple of it"
     return f"would put each head on {tp // heads} ranks, and they do not divide its {length // heads} features"

@@ -55,7 +55,7 @@ class Requirement:
     shares: int = 0
 
     def allows(self, ranks: int) -> bool:
-        """Whether so many ranks divide the count, or share its heads."""
+        """Whether this number of ranks divides the count, or can share its heads."""
         return self.count % ranks == 0 or can_share(self.count, self.shares or 1, ranks)
 
 

@@ -32,8 +32,8 @@ KINDS = ("crash", "slices")
 
 
 def fused_repairs(plan: ResolvedPlan, finding: Finding, reference: Trace) -> Iterator[Repair]:
-    """Changes to try where a module's code fails on the result of a matrix below it: pack the matrix, and divide the
-    numbers by which the code cuts.
+    """Changes to try if a module's code fails on the result of a matrix below it. They pack the matrix, and divide
+    the numbers by which the code cuts.
 
     Args:
         reference: the unsharded run of the reduced model.

@@ -1,7 +1,7 @@
 """Random operations in the model's own code: those that act on its results, and their places.
 
-A model that draws nothing costs one comparison of the generators' states. For one that draws, each place is drawn anew
-alone: a draw acts only if that changes a result. Layer drop of probability 0 draws a number and changes nothing.
+A model that draws nothing costs one comparison of the generators' states. If it draws, each place is drawn anew on
+its own: a draw acts only if that changes a result. Layer drop of probability 0 draws a number and changes nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (the draw, i
 
 
 class DrawnAlike(_DispatchMode):
-    """While active, an operation's draws depend on the shapes of its operands alone. So ranks draw the unsharded
+    """While active, an operation's draws depend only on the shapes of its operands. So ranks draw the unsharded
     model's numbers for whole values, and other numbers for slices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""The run of one rank alone: with its shards of the parameters and the results of the plan's moves.
+"""The run of a single rank, with its shards of the parameters and the results of the plan's moves.
 
 It needs no process group: the unsharded run gives a move's result, whole or as this rank's slice.
 """

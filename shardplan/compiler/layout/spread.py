@@ -35,7 +35,7 @@ class Spread:
         order: for each rank, the indices that it has along `dim`; None where these are its ceil-chunk. The gradient of
             an index that several ranks have is a partial sum over them.
         joined: whether `dim` and the next dim, taken as one, are split (heads by groups, where a rank has a part of a group).
-        empty: whether nothing tells whole from sum: the value is zero everywhere or has no elements.
+        empty: whether whole and sum look alike, as the value is zero everywhere or has no elements.
     """
 
     kind: SpreadKind

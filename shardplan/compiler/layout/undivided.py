@@ -27,7 +27,7 @@ MOST_TENSORS = 8  # dims to try, of all buffers and arguments
 
 
 def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> Iterator[Repair]:
-    """Changes to try where a module's code fails on slices: divide one or two of the numbers that it reads.
+    """Changes to try if a module's code fails on slices. They divide one or two of the numbers that it reads.
 
     Args:
         model: the reduced model, for the code.

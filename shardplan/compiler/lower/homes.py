@@ -6,8 +6,8 @@ from shardplan.core.tree import ancestors, block
 
 
 def home_of(name: str, units: frozenset[str]) -> str:
-    """The home of a module: the FSDP unit or the block around it, the nearer of both. It may be the module itself,
-    and is if neither is around it.
+    """The home of a module: the nearest FSDP unit or block that it is or is inside of; outside of these, the module
+    itself.
 
     Args:
         units: the FSDP units.
