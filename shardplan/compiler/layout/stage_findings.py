@@ -58,7 +58,7 @@ def stage_findings(
         yield Diagnostic(
             code=UNNAMED,
             severity=severity,
-            message=f"{what} something else than a tensor or a tuple of tensors, each the same",
+            message=f"{what} values other than a tensor, or a tuple with the same number of tensors in each",
             primary=about("layers" if blocks else "carry"),
             help=WITHOUT if blocks else "name a module inside it that returns the tensor",
             modules=facts.parts.blocks if blocks else facts.unnamed,
