@@ -1,4 +1,4 @@
-"""The public functions, a file for each task.
+"""The public functions, one file for each task.
 
 | file | functions |
 |---|---|

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ApplyOptions(TypedDict, total=False):
-    """Keyword arguments of `apply_plan` besides `pipeline`."""
+    """The keyword arguments of `apply_plan`, without `pipeline`."""
 
     sequence_parallel: bool
     logits: Logits
@@ -67,28 +67,28 @@ def compile_plan(
     allow_unproven: bool = False,
     derive: bool = True,
 ) -> Program:
-    """Compile a plan for a model, without touching it. Deterministic, and equal on all ranks. Its layouts are checked;
-    `validate` and `apply_plan` prove it numerically too.
+    """Compile a plan for a model, without changing the model. The result is deterministic, and equal on all ranks. The layouts
+    are checked; `validate` and `apply_plan` also prove the plan numerically.
 
     Args:
         model, plan: as for `validate`.
         mesh: a DeviceMesh with axis names, or the sizes alone, `{"tp": 8}`.
-        sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
-        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits, or without
-            logits ("fused"): the loss makes them a chunk of tokens at a time, on one tp rank too; "as_stored": split
-            where the plan splits the head over the vocabulary, else whole.
-        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, or is the section of a plan
-            that has none (without `modules`, on the plan's data-parallel units, wrapped or not); False leaves it out, None is
-            as the plan says.
-        pipeline_parallel: a mapping, likewise.
-        regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
-            the plan says.
-        seq_len: the sequence length in tokens, to check its divisibility.
-        strict: warnings are errors.
+        sequence_parallel: use the plan's sequence-parallel section too; with tp 1 it splits nothing.
+        logits: the output head's logits. "plan": as the plan says; "replicated": whole; "sharded": split over the vocabulary;
+            "fused": none, the loss computes them for a chunk of tokens at a time (also with tp 1); "as_stored": split over
+            the vocabulary where the plan splits the head's weight so, else whole.
+        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section; where the plan has no such
+            section, the mapping is the section (without `modules`, it is for the plan's data-parallel units, wrapped or not).
+            False leaves the section out, None keeps the plan's.
+        pipeline_parallel: a mapping that overrides fields of the plan's section, or is the section.
+        regather: whether the backward gathers activations along the sequence again, instead of keeping those that the forward
+            gathered; None is as the plan says.
+        seq_len: the sequence length in tokens, whose divisibility is checked.
+        strict: treat warnings as errors.
         allow_unproven, derive: as for `validate`.
 
     Raises:
-        PlanError: all findings of `validate` before its last stage.
+        PlanError: all findings that `validate` has before its proof.
         TypeError, ValueError: a wrong argument.
     """
     changes = Changes(
@@ -146,47 +146,47 @@ def apply_plan(
     autocast_dtype: torch.dtype | str | None = None,
     patch_is_packed_sequence: bool = False,
 ) -> nn.Module | Pipeline:
-    """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2; on a mesh
-    with several pp ranks, cut into the stages of a pipeline, each sharded like that.
+    """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2. On a mesh
+    with several pp ranks, the model is cut into pipeline stages, and each stage is sharded in this way.
 
-    The model is changed in place and returned (with the backend ddp, its wrapper). Names of modules and parameters
-    stay. Make the optimizer afterwards. With stages, each rank keeps its own in the returned Pipeline: parts of other
-    ranks never get memory and are never sent or moved, and nothing is left in the given model. The plan is compiled and
-    proven for the whole model; its section `pipeline_parallel` says what the repeated blocks are.
+    The model is changed in place and returned (with the backend ddp, its wrapper is returned). Modules and parameters keep
+    their names. Make the optimizer afterwards. With stages, the returned Pipeline holds this rank's stages: the stages of other
+    ranks never get memory and are never sent or moved, and the given model is left empty. The plan is compiled and
+    proven for the whole model; its section `pipeline_parallel` names the repeated blocks.
 
     Args:
         model: on the meta device, the CPU or a CUDA device, not sharded yet; or a `Model` of it, with `inputs` or `reduced`.
-        mesh: a DeviceMesh with axis names: `tp` and any of `pp` (the outermost), `dp_replicate`, `dp_shard`, `cp` (other common
-            spellings are understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
+        mesh: a DeviceMesh with axis names: `tp` and any of `pp` (the outermost), `dp_replicate`, `dp_shard`, `cp`. Other common
+            spellings are understood. Without tp there is no tensor parallelism, without dp_shard no data parallelism.
         plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
         allow_unproven, derive: as for `compile_plan`. Where "auto" derives a plan, the mesh's first rank derives it for
-            all. With stages `data_parallel` keeps gathered parameters between micro-batches (`reshard_after_forward: false`) unless the
-            plan or the argument says otherwise.
-        pipeline: the schedule and the micro-batches, on a mesh with several pp ranks; None: the defaults of `PipelineOptions`.
-        prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
-            it before (`validate`). Without it, `applied(model)` says "not proven".
-        ep: over how many ranks experts are distributed, by the plan's `expert_parallel` section: the innermost of dp_shard x cp x tp.
-            None: as `build_mesh` says, else 1.
-        axes: axis -> the mesh's name for it, where it is none of the known spellings.
-        check_inputs: compare the tensor arguments over tp and cp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
-            the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); once
-            the weights of replicas; and under FSDP2, at each forward of a model that takes several kinds of inputs
-            (images and text), which of them the ranks were given (RuntimeError before it runs).
-        src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
+            all. With stages, gathered parameters are kept between micro-batches (`reshard_after_forward: false`) unless the
+            plan or `data_parallel` says otherwise.
+        pipeline: the schedule and the micro-batches, on a mesh with several pp ranks; None is the defaults of `PipelineOptions`.
+        prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has already
+            proven it (with `validate`). Where False, `applied(model)` says "not proven".
+        ep: the number of ranks over which the plan's `expert_parallel` section distributes the experts; they are the innermost
+            ranks of dp_shard x cp x tp. None is the ep of `build_mesh`, else 1.
+        axes: axis -> the mesh's name for it, where that is not a known spelling.
+        check_inputs: compare the tensor arguments over tp and cp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th. A
+            RuntimeError names the ranks with another batch: before the first forward runs, later at the next forward. Compare
+            the weights of replicas once. Under FSDP2, where the model takes several kinds of inputs (images and text), compare
+            at each forward which kinds the ranks were given (RuntimeError before it runs).
+        src_data_rank: the tp rank whose weights are sent to the others; None sends nothing, as all ranks have the same weights.
         autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
-        patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,
-            which makes the device wait; in this process, with a warning, and an error for packed inputs.
+        patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer, which
+            makes the CPU wait for the device. It holds for this process, with a warning; packed inputs are then an error.
 
     Returns:
-        The model; on a mesh with several pp ranks a Pipeline, the stages of this rank and their step. Type checkers know of it
-        where `pipeline` is given.
+        The model; on a mesh with several pp ranks a Pipeline, with this rank's stages and their step. For type checkers it is
+        a Pipeline where `pipeline` is given.
 
     Raises:
-        PlanError: all findings of `validate`, and those about the cut; the model is untouched.
-        ValueError, TypeError: a wrong argument, a model that is sharded already, `pipeline` on a mesh without pp; the model is
+        PlanError: all findings of `validate`, and those about the stages; the model is untouched.
+        ValueError, TypeError: a wrong argument, a model that is already sharded, `pipeline` on a mesh without pp; the model is
             untouched.
-        RuntimeError: ranks compiled different programs (untouched), or a step failed on one of them (the model is unusable
-            then, and its forward raises).
+        RuntimeError: the ranks compiled different programs (the model is untouched), or a step failed on one of them (the model
+            cannot be used then, and its forward raises).
     """
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.runtime.apply.early_optimizers import Originals
@@ -238,11 +238,11 @@ def applied(model: Pipeline) -> AppliedParts: ...
 
 
 def applied(model: nn.Module | Pipeline) -> Applied | AppliedParts:
-    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives; printable. For a Pipeline, what
-    was done to this rank's stages.
+    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives. It can be printed. For a Pipeline,
+    it is about this rank's stages.
 
     Raises:
-        ValueError: no plan was applied to it, or applying one failed half-way.
+        ValueError: no plan was applied to the model, or applying one failed half-way.
     """
     from shardplan.runtime.apply import applied as lookup
 

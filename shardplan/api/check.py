@@ -52,38 +52,38 @@ def validate(
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Check a plan against a model, without touching it; every finding at once. The last stage proves it: two training steps
-    of the reduced model on simulated ranks, against the same steps unsharded.
+    """Check a plan against a model, without changing the model, and report all findings at once. The last stage is the proof: it
+    compares two training steps of the reduced model on simulated ranks with the same steps unsharded.
 
-    Checks that need no torch come first: errors in the plan itself, and for a checkpoint's folder what its names and
-    sizes alone decide. Where they find errors, torch is not imported and the model not built (`Report.stages`).
+    Checks that need no torch come first: those of the plan itself and, for a checkpoint's folder, those that need only its
+    names and sizes. Where they find errors, torch is not imported and the model is not built (`Report.stages`).
 
     Args:
-        model: a module on any device, a transformers configuration, a word as on the command line (a folder or config.json, a
+        model: a module on any device, a transformers configuration, a name as on the command line (a folder or config.json, a
             cached hub id, a model type, `module:callable`), or a `Model` of one of these.
-        plan: as for `load_plan`, or "auto" (the built-in plan for the model, else one that is derived as by `init_plan`, with an
-            overlay where `sequence_parallel` is True and an expert-parallel section where the mesh has several ep ranks) or "hf"
-            (the model's own tp_plan).
-        mesh: sizes by axis, `{"tp": 8, "dp_shard": 4}`, or a DeviceMesh. Without tp, what holds for every size is checked, the rest at the smallest size above 1
-            that the model allows.
-        sequence_parallel: check the plan with, or without, its overlay; None checks both.
-        seq_len: the sequence length in tokens, to check its divisibility.
-        logits: the layout of the output head's logits with which it is proven, as for `apply_plan`.
-        strict: warnings are errors.
-        layouts: check the layouts of activations and gradients too, where the structure is right; without it, and so
-            without the proof, the check is done sooner and says less.
+        plan: as for `load_plan`; or "hf", the model's own tp_plan; or "auto", the built-in plan for the model, else a plan that is
+            derived as by `init_plan`. The derived plan has a sequence-parallel section where `sequence_parallel` is True, and an
+            expert-parallel section where the mesh has several ep ranks.
+        mesh: sizes by axis, `{"tp": 8, "dp_shard": 4}`, or a DeviceMesh. Without tp, checks that depend on its size use the smallest
+            size above 1 that the model allows.
+        sequence_parallel: check the plan with (True) or without (False) its sequence-parallel section; None checks both.
+        seq_len: the sequence length in tokens, whose divisibility is checked.
+        logits: the layout of the output head's logits in the proof, as for `apply_plan`.
+        strict: treat warnings as errors.
+        layouts: also check the layouts of activations and gradients, where the structure is right. Without them there is no
+            proof either: the check is faster and finds less.
         proof: prove the plan numerically, where the layouts are right; without it the report says "not proven".
-        quick: check only the files of a checkpoint's folder, for which neither torch nor the model's code is
-            needed. What they do not decide for certain is a warning that says so.
-        allow_unproven: report what cannot be proven (a model that cannot be reduced or called, a part that no run
-            reaches) as a warning instead of an error.
+        quick: check only the files of a checkpoint's folder, which needs neither torch nor the model's code. A warning
+            names what these files cannot decide.
+        allow_unproven: report a warning instead of an error for what cannot be proven (a model that cannot be reduced or
+            called, a part that no run reaches).
         progress: called with what is being done.
-        derive: whether "auto" may derive a plan, and whether a built-in plan gets derived rules for cp where the mesh has several cp ranks; else
-            a model without a built-in plan is refused (SP511), and so is a plan without such rules there (SP372).
+        derive: let "auto" derive a plan for a model without a built-in one, and rules for cp for a built-in plan on a mesh with several cp
+            ranks. If False, the model without a built-in plan is refused (SP511), and so is the plan without rules for cp (SP372).
 
     Raises:
-        ValueError: a mesh size or sequence length that is not a positive integer or above its bound; `quick` for what is no checkpoint's folder
-            (`compiler.early.NoCheckpoint`).
+        ValueError: a mesh size or sequence length that is not a positive integer, or is above its bound; `quick` for a model that
+            is not a checkpoint's folder (`compiler.early.NoCheckpoint`).
         TypeError: something that is not a model, not a plan or not a mesh.
     """
     last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
@@ -121,24 +121,24 @@ def verify(
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Check a plan as `validate` does, at one size, and prove it whatever its layouts are: what is not proven is an error. The
-    report's `proof` has every output, every gradient and every buffer of two training steps.
+    """Check a plan as `validate` does, at one size, and prove it even where its layouts have errors. A plan that is not proven is
+    an error. The report's `proof` has every output, every gradient and every buffer of two training steps.
 
     Args:
-        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks, or several cp ranks and rules for them.
+        model, plan, mesh: as for `validate`; the mesh needs a tp size, several pp ranks, or several cp ranks and a plan with rules for cp.
         sequence_parallel, seq_len, logits, strict, allow_unproven: as for `validate`.
-        processes: real gloo processes, one for each rank of the mesh, instead of simulating, in this process, smaller meshes that
-            represent it (`docs/what-validate-proves.md`). With several pp ranks they run a pipeline's schedule.
-        schedule, micro_batches: that pipeline's; None: 1f1b, and twice as many micro-batches as stages.
-        step: a Python file with a training step of your own, `make(model) -> state` and `step(model, batches, state) -> loss`, and for a
-            pipeline's own loss `loss_fn(logits, labels)` (`docs/proving-a-step.md`). Where the plan is right, its code is run on gloo processes of the mesh, and on one.
+        processes: run real gloo processes, one for each rank of the mesh. If False, this process simulates smaller meshes that
+            represent it (`docs/what-validate-proves.md`). With several pp ranks the processes run a pipeline's schedule.
+        schedule, micro_batches: of this pipeline; None is 1f1b, and twice as many micro-batches as stages.
+        step: a Python file with your training step: `make(model) -> state`, `step(model, batches, state) -> loss` and, for a pipeline with its
+            own loss, `loss_fn(logits, labels)` (`docs/proving-a-step.md`). Where the plan is right, it runs on the mesh's gloo processes and on one.
         progress: called with what is being done.
         derive: as for `validate`.
 
     Raises:
-        ValueError: as for `validate`; data parallelism alone without `processes`; more processes than one machine runs; a schedule that does not
-            fit; with processes, a model that these cannot find; a step that is no such file, or on one rank.
-        TypeError: as for `validate`; neither tp nor several ep, pp or cp ranks, nor a step.
+        ValueError: as for `validate`; data parallelism alone without `processes`; more processes than one machine can run; a schedule that
+            does not fit; with `processes`, a model that they cannot find; a `step` that is not such a file; a `step` on a mesh of one rank.
+        TypeError: as for `validate`; a mesh with neither tp nor several ep, pp or cp ranks, without `step`.
     """
     sizes = sizes_of(mesh)
     if sizes.tp is None and sizes.pp == sizes.ep == sizes.cp == 1 and step is None:
@@ -185,7 +185,7 @@ class _Run:
     """How `verify` proves.
 
     Args:
-        schedule, micro_batches: a pipeline's, where real processes run one; micro_batches None: twice as many as stages.
+        schedule, micro_batches: of the pipeline, where real processes run one; micro_batches None is twice the number of stages.
     """
 
     processes: bool
@@ -193,7 +193,7 @@ class _Run:
     micro_batches: int | None
 
     def stages(self, variants: Variants, sizes: MeshSizes) -> int:
-        """How many the schedule has; 0 without one."""
+        """The number of stages of the schedule; 0 without a schedule."""
         if self.schedule is None:
             return 0
         from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
@@ -204,17 +204,17 @@ class _Run:
     def proven_whole(
         self, wanted: tuple[Overlays, ...], sizes: MeshSizes, cut: StagedPlan | None
     ) -> tuple[Overlays, ...]:
-        """The variants whose whole model is proven, not its stages alone."""
+        """The variants that are proven with the whole model, not only stage by stage."""
         if sizes.pp == 1:
             return wanted
         if cut is None:
             return ()
         if replace(sizes, pp=1).splits_layers:
             return wanted
-        return wanted[:1] if self.processes else ()  # nothing but stages: processes run them as they run a whole model
+        return wanted[:1] if self.processes else ()  # stages alone: processes run them like a whole model
 
     def question(self, asked: Question, sizes: MeshSizes, cut: StagedPlan | None) -> Question:
-        """The question to prove for a plan, which is cut into stages or not."""
+        """The question for the proof of a plan, cut into stages or not."""
         asked = replace(asked, mesh=sizes, processes=self.processes)
         if self.schedule is None or cut is None:
             return asked
@@ -236,9 +236,9 @@ class Check:
     """The question to `validate` or `verify`.
 
     Args:
-        last: the last stage.
-        run: for `verify`, which proves what has no structural error.
-        step: what is compared where nothing else is wrong.
+        last: the last stage that runs.
+        run: for `verify`, which proves a plan without structural errors.
+        step: the training step that is compared where nothing else is wrong.
     """
 
     model: Model
@@ -267,7 +267,7 @@ def _checked(asked: Check, *, strict: bool) -> Report:
 
 
 def _look(report: Report, asked: Check) -> Report:
-    """Look at the model itself; `report` is of what was looked at before."""
+    """Check the plan against the model itself; `report` has the checks before it."""
     sizes, plan = asked.sizes, asked.plan
     on = asked.sequence_parallel
     how = deriving(asked.model, sizes, derive=asked.derive, sequence_parallel=on, progress=asked.progress)
@@ -297,8 +297,8 @@ def _look(report: Report, asked: Check) -> Report:
 
 
 def prove_variants(report: Report, variants: Variants, given: Given, asked: Check) -> tuple[Report, Variants]:
-    """Check the layouts and the pipeline stages of a plan without structural errors, and prove it where these have no
-    errors; for `verify`, wherever it runs."""
+    """Check the layouts and the pipeline stages of a plan without structural errors. Prove it where they have no errors;
+    `verify` proves it wherever it runs."""
     from shardplan.compiler.layout import ModelLayouts
     from shardplan.proof.prove_stages import with_pipeline
     from shardplan.proof.stage import Question, nothing_proven, prove_stage
@@ -327,7 +327,7 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
         proof, about = prove_stage(question, wanted, asked.progress)
         variants, looked = variants.with_findings(about), (*looked, "proof")
         if any(any_error(found) for found in about.values()):
-            cut = None  # in stages the same is wrong
+            cut = None  # the stages would have the same errors
     if cut is not None and (run is not None or (asked.last == "proof" and not variants.any_error and reduced.runs)):
         asked.progress(f"pp={sizes.pp}: comparing the stages with the whole model")
         proof, wrong = with_pipeline(
@@ -345,7 +345,7 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
 
 
 def _with_step(report: Report, variants: Variants, given: Given, asked: Check, step: _Step) -> tuple[Report, Variants]:
-    """Compare a training step, with the variant of the plan that was asked for, on the processes of the mesh and on one."""
+    """Compare a training step on the processes of the mesh with the same step on one process, for the variant of the plan that was asked for."""
     from shardplan.compiler.layout import ModelLayouts
     from shardplan.proof.prove_step import StepQuestion, prove_step
 
@@ -368,13 +368,13 @@ def coverage(
     *,
     derive: bool = True,
 ) -> Coverage:
-    """The parts of a model that a plan splits, the parts that stay whole on every rank, and the tp sizes that both allow; nothing is proven.
+    """The parts of a model that a plan splits, the parts that stay whole on every rank, and the tp sizes that both allow. Nothing is proven.
 
     Args:
         model, plan, derive: as for `validate`.
 
     Raises:
-        PlanError: the model cannot be found, or the plan does not bind to it.
+        PlanError: the model cannot be found, or the plan cannot be bound to it.
     """
     from shardplan.compiler.check import allowed_tp
     from shardplan.compiler.lower import split_parameters

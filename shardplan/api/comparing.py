@@ -37,16 +37,16 @@ def diff_plans(
     progress: Callable[[str], None] = lambda text: None,
     derive: bool = True,
 ) -> PlanDiff:
-    """The differences of two plans. With a model: the rules that differ once they are bound, the modules that are stored or
-    run differently, the bytes on a rank, the collectives of a step. Without a model: their rules and sections as text.
+    """The differences between two plans. With a model, these are the bound rules that differ, the modules that are stored or run
+    differently, the bytes on a rank, and the collectives of a step. Without a model, rules and sections are compared as text.
 
-    Both plans are checked as by `compile_plan`, and not proven.
+    Both plans are checked as by `compile_plan`, but not proven.
 
     Args:
         old, new: as for `validate`; without a model neither "auto" nor "hf".
-        model, mesh: as for `validate`. Without a size of tp the smallest above 1 that both plans allow.
-        step: its memory and, for a device, its least time are estimated for both plans; None estimates nothing.
-        sequence_parallel: compare with, or without, the overlay; None compares both.
+        model, mesh: as for `validate`. Without a tp size, it is the smallest above 1 that both plans allow.
+        step: the step whose memory and, for a device, least time are estimated for both plans; None estimates nothing.
+        sequence_parallel: compare with (True) or without (False) the sequence-parallel section; None compares both.
         device: as for `estimate`.
         derive: as for `validate`.
         progress: called with what is being done.

@@ -42,25 +42,25 @@ def estimate(
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Estimate:
-    """The cost of a training step of a planned model on each rank, told without memory and without a device: bytes, floating
-    point operations, communication and, for a device, the least time. A few layers are traced and the rest extrapolated.
+    """Estimate what a training step of a planned model costs on each rank: bytes, floating-point operations, communication and,
+    for a device, the least time. It needs no device and no memory for the model: a few layers are traced, the rest extrapolated.
 
     Args:
-        model, plan: as for `validate`. A module with inputs of its own is called with these, whatever the step's `seq_len` and
-            `micro_batch` are.
-        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`, or a DeviceMesh; without tp it is 1.
-        step: what one step is.
-        device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
-        engine: the ranks that get the weights after each step; their refit is estimated too.
+        model, plan: as for `validate`. A module with inputs of its own is called with these inputs; the step's `seq_len` and
+            `micro_batch` do not change them.
+        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`, or a DeviceMesh; tp is 1 where it is left out.
+        step: the batch, precision and optimizer of one step.
+        device: the name of a device ("h200"), a JSON file that describes one, or a Device; None estimates no time.
+        engine: the ranks of an inference engine that get the weights after each step; this refit is estimated too.
         sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather: as for
             `compile_plan`.
         derive: as for `validate`.
         progress: called with what is being done.
 
     Raises:
-        PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
-        ValueError: a wrong size, word or device; a schedule that the mesh, the micro-batches or the plan do not allow; a data-parallel backend other than fsdp2; a process group exists; an engine and
-            stages (pp).
+        PlanError: all findings of `validate`; a step of the model cannot be traced (SP560).
+        ValueError: a wrong size, word or device; a schedule that the mesh, the micro-batches or the plan do not allow; a data-parallel
+            backend other than fsdp2; a process group that already exists; an engine together with stages (pp).
     """
     changes = Changes(
         sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
@@ -81,7 +81,7 @@ def estimated(
     device: Device | str | None,
     progress: Callable[[str], None],
 ) -> Estimate:
-    """The estimate of one mesh. Raises as `estimate`."""
+    """The estimate for one mesh. Raises as `estimate`."""
     from shardplan.compiler.check import check
     from shardplan.core.estimates import Question
     from shardplan.cost.devices import read_device

@@ -1,4 +1,4 @@
-"""The decisions of `apply_plan` before it touches a model, the same on all ranks."""
+"""The decisions that `apply_plan` takes before it changes a model, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Asked:
     def compiled(
         self, sizes: MeshSizes, progress: Callable[[str], None] = lambda text: None, share: Share = alone
     ) -> Compiled:
-        """The way of the variant through all stages, up to the first one that finds errors.
+        """Compile the variant through all stages, up to the first that finds errors.
 
         Args:
             progress, share: as for `deriving`.
@@ -70,8 +70,8 @@ class Decided:
     """The decision that all ranks act on.
 
     Args:
-        program: as it is applied; `compiled` has it as the plan says it.
-        layout: the stages' layout, on a mesh with several pp ranks.
+        program: the program that is applied; the one in `compiled` is before the changes for stages.
+        layout: the layout of the stages, on a mesh with several pp ranks.
     """
 
     compiled: Compiled
@@ -89,7 +89,7 @@ class Decided:
 
 
 def program_or_raise(compiled: Compiled) -> Program:
-    """The program. Raises PlanError with what was found where there is none."""
+    """The compiled program. Raises PlanError with the findings where there is none."""
     from shardplan.report.errors import raise_errors
 
     raise_errors(compiled.findings, compiled.given.sources)
@@ -100,10 +100,10 @@ def program_or_raise(compiled: Compiled) -> Program:
 def decide(
     asked: Asked, mesh: PlanMesh, stages: PipelineOptions | None, autocast_dtype: torch.dtype | str | None
 ) -> Decided:
-    """Compile the plan for a mesh, and see that all ranks are about to do the same.
+    """Compile the plan for a mesh, and check that all ranks will do the same.
 
     Args:
-        stages: how the stages run; None: the model stays whole.
+        stages: how the stages run; None keeps the model whole.
 
     Raises:
         as `apply_plan`.
@@ -125,7 +125,7 @@ def decide(
 
 
 def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tuple[Program, Layout]:
-    """The program as stages need it, and where these are."""
+    """The program changed for stages, and the layout of the stages."""
     from shardplan.runtime.pipeline.layout_of_stages import lay_out
     from shardplan.runtime.pipeline.refused_plans import for_stages
     from shardplan.styles.backends import BACKENDS
@@ -139,8 +139,8 @@ def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tupl
 def prove_decided(
     asked: Asked, decided: Decided, mesh: DeviceMesh, *, prove: bool
 ) -> tuple[tuple[Diagnostic, ...], str]:
-    """Prove what the program splits over tp or ep, and the stages, on the mesh's first rank for all. Returns the
-    warnings, and how the program is known to be right, in words.
+    """Prove what the program splits over tp or ep, and the stages; the mesh's first rank does it for all. Returns the
+    warnings, and in words how the program is known to be right.
 
     Raises:
         PlanError: the proof found errors.
@@ -164,7 +164,7 @@ def prove_decided(
         raise_errors(found, sources, strict=asked.strict)
         proof = f"proven {method}, on a reduced model"
     if staged is not None and staged.ok:
-        assert decided.layout is not None  # of a mesh with stages
+        assert decided.layout is not None  # this mesh has stages
         about, how = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)
         raise_errors(about, sources, strict=asked.strict)
         method = method if split and how == EARLIER else how

@@ -17,9 +17,9 @@ from shardplan.core.plan import NO_OVERLAYS, PlanFile
 if TYPE_CHECKING:
     from shardplan.model import FoundModel
 
-SHOWN = "<derived>"  # what findings call the plan's file
+SHOWN = "<derived>"  # the plan's file name in findings
 SECTIONS: tuple[Literal["sequence_parallel", "expert_parallel"], ...] = ("sequence_parallel", "expert_parallel")
-SMALLEST = 2  # the size for which a plan is derived where none was asked for
+SMALLEST = 2  # the tp size for which a plan is derived where none is given
 
 
 class Wanted(TypedDict):
@@ -30,7 +30,7 @@ class Wanted(TypedDict):
     expert_parallel: bool
 
 
-Text = tuple[str, str | None]  # a plan, and why it could not be kept
+Text = tuple[str, str | None]  # a plan, and why it could not be cached
 Result = TypeVar("Result")
 
 
@@ -41,7 +41,7 @@ class Share(Protocol):
 
 
 def alone(make: Callable[[], Result]) -> Result:
-    """One process derives for itself."""
+    """Call the function in this process, for one process alone."""
     return make()
 
 
@@ -54,15 +54,15 @@ def deriving(
     progress: Callable[[str], None] = lambda text: None,
     share: Share = alone,
 ) -> Derive | None:
-    """A function that derives a plan for a model, and rules for the axis cp, as `init_plan` does, without proving them:
-    they are checked and proven afterwards, as any plan. None where it may not.
+    """A function that derives a plan for a model, and rules for the axis cp, as `init_plan` does. It does not prove them:
+    they are checked and proven afterwards, like any plan. None where deriving is not allowed.
 
     Args:
         model: as the user named it.
-        derive: whether it may.
-        sizes: the mesh's. The plan is derived for their tp, or for the smallest where tp is not above 1; with a section
-            that distributes the experts where ep is above 1, and with rules for cp where cp is above 1.
-        sequence_parallel: whether it has an overlay.
+        derive: whether deriving is allowed.
+        sizes: those of the mesh. The plan is derived for their tp, or for the smallest size where tp is not above 1. It has an
+            expert-parallel section where ep is above 1, and rules for cp where cp is above 1.
+        sequence_parallel: whether the plan has a sequence-parallel section.
         progress: called with what is being done.
         share: calls a function on one of several ranks, and returns its result on all.
     """
@@ -83,7 +83,7 @@ class _Deriving:
         sizes = self.sizes
         wanted = Wanted(
             tp=max(sizes.tp or 1, SMALLEST),
-            sequence_parallel=self.sequence_parallel or sizes.cp > 1,  # rules for cp follow from those of the overlay
+            sequence_parallel=self.sequence_parallel or sizes.cp > 1,  # rules for cp follow from that section
             expert_parallel=sizes.ep > 1,
         )
         text, unkept = self.share(partial(_text, found, wanted, self.progress))
@@ -118,7 +118,7 @@ def _read(text: str) -> ReadPlan:
 
 
 def _with_context(found: FoundModel, before: str, plan: PlanFile, sizes: MeshSizes, compiled: bool) -> str:
-    """The text of a plan with rules for the axis cp: heads are exchanged where the ranks divide them, and nothing is compiled.
+    """The text of a plan with rules for the axis cp. Heads are exchanged where the cp ranks divide them, and nothing is compiled.
 
     Args:
         before: the text without them.
@@ -173,7 +173,7 @@ def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, sav
 
 
 def _command(model: Model, wanted: Wanted, sizes: MeshSizes) -> str:
-    """What to run to write the plan to a file: a command line, for a model that a command line can name."""
+    """The command line, or else the call, that writes the plan to a file."""
     sections = [section for section in SECTIONS if wanted[section]] + ["context_parallel"] * (sizes.cp > 1)
     if not isinstance(model.name, str):
         given = [f"{name}={name}" for name in ("inputs", "reduced") if getattr(model, name) is not None]

@@ -28,12 +28,12 @@ class Findings:
 
 
 def text_findings(text: str, file: str, folder: str | None, tree: ModuleTree | None) -> Findings:
-    """The findings of `lint` and, for a model, of binding: patterns that match nothing, rules that contradict each other.
+    """The findings of `lint` and, with a model, of binding: patterns that match nothing, rules that contradict each other.
 
     Args:
         text: the plan's text.
         file: its display name.
-        folder: where plans that it extends are.
+        folder: the folder of the plans that it extends.
         tree: the tree of the model that the editor was started with.
     """
     format = "json" if file.lower().endswith(".json") else "yaml"
@@ -46,7 +46,7 @@ def text_findings(text: str, file: str, folder: str | None, tree: ModuleTree | N
 
 
 def completions(text: str, line: int, column: int, tree: ModuleTree | None) -> list[str]:
-    """The words that may be written at a place: names of styles after a rule's colon, and patterns of the model's modules as a rule's key.
+    """The words that may be written at a position: style names after a rule's colon, and patterns of the model's modules for its key.
 
     Args:
         line, column: from 0.
@@ -73,7 +73,7 @@ def _in_rules(lines: list[str], line: int) -> bool:
 
 
 def hover(text: str, line: int, column: int, tree: ModuleTree | None) -> str | None:
-    """The meaning of a style, or the modules that a pattern matches in the model, with their shapes. None where there is nothing."""
+    """The meaning of a style, or the modules that a pattern matches in the model, with their shapes. None at any other position."""
     lines = text.splitlines()
     if line >= len(lines) or not _in_rules(lines, line):
         return None

@@ -1,4 +1,4 @@
-"""Plans out to other projects."""
+"""Exporting plans to other projects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .deciding import Asked
 from .keywords import model_of
 
 To = Literal["transformers", "torch"]
-MOST_ROWS = 5  # of differing values, in a finding's notes
+MOST_ROWS = 5  # rows of differing values in a finding's notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class ExportedPlan:
     Args:
         text: a file for the target: JSON of a `DistributedConfig`, or a Python module with `PLAN`. None where it is refused.
         entries: names with `*` for list indices -> the target's words.
-        rows: what was compared with the unsharded model, in the target's own code; empty where it was not run.
-        report: what cannot cross, or differs there.
+        rows: the values that were compared with the unsharded model, in the target's own code; empty where it was not run.
+        report: what cannot be exported, or differs in the target.
     """
 
     text: str | None
@@ -37,7 +37,7 @@ class ExportedPlan:
 
     @property
     def shown(self) -> str:
-        """The known facts about it, in words."""
+        """What is known about the exported plan, in words."""
         if not self.rows:
             return "not run there: nothing shows that it computes the same"
         told = [row.error for row in self.rows if row.verdict != "unproven"]
@@ -59,19 +59,19 @@ def export_plan(
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ExportedPlan:
-    """The tensor-parallel section of a plan in another project's words. It is run in that project's own code: a step of the reduced
-    model on `tp` processes (gloo, on the CPU) against the unsharded model, the loss, all outputs and every gradient. What
-    cannot cross, raises there or differs is refused (SP549); what differs where two steps accumulate is a warning.
+    """Write the tensor-parallel section of a plan in another project's words, and run it in that project's own code: a step of the
+    reduced model on `tp` processes (gloo, on the CPU) is compared with the unsharded model, in the loss, all outputs and every
+    gradient. A plan that cannot be exported, raises there or differs is refused (SP549); a difference where two steps accumulate is a warning.
 
     Args:
         model, plan: as for `validate`.
-        to: "transformers": the `tp_plan` of a `DistributedConfig`; "torch": a dictionary for `parallelize_module`.
-        tp: the size to compile for and to run at.
-        run: run it; without it nothing tells that the target computes the same, and a warning says so.
+        to: "transformers" for the `tp_plan` of a `DistributedConfig`; "torch" for a dictionary for `parallelize_module`.
+        tp: the tp size to compile for and to run at.
+        run: run the plan in the target's code. If False, nothing shows that the target computes the same, and a warning says so.
         derive, progress: as for `validate`.
 
     Raises:
-        ValueError: another target; a size below 2; with `run`, a model that processes cannot find. TypeError: as for `validate`.
+        ValueError: another target; a tp size below 2; with `run`, a model that other processes cannot find. TypeError: as for `validate`.
     """
     from shardplan.export import TARGETS, lower_to, run_target
     from shardplan.export.targets import CANNOT_CROSS
@@ -122,7 +122,7 @@ def export_plan(
 def _differing(
     rows: tuple[Comparison, ...], what: str, resolved: ResolvedPlan
 ) -> tuple[str, Label | None, tuple[()], tuple[str, ...]] | None:
-    """A finding's message, the rule of the parameter that differs most, related lines and notes; None where nothing differs."""
+    """A finding's message, the rule of the parameter that differs most, its related lines and notes; None where nothing differs."""
     wrong = sorted((row for row in rows if row.verdict == "differs"), key=lambda row: -row.error)
     notes = [f"{row.kind} {row.name}: {row.error:.1e} ({row.where})" for row in wrong[:MOST_ROWS]]
     notes += [f"and {len(wrong) - MOST_ROWS} more"] if len(wrong) > MOST_ROWS else []

@@ -1,4 +1,4 @@
-"""The programs that `fit` compiles for a model and the parts that it traces, each once."""
+"""The programs that `fit` compiles for a model, and the parts that it traces; each is made once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MIXED: dict[str, Any] = {"mixed_precision": {"param": "bfloat16", "reduce": "flo
 
 
 class Programs:
-    """The programs of a model for sizes of the axes that they depend on, and the tables of their parts.
+    """The programs of a model by the axis sizes that they depend on, and the cost tables of their parts.
 
     Args:
-        asked: the question with its step, whose precision is that of products.
-        refused: is told what is not searched, and why.
+        asked: the question and its step, whose precision is that of matrix products.
+        refused: called with what is not searched, and why.
         progress: called with what is being done.
     """
 
@@ -53,11 +53,11 @@ class Programs:
 
     @property
     def derives(self) -> bool:
-        """Whether all of the plan is derived, for each size."""
+        """Whether the whole plan is derived, once for each size."""
         return self.derived is not None and self.derived.extends is None
 
     def compiled(self, tp: int, *, ep: int = 1, cp: int = 1) -> Compiled:
-        """The plan compiled with its overlay where it allows that, its stages, every block checkpointed, and FSDP2.
+        """Compile the plan with its stages, every block checkpointed, FSDP2 and, where the plan allows it, its sequence-parallel section.
 
         Raises:
             PlanError: the plan does not allow it.
@@ -89,7 +89,7 @@ class Programs:
         raise last
 
     def program(self, choice: Choice) -> tuple[Compiled, Program]:
-        """The program of a configuration, for its mesh. Of a given plan, the program for one size of ep is that for any other.
+        """The program of a configuration, for its mesh. A plan that is not derived has one program for all ep sizes.
 
         Raises:
             PlanError, ValueError: the plan does not allow it.
@@ -115,10 +115,10 @@ class Programs:
         sharded: bool = False,
         regather: bool = False,
     ) -> Table:
-        """The parts of the model on one rank of these sizes of tp, ep and cp, for one sequence.
+        """The cost of the model's parts on one rank, for these sizes of tp, ep and cp and one sequence.
 
         Args:
-            sharded: the logits are split. They change only what is outside of the layers: one layer is traced, as nobody reads it.
+            sharded: the logits are split. This changes only what is outside the layers, so a single layer is traced.
 
         Raises:
             PlanError, ValueError: the plan does not allow it; a model without repeated layers.
@@ -173,7 +173,7 @@ class Programs:
         shorten = partial(cut, depths=depths, depth=depth or depths.traced[-1])
         asked = replace(
             self.asked, step=replace(self.asked.step, optimizer="none")
-        )  # its states are added for each mesh
+        )  # optimizer states are added for each mesh
         ledger = step_ledger(found, program, asked, shorten=shorten, names=names, unwrapped=True)
         return Table(blocks, depths, ledger.parts, bool(alone.pp_blocks))
 
@@ -186,7 +186,7 @@ def _lowered(compiled: Compiled, *, sharded: bool, regather: bool) -> Program:
 
 
 def checkpointed(program: Program, how: Checkpointing) -> Program:
-    """A program whose blocks are checkpointed, with another way of checkpointing."""
+    """A program whose blocks are checkpointed, with another kind of checkpointing."""
     resolved = program.resolved
     section = resolved.activation_checkpointing
     if how == "none" or section is None:

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from shardplan.cost.fit_screening import Bytes, Screened, Table
 
 STAGES = (1, 2, 4, 8, 16)
-CONTEXT = (2, 4)  # the sizes of cp that are traced; others are on the line through them
+CONTEXT = (2, 4)  # the cp sizes that are traced; others are read off the line through them
 LARGEST_CP = 64
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 class Search:
     """Args:
-    asked: the question with its step, whose precision is that of products. rows: sequences of a step on all devices.
-    axes: the sizes of axes that are compared; every size of those that it does not have. precision: the precision of
-    stored values. advance: called with the number of parts of the work that are done, and the number of all.
+    asked: the question and its step, whose precision is that of matrix products. rows: sequences of a step on all devices.
+    axes: the sizes that are compared, by axis; every size is compared for an axis that is left out. precision: the precision
+    of stored values. advance: called with the number of parts of the work that are done, and the number of all parts.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Search:
         self._advance, self._done, self._total = advance, 0, 1
         self.flops_of_a_token = 0.0
         self._experts = True  # whether the plan may distribute some
-        self._allowed: dict[int, bool] = {}  # sizes of tp, and whether the overlay is on
+        self._allowed: dict[int, bool] = {}  # tp sizes, and whether the sequence-parallel section is on
 
     @property
     def _step(self) -> TrainingStep:
@@ -94,7 +94,7 @@ class Search:
             raise error
 
     def sparing(self) -> Iterator[Screened]:
-        """Choices that save memory and take more time: `regather`, and sequences over cp."""
+        """Choices that save memory and take more time: `regather`, and sequences split over cp."""
         self.plan_for(6 * len(self._allowed))
         for tp, overlay in self._allowed.items():
             if tp > 1 and overlay:
@@ -112,7 +112,7 @@ class Search:
                 yield from self._screened(self._meshes(tp), table, way, offload=True)
 
     def fitted(self, choice: Choice) -> Fitted | None:
-        """The estimate of a configuration; None where it does not fit after all, or is refused."""
+        """The estimate of a configuration; None where it does not fit after all, or the plan refuses it."""
         from shardplan.compiler.check import check
         from shardplan.core.fits import Fitted
         from shardplan.core.sources import SourceMap
@@ -148,7 +148,7 @@ class Search:
         try:
             every = [m for m in meshes_of(self.gpus, (ep,), stages, (cp,)) if m.tp == tp]
             return [m for m in every if all(m.of(axis) in sizes for axis, sizes in self.axes.items())]
-        except ValueError:  # no mesh has this ep
+        except ValueError:  # ep does not fit this mesh
             return []
 
     def _screened(self, meshes: list[MeshSizes], table: Table, way: Checkpointing, **what: bool) -> Iterator[Screened]:
@@ -174,7 +174,7 @@ class Search:
 
         wide = self.precision == "fp32"
         optimizer, stored = self._step.optimizer, 4 if wide else 2
-        # Of Muon the momentum of the matrices: the estimates of the best count the states of all else.
+        # For Muon, only the momentum of the matrices is counted here: the estimates of the best count all other states.
         states = {"sgd": 0, "none": 0, "muon": stored, "whole-matrix": stored}.get(optimizer, 2 * stored)
         return Bytes(stored, 2, stored, states, stored if optimizer == "adamw" else 0)
 
@@ -191,7 +191,7 @@ class Search:
             yield from self._screened(self._meshes(tp) if meshes is None else meshes, table, way, sharded=sharded)
 
     def _tables(self, sizes: MeshSizes) -> Iterator[tuple[Checkpointing, bool, Table]]:
-        """The parts for each way of checkpointing; logits that are split change the last part alone."""
+        """The parts for each kind of checkpointing; split logits change only the last part."""
         from shardplan.cost.traced_parts import LAST, SHARED
 
         tp = sizes.tp or 1
@@ -220,7 +220,7 @@ class Search:
         return tp * sum(one.flops for one in costs) / self._step.seq_len
 
     def _with_experts(self, tp: int) -> Iterator[Screened]:
-        """Sizes of ep that tp divides: one is traced, within a node where that is possible, the others follow from it."""
+        """The ep sizes that tp divides. One is traced, within a node where that is possible; the others follow from it."""
         from shardplan.cost.fit_tables import of_experts
 
         given = self.axes.get(Axis.EP, range(2, self.gpus + 1))
@@ -235,7 +235,7 @@ class Search:
                 program = self.programs.compiled(tp, ep=traced).program
             except PlanError as error:
                 if no_experts(error):
-                    # Without tp the overlay was not tried; a plan that is derived may be another one for each tp.
+                    # Without tp, the sequence-parallel section was not tried; a derived plan may differ with tp.
                     self._experts = tp == 1 or self.programs.derives
                     self.did(3)
                     return
@@ -257,7 +257,7 @@ class Search:
         self.did(3)
 
     def _with_context(self, tp: int) -> Iterator[Screened]:
-        """Sequences over cp: two sizes are traced, the others follow from them."""
+        """Sequences split over cp: two sizes are traced, the others follow from them."""
         from shardplan.cost.fit_tables import of_context
 
         length = self._step.seq_len

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from shardplan.core.fits import Fit, Fitted
     from shardplan.cost.fit_screening import Screened
 
-TRIES = 3  # how many times as many configurations as are asked for are estimated, until enough of them fit
+TRIES = 3  # at most this many times `best` configurations are estimated, until enough of them fit
 FULLEST = 0.95  # of a device's memory
-OF_A_ROW = 3  # the work of an estimate; tracing one table is 1
+OF_A_ROW = 3  # the work of an estimate, where tracing one table is 1
 FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
 
 
@@ -47,29 +47,29 @@ def fit(
     advance: Callable[[int, int], None] = lambda done, total: None,
     derive: bool = True,
 ) -> Fit:
-    """The configurations of a training step that take the least time on a number of devices: mesh (pp, dp_replicate, dp_shard, cp, ep,
-    tp), micro-batch, activation checkpointing, layout of the logits, `regather`, schedule, `cpu_offload`. Many are compared by what the
-    parts of the model cost; the best, one for each mesh, are estimated as by `estimate`, and those that fit the device are returned.
+    """Find the configurations with the fastest training step on a number of devices. A configuration is a mesh (pp, dp_replicate,
+    dp_shard, cp, ep, tp), micro-batch, activation checkpointing, layout of the logits, `regather`, schedule and `cpu_offload`. Many are
+    compared by the costs of the model's parts. The best one of each mesh is estimated as by `estimate`; those that fit the device are returned.
 
     Args:
         model, plan, derive: as for `validate`.
-        mesh: the sizes of axes that are compared, `{"tp": 8, "ep": (1, 8)}`; on other axes every size.
-        gpus: how many devices.
+        mesh: the sizes that are compared, by axis, `{"tp": 8, "ep": (1, 8)}`; every size is compared for an axis that is left out.
+        gpus: the number of devices.
         device: as for `estimate`.
-        global_batch: sequences of a step on all devices. Micro-batches follow from it.
-        seq_len: tokens of a sequence.
-        precision: the precision of stored parameters, gradients and the optimizer's state; with fp32, products are in bfloat16.
-        optimizer: as for `estimate`. What "muon" and "whole-matrix" send is counted in the estimates of the best.
-        best: how many configurations.
+        global_batch: the sequences of a step on all devices. Micro-batches follow from it.
+        seq_len: the tokens of a sequence.
+        precision: the precision of stored parameters, gradients and the optimizer's state; with fp32, matrix products are in bfloat16.
+        optimizer: as for `TrainingStep`. The communication of "muon" and "whole-matrix" is counted only in the estimates of the best.
+        best: the number of configurations to return.
         tokens: the tokens of the whole training, for `Fit.days`.
-        efficiency: the least and the most of the bound's speed that was measured on such devices; None: as the device's file says.
+        efficiency: the lowest and the highest share of the bound's speed that was measured on such devices; None takes them from the device's file.
         progress: called with what is being done.
-        found_row: called with each configuration that fits, when it is estimated.
-        advance: called with how many parts of the work are done, and how many there are; their number may grow.
+        found_row: called with each configuration that fits, as soon as it is estimated.
+        advance: called with the number of parts of the work that are done, and the number of all parts, which may grow.
 
     Raises:
-        PlanError: no size of tp allows the plan.
-        ValueError: a wrong argument; no whole nodes; a model without repeated layers; no configuration fits.
+        PlanError: the plan allows no tp size.
+        ValueError: a wrong argument; `gpus` that are not whole nodes; a model without repeated layers; no configuration fits.
     """
     from shardplan.core.estimates import Question, TrainingStep
     from shardplan.core.fits import Fit
@@ -168,7 +168,7 @@ def _check(
 
 
 def _check_nodes(gpus: int, device: Device) -> None:
-    """Ranks are laid over whole nodes, in the times and in the launch lines."""
+    """Raise ValueError unless the devices are whole nodes: estimated times and launch lines assume this."""
     node = device.node_gpus
     if gpus > node and gpus % node:
         fewer = gpus - gpus % node

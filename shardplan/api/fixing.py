@@ -1,4 +1,4 @@
-"""Writing into a plan the changes that `validate` proposes: those that it tried, and those of help lines, which are tried here."""
+"""Making the changes that `validate` proposes for a plan: those that it has tried, and those of help lines, which are tried here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardplan.core.suggest import with_known_names
 from .check import validate
 from .one_at_a_time import one_at_a_time
 
-ROUNDS = 32  # a change may bring to light what another finding had hidden
+ROUNDS = 32  # a change may reveal what another finding had hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class FixedPlan:
     Args:
         before, after: the text of the plan.
         report: the report on the plan after the changes.
-        changes: how many places were changed.
+        changes: the number of changed places.
     """
 
     before: str
@@ -42,10 +42,10 @@ class FixedPlan:
 def fix_plan(
     model: AnyModel, file: str, *, progress: Callable[[str], None] = lambda text: None, **options: Any
 ) -> FixedPlan:
-    """A YAML plan with the changes that `validate` proposes, until none of them helps. The file is not written.
+    """Make the changes that `validate` proposes for a YAML plan, until none of them helps. The file is not written.
 
-    A change is kept only if fewer errors are left, or others that it brought to light. Changes that findings about layouts propose were tried on
-    the reduced model and are made together; changes of other help lines (a misspelt word, a key that matches nothing) are made one at a time.
+    A change is kept only if it leaves fewer errors, or only other errors that it revealed. Changes proposed by findings about layouts were
+    tried on the reduced model, and are made together. Changes of help lines (a misspelt word, a key without a match) are made one by one.
 
     Args:
         model, options: as for `validate`.
@@ -53,7 +53,7 @@ def fix_plan(
         progress: called with what is being done.
 
     Raises:
-        ValueError: a plan in JSON or a built-in one: there is no YAML file to change.
+        ValueError: a plan in JSON, or a built-in plan: there is no YAML file to change.
     """
     from shardplan.language.plan_files import is_file
 
@@ -81,7 +81,7 @@ def fix_plan(
 
 
 def _candidates(source: SourceFile, report: Report) -> Iterator[tuple[str, int, bool]]:
-    """(text, number of changes, whether they were tried before) of plans that may be better."""
+    """The plans that may be better: (text, number of changes, whether the changes were tried before)."""
     from shardplan.language.plan_edits import edit_plan
 
     if report.stages != ("plan",):
@@ -109,7 +109,7 @@ def _proposed(source: SourceFile, diagnostic: Diagnostic) -> Iterator[str]:
 def _again(
     model: AnyModel, text: str, file: str, report: Report, progress: Callable[[str], None], options: dict[str, Any]
 ) -> tuple[Report, SourceFile]:
-    """The changed plan, validated as the first one was."""
+    """Validate the changed plan as the first one was."""
     from shardplan.language.parsing import parse_text
 
     parsed = parse_text(text, file=file, folder=Path(file).parent)
@@ -122,12 +122,12 @@ def _again(
 
 
 def _better(before: Report, after: Report, *, known: bool) -> bool:
-    """Whether errors are gone, and none of those that are left is worse: they were there before, or a later stage found them.
+    """Whether errors are gone, and each error that is left was there before or comes from a later stage.
 
     Args:
-        known: the change was tried on its own, so that other errors of the same stage were hidden by what it fixed.
+        known: the change was tried on its own: new errors of the same stage were hidden by the error that it fixed.
     """
-    old = Counter((d.code, d.message) for d in before.errors)  # one misspelling may be in several lines
+    old = Counter((d.code, d.message) for d in before.errors)  # the same misspelling may be on several lines
     left = Counter((d.code, d.message) for d in after.errors)
     if left & old or not old:
         return left < old

@@ -1,4 +1,4 @@
-"""A model and a mesh as the public functions take them."""
+"""The model and mesh arguments of the public functions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from shardplan.core.mesh import MeshSizes, named_sizes
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AnyMesh = Union[
-    Mapping[str, int], MeshSizes, "DeviceMesh"
-]  # MeshSizes: as reports, estimates and rows of a fit have them
+AnyMesh = Union[Mapping[str, int], MeshSizes, "DeviceMesh"]  # MeshSizes: those of reports, estimates and rows of a fit
 
 
 def model_of(model: AnyModel) -> Model:
-    """The arguments of a call, as the record."""
+    """The `Model` that the argument is, or names."""
     return model if isinstance(model, Model) else Model(model)
 
 
 def sizes_of(mesh: AnyMesh | None) -> MeshSizes:
-    """The sizes of a mesh; None has none.
+    """The sizes of a mesh; none for None.
 
     Raises:
-        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer or that no mesh has.
-        TypeError: it is neither a mapping nor a DeviceMesh.
+        ValueError: an unknown axis, two names for one axis, a size that is not a positive integer or above its bound.
+        TypeError: the mesh is neither a mapping nor a DeviceMesh.
     """
     if mesh is None or isinstance(mesh, Mapping):
         return named_sizes(mesh or {})

@@ -1,4 +1,4 @@
-"""A bound plan in a file, compared with what is bound later."""
+"""Writing a bound plan to a file, and comparing it with later bindings."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _T = TypeVar("_T")
 
 
 def lock_plan(asked: LockedQuestion, *, progress: Callable[[str], None] = lambda text: None) -> PlanLock:
-    """A plan as it is bound to a model: for each module what a rank stores and moves, the fields of the sections, the model's
-    parameters, and digests. It is checked as by `compile_plan`, and not proven.
+    """Record how a plan is bound to a model: what a rank stores and moves for each module, the fields of the sections, the model's
+    parameters, and digests. The plan is checked as by `compile_plan`, but not proven.
 
     Args:
-        asked: the model, the plan and the mesh, in the words of the command line. Without a size of tp, the smallest above 1
-            that the plan allows; it is in the result.
+        asked: the model, the plan and the mesh, in the words of the command line. Without a tp size, it is the smallest above 1
+            that the plan allows; the result has it.
         progress: called with what is being done.
 
     Raises:
@@ -48,11 +48,11 @@ def lock_plan(asked: LockedQuestion, *, progress: Callable[[str], None] = lambda
 
 
 class NamesCode(ValueError):
-    """A lock names code that its caller does not.
+    """A lock names code that its caller has not named.
 
     Args:
-        what: the field of `LockedQuestion` that names it.
-        word: the name.
+        what: the field of `LockedQuestion` with the name.
+        word: the name of the code.
     """
 
     def __init__(self, what: str, word: str):
@@ -69,17 +69,17 @@ def check_lock(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LockCheck:
-    """Bind the plan of a lock to its model again, and compare. A parameter that was renamed or changed its shape is reported also
-    where the plan has errors now.
+    """Bind the plan of a lock to its model again, and compare. Renamed parameters and changed shapes are reported even where the
+    plan now has errors.
 
     Args:
         lock: what `lock_plan` made.
         code: the `module:callable`s of the lock (its model, `inputs`, `reduced`) that may be imported.
-        trust_remote_code: run code that a model's folder brings along, whatever the lock says.
+        trust_remote_code: run code in the model's folder, whatever the lock says.
         progress: called with what is being done.
 
     Raises:
-        PlanError: the model or the plan cannot be read; the model brings its own code, which is not trusted (SP506).
+        PlanError: the model or the plan cannot be read; the model has code of its own, which is not trusted (SP506).
         NamesCode: the lock names a `module:callable` that is not in `code`; a ValueError.
         ValueError: a wrong axis or size.
     """
@@ -158,7 +158,7 @@ def _files(sources: SourceMap) -> dict[str, str]:
 
 
 def _parameters(tree: ModuleTree) -> dict[str, str]:
-    """Folded names -> shape, dtype, and what they are tied to."""
+    """Folded parameter names -> shape, dtype, and what they are tied to."""
     tied = {name: group[0] for group in tree.tied for name in group[1:]}
     said = {}
     for name, module in tree.modules.items():
@@ -171,7 +171,7 @@ def _parameters(tree: ModuleTree) -> dict[str, str]:
 
 
 def _facts(program: Program) -> Facts:
-    """Folded names of modules -> what happens there, the own layer's number starred."""
+    """Folded module names -> what happens there; the number of the module's own layer is written `*`."""
     return _folded({name: own_layer(name, facts) for name, facts in module_facts(program).items()})
 
 

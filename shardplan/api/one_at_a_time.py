@@ -1,4 +1,4 @@
-"""Functions that run a model: one of them at a time in a process."""
+"""Functions that run a model, of which a process runs one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _running = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """Calls from several threads wait for each other: while a model runs, functions of torch are replaced in all threads."""
+    """Let calls from several threads wait for each other: while a model runs, functions of torch are replaced in all threads."""
 
     @wraps(function)
     def run(*args: P.args, **options: P.kwargs) -> T:

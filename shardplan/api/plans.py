@@ -1,4 +1,4 @@
-"""Plans themselves: reading and writing them."""
+"""Reading and writing plans."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def load_plan(plan: AnyPlan) -> Plan:
-    """Read a plan, without a model.
+    """Read a plan. No model is needed.
 
     Args:
-        plan: a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, or the
+        plan: a file (a word with a path separator, or ending in .yaml, .yml or .json), the name of a built-in plan, or the
             plan's content as a dict.
 
     Raises:
-        PlanError: the plan has errors; all of them.
+        PlanError: the plan has errors; it has all of them.
         ValueError: for "auto" and "hf", which need a model.
     """
     from shardplan.language import parse_plan
@@ -60,27 +60,27 @@ def init_plan(
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
-    """Write a plan for a model, from its structure and a run of a reduced model of it; checked and proven as `validate` does, with all
-    its variants.
+    """Write a plan for a model, from the model's structure and a run of its reduced model. All variants of the plan are checked and
+    proven as by `validate`.
 
-    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too. Where a sequence-parallel section is wanted and
-    none is found, or the proof refuses it, the plan is without, and SP531 in `diagnostics` says what it lacks.
+    What cannot be split stays whole; the plan and the result's `diagnostics` say so. Where a sequence-parallel section is wanted but none is
+    found, or the proof refuses it, the plan has none, and SP531 in `diagnostics` says what is missing.
 
     Args:
         model: as for `validate`.
-        tp: the size for which rules are tried and the plan is proven; `validate` reports which others the model allows.
-        sequence_parallel: with a sequence-parallel section.
-        expert_parallel: with an expert-parallel section; tried and proven with as many ep ranks as tp ranks.
-        context_parallel: with rules for the axis cp, and the sequence-parallel section that they follow from; proven with two ranks.
+        tp: the tp size at which rules are tried and the plan is proven; `validate` reports which others the model allows.
+        sequence_parallel: write a sequence-parallel section.
+        expert_parallel: write an expert-parallel section; it is tried and proven with as many ep ranks as tp ranks.
+        context_parallel: write rules for the axis cp, and the sequence-parallel section that they follow from; proven with two cp ranks.
         name: the plan's name; None is the model's type.
         progress: called with what is being done.
 
     Raises:
-        PlanError: the model cannot be found or run; nothing can be split (SP530); rules for the axis cp are wanted and none are found
-            (SP531); the experts cannot be distributed (SP533); `validate` refuses what was found: it is not right (SP420), cannot be
-            proven, or no plan is for the model as it is (SP525, its random numbers). Findings
-            point into the plan that was found, `<init>`.
-        ValueError: a tp size below 2, or that no mesh has.
+        PlanError: the model cannot be found or run; nothing can be split (SP530); rules for the axis cp are wanted but none are found
+            (SP531); the experts cannot be distributed (SP533); `validate` refuses the plan that was found: it is wrong (SP420), cannot be
+            proven, or no plan can be right because of the model's random numbers (SP525).
+            Findings point into the plan that was found, `<init>`.
+        ValueError: a tp size below 2 or above its bound.
     """
     from shardplan.authoring.init.new import NO_OVERLAY, SHOWN, new_plan, refused_overlays
     from shardplan.language.parsing import parse_text

@@ -1,4 +1,4 @@
-"""The cost of giving an engine the weights of a planned model."""
+"""The cost of sending the weights of a planned model to an inference engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refit_estimate(
     device: Device | None,
     progress: Callable[[str], None],
 ) -> RefitEstimate:
-    """Raises as `estimate`."""
+    """The cost of one refit. Raises as `estimate`."""
     own = replace(asked, plan=engine.plan, changes=Changes())
     trainer = _rows(asked, sizes, step.precision, progress)
     rows = _rows(own, sizes_of(engine.mesh), engine.precision, progress)

@@ -1,4 +1,4 @@
-"""All that is known of a plan for a model on a mesh, for people who would rather look than read."""
+"""All that is known about a plan for a model on a mesh, for a page of pictures and tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardplan.core.estimates import Device, Estimate, TrainingStep
     from shardplan.core.stages import PipelineCut
 
-Flow = tuple[str, tuple[tuple[str, int], ...]]  # a block, and the modules below it in the order in which they run
+Flow = tuple[str, tuple[tuple[str, int], ...]]  # a block, and its modules in the order in which they run
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class PlanReport:
     """What `plan_report` returns.
 
     Args:
-        plan, model: the names.
-        sizes: the mesh, with a size of tp.
-        report: `validate`'s. The other fields are there where it has no error.
-        programs: each variant's.
-        estimates: each variant's, where a step was named.
+        plan, model: their names.
+        sizes: those of the mesh, with a tp size.
+        report: that of `validate`. The other fields are set where it has no errors.
+        programs: one for each variant.
+        estimates: one for each variant, where a step is given.
         flow: a repeated block of the model.
         pipeline: the stages, with several pp ranks.
     """
@@ -64,11 +64,11 @@ def plan_report(
     progress: Callable[[str], None] = lambda text: None,
     derive: bool = True,
 ) -> PlanReport:
-    """Check a plan, compile its variants, estimate a step of each.
+    """Check a plan, compile its variants, and estimate a step of each.
 
     Args:
         model, plan, mesh, sequence_parallel, proof: as for `validate`.
-        step: its memory and communication are estimated; None estimates nothing.
+        step: the step whose memory and communication are estimated; None estimates nothing.
         device: as for `estimate`.
         derive: as for `validate`.
         progress: called with what is being done.
@@ -117,7 +117,7 @@ def plan_report(
 def _pipeline(
     model: Model, plan: AnyPlan, sizes: MeshSizes, step: TrainingStep | None, derive: Derive | None
 ) -> PipelineCut:
-    """The stages, the same for all variants. Without a step, 1F1B's.
+    """The stages, the same for all variants. Without a step, they are those of 1F1B.
 
     Raises:
         ValueError: the schedule does not work with the mesh, the micro-batches or the number of blocks.

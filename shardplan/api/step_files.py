@@ -1,4 +1,4 @@
-"""The file of a training step, before it runs."""
+"""Checks of the file of a training step, before it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUNCTIONS = {"make": "make(model)", "step": "step(model, batches, state)"}
 
 
 def check_step_file(path: str | os.PathLike[str], sizes: MeshSizes) -> None:
-    """Raise ValueError for a file that cannot be read, is no Python or lacks one of the two functions, and for a mesh of one rank."""
+    """Raise ValueError for a file that cannot be read, is not Python or lacks one of the two functions, and for a mesh of one rank."""
     name = os.fspath(path)
     if sizes.world_size == 1:
         raise ValueError("a step (--step) is compared with one process: give a mesh of several ranks")

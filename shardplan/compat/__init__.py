@@ -1,5 +1,5 @@
-"""The names that scripts of NeMo Automodel (0.7.0 and the forms of older releases) and NeMo-RL use, each a few lines over shardplan.
-docs/compat.md says where they differ."""
+"""The names that scripts of NeMo Automodel (0.7.0, and the forms of older releases) and NeMo-RL use, each a few lines over shardplan.
+docs/compat.md says where their behaviour differs."""
 
 from importlib.util import find_spec as _find_spec
 
@@ -33,7 +33,7 @@ from .strategies import (
 from .torch_plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .trainers import adopt
 
-# The backend of nvFSDP is the package megatron-fsdp, which it became.
+# nvFSDP became the package megatron-fsdp, so its backend is this package.
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP = bool(_find_spec("megatron_fsdp"))
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""accelerate's `save_state` and `load_state` for a planned model: its own files, and a folder of shardplan's for the shards."""
+"""accelerate's `save_state` and `load_state` for a planned model: accelerate's own files, and a folder of shardplan's for the shards."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.optim import Optimizer
 
 from shardplan import load_training_state, save_training_state
 
-FOLDER = "training_state"  # of `save_training_state`, inside of the folder that accelerate writes
+FOLDER = "training_state"  # that `save_training_state` writes, inside accelerate's folder
 
 
 class AcceleratorStates:
-    """The replacements of both methods of one Accelerator. accelerate writes and reads schedulers, random numbers,
-    samplers, its step and registered objects; shardplan the weights and the optimizer's state, at any mesh."""
+    """The replacements of both methods of one Accelerator. accelerate writes and reads schedulers, random numbers, samplers,
+    its step and registered objects; shardplan writes and reads the weights and the optimizer's state, on any mesh."""
 
     def __init__(self, accelerator: Any, model: nn.Module):
         self.accelerator, self.model = accelerator, model
         self._save, self._load = accelerator.save_state, accelerator.load_state
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's. Call it on all ranks; all see one folder.
+        """As accelerate's. Call it on all ranks; all ranks must see the same folder.
 
         Raises:
-            ValueError: not one optimizer was prepared; those of `save_training_state`.
+            ValueError: not exactly one optimizer was prepared; the errors of `save_training_state`.
         """
         optimizer = self._optimizer()
 
@@ -38,11 +38,11 @@ class AcceleratorStates:
             return self._save(output_dir, *args, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's. Weights and moments may be of any mesh; the random state of a process is read where as many
-        processes wrote it.
+        """As accelerate's. Weights and moments may come from any mesh; a process reads its random state where the same number
+        of processes wrote it.
 
         Raises:
-            ValueError: not one optimizer was prepared; the folder was not written for a planned model; those of
+            ValueError: not exactly one optimizer was prepared; the folder was not written for a planned model; the errors of
                 `load_training_state`.
         """
         optimizer = self._optimizer()
@@ -63,7 +63,7 @@ class AcceleratorStates:
 
     @contextmanager
     def _without_shards(self, register: Callable[..., Any], hook: Callable[..., None]) -> Iterator[None]:
-        """accelerate sees neither model nor optimizer, and calls the hook with the folder before it reads or writes."""
+        """Hide model and optimizer from accelerate; it calls the hook with the folder before it reads or writes."""
         accelerator, handle = self.accelerator, register(hook)
         kept = accelerator._models, accelerator._optimizers
         accelerator._models, accelerator._optimizers = [], []

@@ -1,5 +1,5 @@
-"""The sections of a plan as Python values, with the fields, their order and defaults of the strategy configs of NeMo Automodel
-0.7.0; what older releases had besides follows. A config gives the arguments of `apply_plan`."""
+"""The sections of a plan as Python values. Fields, their order and their defaults are those of NeMo Automodel 0.7.0's strategy
+configs; fields that only older releases had follow. A config gives the arguments of `apply_plan`."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ AUTOCAST = (torch.bfloat16, torch.float16)
 
 
 def default_policy() -> MixedPrecisionPolicy:
-    """The dtypes of NeMo Automodel 0.7.0: it computes in bfloat16 and reduces gradients in float32; inputs and outputs are not cast."""
+    """The dtypes of NeMo Automodel 0.7.0: compute in bfloat16, reduce gradients in float32, leave inputs and outputs as they are."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, None, cast_forward_inputs=False)
 
 
 @dataclass
 class Config:
-    """What the configs have in common. They can be changed, and are checked whenever they are used."""
+    """The common parts of the configs. A config can be changed, and is checked whenever it is used."""
 
-    strategy: ClassVar[str]  # the backend of `data_parallel`; the field `backend` is the process group's
+    strategy: ClassVar[str]  # the backend of `data_parallel`; the field `backend` is that of the process group
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Read what was given by name, and raise ValueError or TypeError for what is not valid."""
+        """Read values that are given by name, and raise ValueError or TypeError for those that are not valid."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, with policies and dtypes as they are."""
+        """The fields; policies and dtypes stay objects."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def to_plain(self) -> dict[str, Any]:
-        """The fields as YAML and JSON have them: policies as mappings with `_target_`, dtypes by name."""
+        """The fields for YAML or JSON: policies as mappings with `_target_`, dtypes by name."""
         return {name: plain(value) for name, value in self.to_dict().items()}
 
     @classmethod
     def from_dict(cls: type[_C], values: Mapping[str, Any]) -> _C:
-        """The config of a mapping: what `to_dict` or `to_plain` gave, or a section of a YAML file.
+        """The config from a mapping: what `to_dict` or `to_plain` gave, or a section of a YAML file.
 
         Raises:
-            ValueError: an unknown field, with the nearest; a value that is not valid.
+            ValueError: an unknown field, with the nearest name; a value that is not valid.
             TypeError: a value of another type.
         """
         for name in SIZES:
@@ -67,12 +67,12 @@ class Config:
         """The keyword arguments of `apply_plan`.
 
         Args:
-            model: that they are for.
+            model: the model that they are for.
         """
         raise NotImplementedError
 
     def _check_flags(self) -> None:
-        """The fields whose default is a bool hold one, unless they are words too; `backend` is a text."""
+        """Check that fields with a bool as their default hold a bool, unless they may be words too, and that `backend` is a text."""
         backend = getattr(self, "backend", None)
         if not isinstance(backend, str):
             raise TypeError(f'backend must be the process group\'s, such as "nccl", not {backend!r}')
@@ -83,7 +83,7 @@ class Config:
 
 
 def _checkpointing(mode: Checkpointing, model: nn.Module, scope: Any = "all") -> dict[str, Any] | None:
-    """The section; None leaves it to the plan."""
+    """The section `activation_checkpointing`; None leaves it to the plan."""
     if not mode:
         return None
     layers = layers_of(model, check_scope(scope))
@@ -107,22 +107,22 @@ class FSDP2Config(Config):
     """FSDP2, with tensor and sequence parallelism where the mesh has a tp axis.
 
     Args:
-        sequence_parallel: lay the plan's overlay over it.
-        tp_plan: None: the built-in plan for the model. Else a plan of ours (its content, a file, a built-in name), or a
-            dictionary to styles or the import path of one, which are converted.
+        sequence_parallel: use the plan's sequence-parallel section too.
+        tp_plan: None is the built-in plan for the model. Else a plan of shardplan's (its content, a file, a built-in name), or a
+            dictionary from names to styles or its import path, which is converted.
         patch_is_packed_sequence, autocast_dtype: arguments of `apply_plan`.
-        mp_policy: FSDP2's dtypes; None keeps what the plan says, else the model's dtypes.
-        offload_policy: None is as the plan says.
-        activation_checkpointing: of the data-parallel units; False is as the plan says.
-        activation_checkpointing_scope: "all" is the data-parallel units; "language", "vision", "audio" or a list of them are the layers
-            of these parts, which transformers' `get_encoder` and `get_decoder` tell apart.
+        mp_policy: FSDP2's dtypes; None is the plan's dtypes, else the model's.
+        offload_policy: FSDP2's offloading; None is as the plan says.
+        activation_checkpointing: checkpoint the data-parallel units; False is as the plan says.
+        activation_checkpointing_scope: "all" for the data-parallel units; "language", "vision", "audio" or a list of them for the layers
+            of these parts, which transformers' `get_encoder` and `get_decoder` find.
         multimodal: policies for frozen towers.
-        defer_fsdp_grad_sync: `FSDP2Manager.micro_batches` reduces gradients at the last micro-batch alone.
-        reshard_after_forward: None is as the plan says, which is all but the last unit by default.
-        enable_async_tensor_parallel: needs sequence_parallel; compiles too.
+        defer_fsdp_grad_sync: `FSDP2Manager.micro_batches` reduces gradients only at the last micro-batch.
+        reshard_after_forward: None is as the plan says, by default all units but the last.
+        enable_async_tensor_parallel: needs sequence_parallel; it compiles too.
         enable_compile: compile each data-parallel unit.
         enable_fsdp2_prefetch: gather as many units ahead as the two depths say; False leaves it to the plan.
-        backend: of older releases: of the process group.
+        backend: a field of older releases: the process group's backend.
     """
 
     strategy: ClassVar[str] = "fsdp2"
@@ -193,7 +193,7 @@ class FSDP2Config(Config):
         return section
 
 
-# The fields that are no options of `data_parallel.megatron_fsdp` and of `data_parallel.ddp`.
+# The fields that are not options of `data_parallel.megatron_fsdp` or `data_parallel.ddp`.
 MEGATRON_FSDP_OWN = {
     *("sequence_parallel", "tp_plan", "activation_checkpointing", "backend", "megatron_fsdp_unit_modules"),
     *("init_fsdp_with_meta_device", "report_nan_in_param_grad"),
@@ -202,7 +202,7 @@ DDP_OWN = {"activation_checkpointing", "activation_checkpointing_scope", "autoca
 
 
 def _with_older_places(kind: type[_C]) -> type[_C]:
-    """Let a config take the places of older releases too, in which `sequence_parallel` and `tp_plan` come first: then a bool is first."""
+    """Let a config take the positional arguments of older releases too. They begin with `sequence_parallel` and `tp_plan`, so the first is a bool."""
     made: Any = kind
     today = made.__init__
     names = ["sequence_parallel", "tp_plan", *(one.name for one in fields(kind))]
@@ -226,15 +226,15 @@ class MegatronFSDPConfig(Config):
     """Megatron-FSDP (the package megatron-fsdp).
 
     Args:
-        sequence_parallel, tp_plan: of older releases; must be False and None.
+        sequence_parallel, tp_plan: fields of older releases; must be False and None.
         megatron_fsdp_unit_modules: the classes of units, by import path or name; None is the units of the plan. Nothing
-            is imported: they are looked for among the modules.
+            is imported: the classes are looked up among the model's modules.
         zero_dp_strategy: 0 to 3, or the package's words for them.
-        init_fsdp_with_meta_device: False is seen from the model.
-        check_for_nan_in_grad: without effect, as in the package, which no longer has such a check:
-            report_nan_in_param_grad checks.
-        activation_checkpointing: of the data-parallel units; False is as the plan says.
-        backend: of older releases: of the process group.
+        init_fsdp_with_meta_device: without effect where False: the model tells whether it is on the meta device.
+        check_for_nan_in_grad: without effect, as in the package, which no longer has such a check;
+            report_nan_in_param_grad does check.
+        activation_checkpointing: checkpoint the data-parallel units; False is as the plan says.
+        backend: a field of older releases: the process group's backend.
 
     The other fields are those of the plan's `data_parallel.megatron_fsdp`.
     """
@@ -295,13 +295,13 @@ class MegatronFSDPConfig(Config):
 
 
 def units_of_classes(model: nn.Module, paths: list[str]) -> list[str]:
-    """The names of the modules of these classes.
+    """The names of the modules that have these classes.
 
     Args:
         paths: import paths, or class names alone.
 
     Raises:
-        ValueError: a class that the model has no module of.
+        ValueError: the model has no module of a class.
     """
     modules = list(unwrapped(model).named_modules())
     spellings = {name: (type(m).__qualname__, f"{type(m).__module__}.{type(m).__qualname__}") for name, m in modules}
@@ -320,11 +320,11 @@ class DDPConfig(Config):
     """DistributedDataParallel: whole copies of the model.
 
     Args:
-        activation_checkpointing: of the plan's data-parallel units; False is as the plan says.
+        activation_checkpointing: checkpoint the plan's data-parallel units; False is as the plan says.
         activation_checkpointing_scope: as for FSDP2Config.
         autocast_dtype: an argument of `apply_plan`.
-        bucket_cap_mb: whole MiB; None is torch's own.
-        backend: of older releases: of the process group.
+        bucket_cap_mb: the bucket size in whole MiB; None is torch's default.
+        backend: a field of older releases: the process group's backend.
 
     The other fields are those of the plan's `data_parallel.ddp`.
     """
@@ -367,5 +367,5 @@ DistributedConfig = FSDP2Config | MegatronFSDPConfig | DDPConfig
 
 
 def to_dict(config: DistributedConfig) -> dict[str, Any]:
-    """The fields of a config, with policies and dtypes as they are."""
+    """The fields of a config; policies and dtypes stay objects."""
     return config.to_dict()

@@ -25,8 +25,8 @@ def get_grad_norm(
     """`shardplan.runtime.training.get_grad_norm` as a number.
 
     Args:
-        dp_group, dp_cp_group, tp_group: not needed: the parameters' placements tell what is where, and each element counts once.
-        dtype: float32, in which it is computed; gradients in float64 stay so.
+        dp_group, dp_cp_group, tp_group: not needed: with the parameters' placements, each element counts once.
+        dtype: must be float32, in which the norm is computed; gradients in float64 stay float64.
 
     Raises:
         ValueError: another dtype.
@@ -41,7 +41,7 @@ def clip_grad_by_total_norm_(
     """`shardplan.runtime.training.clip_grad_by_total_norm_`.
 
     Args:
-        dtype: float32; gradients are scaled in their own dtype, in place.
+        dtype: must be float32; gradients are scaled in place, in their own dtype.
 
     Raises:
         ValueError: another dtype.

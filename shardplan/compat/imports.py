@@ -11,7 +11,7 @@ def import_class_from_path(name: str) -> Any:
     """The class (or anything else) at a dotted path, `torch.optim.AdamW`.
 
     Raises:
-        ImportError: there is no such module, or nothing of that name in it.
+        ImportError: there is no such module, or it has nothing of that name.
         ValueError: a path without a dot.
     """
     module_name, dot, class_name = name.rpartition(".")
@@ -24,7 +24,7 @@ def import_class_from_path(name: str) -> Any:
 
 
 def import_classes_from_paths(class_paths: Iterable[str]) -> list[Any]:
-    """The classes at several paths. One that cannot be imported is an error: left out, its modules would not be wrapped.
+    """The classes at several paths. A class that cannot be imported is an error: without it, its modules would not be wrapped.
 
     Raises:
         ImportError, ValueError: as `import_class_from_path`.

@@ -20,9 +20,9 @@ class TrainingSamplingParams:
     """How tokens were sampled.
 
     Args:
-        top_k: None or -1 is all.
-        top_p: 1.0 is all.
-        temperature: what `apply_temperature_scaling` divides logits by.
+        top_k: None or -1 keeps all tokens.
+        top_p: 1.0 keeps all tokens.
+        temperature: `apply_temperature_scaling` divides logits by it.
     """
 
     top_k: int | None = None
@@ -49,23 +49,23 @@ def get_logprobs_from_vocab_parallel_logits(
     """The log-probability of each next token: input_ids[:, 1:] under logits[:, :-1].
 
     Args:
-        vocab_parallel_logits: [batch, tokens, vocabulary], a DTensor Shard(-1) on a one-dimensional mesh, or whole; with
-            context parallelism a DTensor [Shard(1), Shard(-1)] on a mesh of ("cp", "tp"), and then each rank gets the
+        vocab_parallel_logits: [batch, tokens, vocabulary], whole or a DTensor with Shard(-1) on a one-dimensional mesh. With
+            context parallelism, a DTensor with [Shard(1), Shard(-1)] on a mesh of ("cp", "tp"): each rank then gets the
             whole result, and the gradient of its own tokens.
         input_ids: [batch, tokens], not shifted; the same on all ranks, or a DTensor.
-        seq_index: [tokens], with context parallelism: the position of each token in the sequence, rank after rank.
-            None: they are in order.
-        chunk_size: tokens that are worked on at a time.
-        sampling_params: its top_k and top_p (any object that has them); tokens that are cut off get -inf. Its temperature is not
-            applied here: `apply_temperature_scaling` does, before.
-        inference_only: nothing is kept for a backward; None: where gradients are off.
+        seq_index: [tokens], for context parallelism: the position of each token in the sequence, rank after rank.
+            None means that the tokens are in order.
+        chunk_size: the number of tokens that are worked on at a time.
+        sampling_params: an object with top_k and top_p; tokens that they cut off get -inf. The temperature is not applied
+            here: call `apply_temperature_scaling` before.
+        inference_only: keep nothing for a backward; None: only where gradients are off.
 
     Returns:
-        [batch, tokens - 1], float32 (float64 for logits in float64). NaN for a target that is no token of the vocabulary.
+        [batch, tokens - 1], float32 (float64 for logits in float64). NaN for a target that is not in the vocabulary.
 
     Raises:
         ValueError: a seq_index with logits whose tokens are not split; shapes or parameters that do not fit.
-        TypeError: logits that are split otherwise; sampling parameters without these names.
+        TypeError: logits that are split in another way; sampling parameters without these names.
     """
     options: dict[str, Any] = {"chunk_size": chunk_size, **_filter(sampling_params)}
     with torch.no_grad() if inference_only else nullcontext():

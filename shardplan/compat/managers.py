@@ -1,5 +1,5 @@
-"""NeMo Automodel's managers: a config, or sizes and flags as in its older releases, and a model. Their signatures are those of 0.7.0,
-which deprecates them for `parallelize_model`, and removes them in 0.8; they stay here."""
+"""NeMo Automodel's managers, which take a model and a config, or sizes and flags as in its older releases. Their signatures are those of
+0.7.0, which deprecates them for `parallelize_model`. 0.8 removes them; they stay here."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _T = TypeVar("_T")
 
 
 class Manager:
-    """What the managers have in common.
+    """The common parts of the managers.
 
-    `Manager(config, device_mesh)` takes what there is; `Manager(dp_size=..., tp_size=..., backend=..., ...)` builds the
-    mesh from sizes (dp_size may be None, 0 or below), and takes the fields of the config as well. Without a process
-    group, which torchrun's processes then have to make, it makes one, and destroys that at exit. The fields of the
-    config are attributes of the manager, and the sizes where it was made from them.
+    `Manager(config, device_mesh)` takes a config and a mesh. `Manager(dp_size=..., tp_size=..., backend=..., ...)` takes the
+    config's fields and the sizes, and builds the mesh from them (dp_size may be None, 0 or below). Where the processes,
+    started by torchrun, have no process group, it makes one and destroys it at exit. The config's fields are attributes
+    of the manager; so are the sizes, where it was made from them.
 
     Args:
         config: None is its defaults.
         device_mesh: a mesh with named axes, as for `apply_plan`.
-        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; with FSDP2 alone. None is no expert parallelism, or what
-            `build_mesh` was told.
-        moe_config: the settings for experts; with FSDP2 alone.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; only with FSDP2. None is the ep of `build_mesh`, else no
+            expert parallelism.
+        moe_config: the settings for experts; only with FSDP2.
         older: sizes (dp_size, dp_replicate_size, tp_size, cp_size, pp_size, ep_size), `backend` of the process group,
             `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
 
     Raises:
-        ValueError: pp_size above 1: there is no pipeline parallelism; a moe_mesh or sizes that the backend does not have, or
-            sizes that do not fit; a name that is none of these.
+        ValueError: pp_size above 1 (managers have no pipeline parallelism); a moe_mesh or sizes that the backend does not have;
+            sizes that do not fit; an unknown name.
         TypeError: a config of another backend; sizes together with a mesh.
     """
 
@@ -87,12 +87,12 @@ class Manager:
         *,
         logits: Logits | None = None,
     ) -> nn.Module:
-        """The model with its plan applied, compiled layers among it. Make the optimizer afterwards.
+        """Apply the plan to the model and compile its layers where the config says so. Make the optimizer afterwards.
 
         Args:
             reapply_trainability: called with the model before the plan is applied; it sets `requires_grad` of parameters.
-            logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are split
-                over the vocabulary, where the plan splits its head.
+            logits: as for `apply_plan`. None: a causal language model returns logits split over the vocabulary, where the plan splits
+                its head and is not the caller's own.
 
         Raises:
             PlanError, ValueError, RuntimeError: as `apply_plan`.
@@ -108,7 +108,7 @@ class Manager:
         )
 
     def maybe_compile(self, model: nn.Module) -> None:
-        """Nothing is left to do: `parallelize` compiles, with names as they were.
+        """Does nothing: `parallelize` has compiled the model, and all names stayed.
 
         Raises:
             ValueError: `parallelize` was not called with this model.
@@ -116,8 +116,8 @@ class Manager:
         applied(model)
 
     def micro_batches(self, model: nn.Module, batches: Iterable[_T], **how: Any) -> Iterator[tuple[_T, float]]:
-        """The micro-batches of one optimizer step with their factors, as `shardplan.micro_batches`, which takes `how`; with
-        `defer_fsdp_grad_sync` off, each one reduces its gradients."""
+        """The micro-batches of one optimizer step with their loss factors, as `shardplan.micro_batches`, which gets `how`. Without
+        `defer_fsdp_grad_sync`, each micro-batch reduces its gradients."""
         return micro_batches(model, batches, defer=getattr(self.config, "defer_fsdp_grad_sync", True), **how)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +127,7 @@ class Manager:
         return getattr(self.config, name)
 
     def _note_sizes(self, mesh: DeviceMesh) -> None:
-        """The sizes are attributes where the manager was made from them, all known by now."""
+        """Set the sizes as attributes, where the manager was made from sizes; with the mesh, all are known."""
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.world_size, self.tp_size = dist.get_world_size(), axis_size(mesh, "tp")
         self.cp_size = sizes.get("cp", sizes.get("context_parallel", 1))
@@ -167,13 +167,13 @@ class Manager:
         return first_mesh(device, **sizes) if first else mesh_of_sizes(device, **sizes)
 
 
-DATA = ("dp_replicate", "dp_shard", "data_parallel")  # axes that `dp_size` counts
-# The fields of the first release's dataclass, in their order; a manager of these alone has that release's mesh.
+DATA = ("dp_replicate", "dp_shard", "data_parallel")  # the axes in `dp_size`
+# The fields of the first release's dataclass, in their order; a manager with only these fields gets that release's mesh.
 FIRST = ("dp_size", "tp_size", "cp_size", "sequence_parallel", "mp_policy", "offload_policy", "backend", "world_size")
 
 
 def own_process_group(backend: str) -> None:
-    """Make the process group where there is none, and destroy it at exit then."""
+    """Where there is no process group, make one and destroy it at exit."""
     if dist.is_initialized():
         return
     dist.init_process_group(backend)
@@ -187,7 +187,7 @@ def _destroy_dist_connection() -> None:
 
 
 class FSDP2Manager(Manager):
-    """FSDP2 with tensor and sequence parallelism. The older form reduces gradients in bfloat16, as Automodel's did."""
+    """FSDP2 with tensor and sequence parallelism. The older form reduces gradients in bfloat16, as in NeMo Automodel."""
 
     config_type = FSDP2Config
     sizes = SIZES
@@ -216,14 +216,14 @@ class FSDP2Manager(Manager):
         *,
         logits: Logits | None = None,
     ) -> nn.Module:
-        """The model with its plan applied, as for all managers.
+        """Apply the plan to the model, as all managers do.
 
         Args:
-            reapply_trainability: as for all managers; a bool in its place is `use_hf_tp_plan`, which the first release has there.
+            reapply_trainability: as for all managers; a bool here is `use_hf_tp_plan`, the first release's argument in this position.
             use_hf_tp_plan: take the plan that transformers has for the model.
 
         Raises:
-            ValueError: together with a plan of the manager's own. PlanError, ValueError, RuntimeError: as `apply_plan`.
+            ValueError: `use_hf_tp_plan` where the manager has a plan of its own. PlanError, ValueError, RuntimeError: as `apply_plan`.
         """
         if isinstance(reapply_trainability, bool):
             use_hf_tp_plan, reapply_trainability = reapply_trainability, None
@@ -242,7 +242,7 @@ class MegatronFSDPManager(Manager):
     def _mesh(self, device: str, first: bool, **sizes: int | None) -> DeviceMesh:
         return mesh_of_sizes(device, **sizes)
 
-    def parallelize(  # type: ignore[override]  # its second place is Automodel's
+    def parallelize(  # type: ignore[override]  # its second argument is Automodel's
         self,
         model: nn.Module,
         optimizer: Optimizer | None = None,
@@ -250,14 +250,14 @@ class MegatronFSDPManager(Manager):
         *,
         logits: Logits | None = None,
     ) -> nn.Module:
-        """The wrapped model, also where NeMo Automodel returns a pair.
+        """Wrap and return the model, even where NeMo Automodel returns a pair.
 
         Args:
             optimizer: must be None.
             reapply_trainability, logits: as for the other managers.
 
         Raises:
-            ValueError: an optimizer, which would be of parameters that are replaced.
+            ValueError: an optimizer, whose parameters would be replaced.
         """
         refuse_optimizer(optimizer)
         return super().parallelize(model, reapply_trainability, logits=logits)
@@ -277,7 +277,7 @@ class DDPManager(Manager):
 
 
 def refuse_optimizer(optimizer: Optimizer | None) -> None:
-    """Raise ValueError where there is an optimizer already."""
+    """Raise ValueError where an optimizer is given."""
     if optimizer is not None:
         raise ValueError(
             "parallelizing replaces the model's parameters: create the optimizer afterwards, and wrap it with "

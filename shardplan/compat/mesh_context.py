@@ -1,4 +1,4 @@
-"""The contract of NeMo Automodel 0.7: `parallelize_model(model, mesh_context)`, where the context holds meshes and a config."""
+"""The interface of NeMo Automodel 0.7: `parallelize_model(model, mesh_context)`, where the context holds meshes and a config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .size_meshes import mesh_of_sizes
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSizes:
-    """Sizes of a mesh; dp_size is dp_replicate x dp_shard, and None is what the others leave."""
+    """Sizes of a mesh. dp_size is dp_replicate x dp_shard; None is the ranks that the other sizes leave."""
 
     dp_size: int | None = None
     dp_replicate_size: int | None = None
@@ -37,10 +37,10 @@ class MoEParallelizerConfig:
     """The settings for experts, with the fields and defaults of NeMo Automodel 0.7.0.
 
     Args:
-        ignore_router_for_ac: without effect: what is checkpointed is recomputed, and a router with it.
-        reshard_after_forward: where the config of the strategy leaves it open.
+        ignore_router_for_ac: without effect: a router in a checkpointed part is recomputed with it.
+        reshard_after_forward: used where the strategy's config leaves it open.
         lm_head_precision, wrap_outer_model: must be None and True.
-        mp_policy: replaces the config's.
+        mp_policy: replaces that of the strategy's config.
     """
 
     ignore_router_for_ac: bool = True
@@ -64,7 +64,7 @@ class MoEParallelizerConfig:
 
 
 def with_experts(config: DistributedConfig, experts: MoEParallelizerConfig | None) -> DistributedConfig:
-    """The config with the settings for experts in it.
+    """The config together with the settings for experts.
 
     Raises:
         TypeError: not a MoEParallelizerConfig. ValueError: a config of another backend than FSDP2.
@@ -85,18 +85,18 @@ def with_experts(config: DistributedConfig, experts: MoEParallelizerConfig | Non
 
 @dataclass
 class MeshContext:
-    """Meshes, a config and what else `parallelize_model` needs, with the fields of NeMo Automodel 0.7.0. Sizes are properties;
-    ep_size is the moe_mesh's, or `build`'s.
+    """Meshes, a config and the other settings of `parallelize_model`, with the fields of NeMo Automodel 0.7.0. Sizes are
+    properties; ep_size is that of the moe_mesh, or of `build`.
 
     Args:
         device_mesh: a mesh with named axes, as for `apply_plan`.
-        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None is no expert parallelism, or what `build_mesh` was told.
-        process_group: kept, and not used.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None is the ep of `build_mesh`, else no expert parallelism.
+        process_group: kept, but not used.
         strategy_config: a config; None is `FSDP2Config()`.
         moe_parallel_config: the settings for experts.
         activation_checkpointing: False is as the config says.
         reapply_trainability: called with the model before the plan is applied; it sets `requires_grad` of parameters.
-        cp_ring_degree, cp_ulysses_degree: must be 1 and None: the section `context_parallel` of a plan says what crosses cp.
+        cp_ring_degree, cp_ulysses_degree: must be 1 and None: the plan's section `context_parallel` says what is exchanged over cp.
 
     Raises:
         TypeError, ValueError: a value that is not valid.
@@ -111,7 +111,7 @@ class MeshContext:
     reapply_trainability: Callable[[nn.Module], None] | None = field(default=None, repr=False)
     cp_ring_degree: int = 1
     cp_ulysses_degree: int | None = None
-    _ep: int = field(default=1, init=False, repr=False)  # that `build` told the mesh
+    _ep: int = field(default=1, init=False, repr=False)  # that `build` gave the mesh
 
     def __post_init__(self) -> None:
         for name in ("device_mesh", "moe_mesh"):
@@ -166,7 +166,7 @@ class MeshContext:
     def from_meshes(
         cls, device_mesh: DeviceMesh | None, moe_mesh: DeviceMesh | None = None, **policies: Any
     ) -> MeshContext:
-        """The context of meshes; `policies` are its other fields, by keyword."""
+        """The context for meshes; `policies` are its other fields, by keyword."""
         return cls(device_mesh, moe_mesh, **policies)
 
     @classmethod
@@ -180,11 +180,11 @@ class MeshContext:
         ranks: Sequence[int] | None = None,
         **policies: Any,
     ) -> MeshContext:
-        """The context of sizes, over all ranks of the process group.
+        """The context for a mesh of these sizes, over all ranks of the process group.
 
         Args:
             world_size, ranks: None, or those of the process group.
-            timeout_minutes: must be None: the process group has it.
+            timeout_minutes: must be None: the timeout is set on the process group.
             policies: the other fields, by keyword.
 
         Raises:
@@ -212,12 +212,12 @@ class MeshContext:
 
 
 class ModelParallelizer:
-    """NeMo Automodel's contract of a model class and what parallelizes it: an object with `parallelize(model, mesh_context)`, as the
-    attribute `parallelizer` of the class. A subclass may extend `parallelize`; the private methods that Automodel's has for units and
-    checkpointing are a plan here.
+    """NeMo Automodel's object that parallelizes a model class. It has `parallelize(model, mesh_context)`, and is the class's attribute
+    `parallelizer`. A subclass may extend `parallelize`. Automodel's class has private methods for units and checkpointing; here the
+    plan says these.
 
     Raises:
-        TypeError: a subclass that defines one of these (when it is defined).
+        TypeError: a subclass defines one of these methods (raised with the class definition).
     """
 
     THEIRS: ClassVar[tuple[str, ...]] = (
@@ -234,14 +234,14 @@ class ModelParallelizer:
             )
 
     def parallelize(self, model: nn.Module, mesh_context: MeshContext, /, *, logits: Logits | None = None) -> nn.Module:
-        """The model with its plan applied. Make the optimizer afterwards.
+        """Apply the plan to the model. Make the optimizer afterwards.
 
         Args:
-            mesh_context: with a device_mesh; only DDP needs none.
+            mesh_context: a context with a device_mesh, which only DDP does not need.
             logits: as for the managers.
 
         Raises:
-            TypeError: no MeshContext. ValueError: no device_mesh, or what a config refuses. PlanError, RuntimeError: as `apply_plan`.
+            TypeError: not a MeshContext. ValueError: no device_mesh; what the config refuses. PlanError, RuntimeError: as `apply_plan`.
         """
         if not isinstance(mesh_context, MeshContext):
             raise TypeError(f"mesh_context must be a MeshContext, not {mesh_context!r}")
@@ -251,7 +251,7 @@ class ModelParallelizer:
         mesh = build_mesh(dp_shard=1, dp_replicate=None) if mesh is None else mesh
         config = with_experts(config, mesh_context.moe_parallel_config)
         if mesh_context.activation_checkpointing:
-            config = replace(config)  # the caller's stays as it is
+            config = replace(config)  # the caller's config is not changed
             config.activation_checkpointing = mesh_context.activation_checkpointing
         return parallelize(
             model,
@@ -265,10 +265,10 @@ class ModelParallelizer:
 
 
 def get_model_parallelizer(model: nn.Module) -> Any:
-    """The `parallelizer` of the model's class, else the default.
+    """The `parallelizer` of the model's class, else the default one.
 
     Raises:
-        TypeError: one without `parallelize`.
+        TypeError: the class's has no `parallelize`.
     """
     found = getattr(type(model), "parallelizer", None) or ModelParallelizer()
     if not callable(getattr(found, "parallelize", None)):
@@ -279,4 +279,4 @@ def get_model_parallelizer(model: nn.Module) -> Any:
 
 
 def compile_parallelized_model(model: nn.Module, mesh_context: MeshContext) -> None:
-    """Nothing is left to do: `parallelize_model` compiles, with names as they were."""
+    """Does nothing: `parallelize_model` has compiled the model, and all names stayed."""

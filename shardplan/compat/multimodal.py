@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class CpVisionFrameShardingConfig:
-    """Frames of a vision tower distributed over context-parallel ranks, which shardplan does not do."""
+    """Distributing a vision tower's frames over context-parallel ranks, which shardplan does not do."""
 
     enabled: bool = False
 
@@ -38,8 +38,8 @@ class MultimodalDistributedConfig:
     """Policies for the towers of a model.
 
     Args:
-        frozen_sharding: "replicate" stores frozen parameters whole on every rank (`data_parallel.frozen: replicated`); "root" and
-            "per_layer" are as the plan says.
+        frozen_sharding: "replicate" stores frozen parameters whole on every rank (`data_parallel.frozen: replicated`); with "root"
+            and "per_layer", the plan decides.
         vision: its `frame_sharding.enabled` must be False.
     """
 
@@ -57,13 +57,13 @@ class MultimodalDistributedConfig:
 
 
 def check_frozen(value: object, what: str) -> None:
-    """Raise ValueError unless it is a word for frozen towers."""
+    """Raise ValueError unless the value is a word for frozen towers."""
     if value not in get_args(FrozenSharding):
         raise ValueError(f'{what} must be "root", "per_layer" or "replicate", not {value!r}')
 
 
 def read_multimodal(value: Any) -> MultimodalDistributedConfig:
-    """The policies, also of a mapping; None is the default.
+    """The policies, given as such or as a mapping; None is the default.
 
     Raises:
         ValueError: an unknown field, or a value that is not valid. TypeError: something else.
@@ -81,14 +81,14 @@ def _read(value: Any, kind: type[_T], what: str) -> _T:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of peft's wrapper; itself where there is none."""
+    """The model inside peft's wrapper; the model itself where it has none."""
     inner = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
     return model if inner is None else inner()
 
 
 def parts_of(model: nn.Module) -> dict[str, str]:
-    """The names of a model's parts: those of "vision" and "audio" that transformers' `get_encoder` finds, and
-    "language": the decoder where there are such parts, else the whole model ("")."""
+    """The names of a model's parts: "vision" and "audio", where transformers' `get_encoder` finds them, and "language": the
+    decoder where the model has one of the former, else the whole model ("")."""
     model = unwrapped(model)
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
@@ -105,7 +105,7 @@ def check_scope(scope: Any) -> tuple[Scope, ...]:
     """The words of a scope; ("all",) for None.
 
     Raises:
-        ValueError: none of the words.
+        ValueError: a word that is not a scope.
     """
     words = ("all",) if scope is None else (scope,) if isinstance(scope, str) else tuple(scope)
     for word in words:
@@ -119,7 +119,7 @@ def check_scope(scope: Any) -> tuple[Scope, ...]:
 
 
 def layers_of(model: nn.Module, scope: tuple[Scope, ...]) -> list[str] | None:
-    """The globs of the layers of some parts; None for all parts, which the plan's own words are for.
+    """The globs of the layers of some parts; None for all parts, for which the plan's own globs are used.
 
     Raises:
         ValueError: a part that the model does not have, or that has no layers.
@@ -153,7 +153,7 @@ def lists_in(model: nn.Module, name: str) -> Iterator[str]:
 
 
 def frozen_towers(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of these modules that are in a vision or audio tower and have only frozen parameters."""
+    """The modules among these that are in a vision or audio tower and have only frozen parameters."""
     parts = parts_of(model)
     towers = [name for part, name in parts.items() if part != "language" and name]
     return [

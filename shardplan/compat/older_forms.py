@@ -1,4 +1,4 @@
-"""The form that `fsdp2_strategy_parallelize` had in NeMo Automodel's first releases, in which scripts were published."""
+"""The form of `fsdp2_strategy_parallelize` in NeMo Automodel's first releases, which published scripts use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-# Its arguments after the mesh, in their order, with their defaults. The names of axes are those that the mesh has.
+# Its arguments after the mesh, in their order, with their defaults. The axis names are those of the mesh.
 OLDER: dict[str, Any] = {
     "param_dtype": torch.bfloat16,
     "mp_policy": None,
@@ -24,7 +24,7 @@ OLDER: dict[str, Any] = {
     "tp_mesh_name": None,
     "dp_cp_mesh_name": None,
 }
-# What the places after the mesh hold in the older form, and today.
+# The positional arguments after the mesh, in the older form and today.
 PLACES = (
     ("third", torch.dtype, MixedPrecisionPolicy),
     ("fourth", MixedPrecisionPolicy, OffloadPolicy),
@@ -35,12 +35,12 @@ ITS_AXES = {"data_parallel", "tensor_parallel", "context_parallel", "dp_cp"}
 
 
 def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Let a function take the older form as well. The arguments tell the form: a dtype in the third place, where
-    today's has a policy, or an argument that one of them alone has, or a mesh with the older names of axes.
+    """Let a function take the older form as well. The arguments tell the form: a dtype as the third argument, where today's form
+    has a policy; an argument that only one of the forms has; or a mesh with the older axis names.
 
     Raises (the function):
-        ValueError: what is given belongs to both forms.
-        TypeError: an argument that the form does not have.
+        ValueError: the arguments belong to different forms.
+        TypeError: an argument that its form does not have.
     """
     names = [name for name in inspect.signature(today).parameters if name not in ("model", "device_mesh")]
     new = [name for name in names if name not in OLDER]
@@ -72,7 +72,7 @@ def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]
 
 
 def _today(places: tuple[Any, ...], named: dict[str, Any], axes: set[str]) -> dict[str, Any]:
-    """The arguments of today's form."""
+    """The arguments in today's form."""
     if len(places) > len(OLDER):
         raise TypeError(f"the older form has {len(OLDER)} arguments after the mesh, not {len(places)}")
     given = dict(zip(OLDER, places, strict=False))
@@ -87,10 +87,10 @@ def _today(places: tuple[Any, ...], named: dict[str, Any], axes: set[str]) -> di
     dtype = values.pop("param_dtype")
     if not (dtype is None or isinstance(dtype, torch.dtype)):
         raise TypeError(f"param_dtype must be a dtype, not {dtype!r}")
-    if values["mp_policy"] is None:  # a policy that is given wins
+    if values["mp_policy"] is None:  # a given policy wins
         values["mp_policy"] = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     if values["offload_policy"] is not None:
-        values["cpu_offload"] = False  # a policy that is given wins here too
+        values["cpu_offload"] = False  # a given policy wins here too
     names = {"dp_shard_cp_mesh_name": shards if shards is not None else flat, "tp_mesh_name": tp}
     return {
         **values,

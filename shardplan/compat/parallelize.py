@@ -1,4 +1,4 @@
-"""Calling `apply_plan` with a config, a mesh and anything that names a plan."""
+"""Calling `apply_plan` with a config, a mesh and anything that can name a plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .multimodal import unwrapped
 
 AnyPlan = Plan | Mapping[str, Any] | str | PathLike[str]
 Logits = Literal["plan", "replicated", "sharded", "fused", "as_stored"]  # as for `apply_plan`
-OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # what a plan of ours has
+OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # keys of shardplan's plans
 FILES = (".yaml", ".yml", ".json")
-# Names that configurations of others give to a plan; each means the model's own.
+# Names for a plan in other projects' configurations; each means the model's own plan.
 NAMED = ("llama_nemotron_super_tp_plan",)
 NAMES = {  # that axes have
     "tp": ("tp", "tensor_parallel", "tensor", "model"),
@@ -29,7 +29,7 @@ NAMES = {  # that axes have
     "dp_shard": ("dp_shard", "dp", "data_parallel"),
     "ep": ("ep",),
 }
-# Names that functions and scripts have for axes, which a mesh need not have.
+# Axis names in functions and scripts; a mesh need not have these axes.
 USUAL = (
     "dp_replicate",
     "dp_shard_cp",
@@ -42,17 +42,17 @@ USUAL = (
     "tensor_parallel",
 )
 EP, EP_SHARD = "ep", "ep_shard"
-LEADING = ("pp", "dp_replicate")  # axes that a moe_mesh may have before these two
+LEADING = ("pp", "dp_replicate")  # the axes that a moe_mesh may have before (ep_shard, ep)
 SHOWN = 4
 
 
 def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
-    """The plan of ours that something names.
+    """The plan of shardplan's that an argument names.
 
     Args:
-        plan: None, or a name of theirs (`NAMED`): the built-in plan for the model. A plan of ours: its content, a file, a built-in name. Else it is
-            converted: "hf", a dictionary from names to styles (of any project, by name or as objects), or the import
-            path of such a dictionary, or of a function that returns one.
+        plan: None, or one of the names in `NAMED`: the built-in plan for the model. A plan of shardplan's: its content, a file or a
+            built-in name. Anything else is converted: "hf", a dictionary from names to styles (of any project, by name or as objects),
+            or the import path of such a dictionary or of a function that returns one.
 
     Raises:
         PlanError: an entry has no counterpart; the import fails.
@@ -89,13 +89,13 @@ def parallelize(
     logits: Logits | None = None,
     reapply_trainability: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Apply a plan with what a config says.
+    """Apply a plan with the settings of a config.
 
     Args:
         plan: as for `plan_for`.
         axes: as for `apply_plan`.
-        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None: no expert parallelism, or what `build_mesh` was told.
-        logits: as for `apply_plan`; None: `logits_for`.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None is the ep of `build_mesh`, else no expert parallelism.
+        logits: as for `apply_plan`; None is what `logits_for` returns.
         reapply_trainability: called with the model before anything is changed; it sets `requires_grad` of parameters.
 
     Raises:
@@ -123,11 +123,11 @@ def axis_size(mesh: DeviceMesh, axis: str, axes: Mapping[str, str] | None = None
 
 
 def ep_of(mesh: DeviceMesh, moe_mesh: DeviceMesh) -> int:
-    """The size of the ep axis of a moe_mesh, whose ep groups are those that `apply_plan` takes from the mesh.
+    """The size of the ep axis of a moe_mesh. Its ep groups must be those that `apply_plan` takes from the mesh.
 
     Raises:
-        TypeError: it is no DeviceMesh.
-        ValueError: its axes are others; its ep groups are others.
+        TypeError: the moe_mesh is not a DeviceMesh.
+        ValueError: it has other axes or other ep groups.
     """
     if not isinstance(moe_mesh, DeviceMesh):
         raise TypeError(f"moe_mesh must be a torch DeviceMesh, not {type(moe_mesh).__name__}")
@@ -155,8 +155,8 @@ def _some(groups: list[list[int]]) -> str:
 
 
 def logits_for(model: nn.Module, plan: AnyPlan | None) -> Logits:
-    """Which logits a model returns where nothing is said: split over the vocabulary, for a causal language model whose plan is not the
-    caller's own; the loss of others does not take them."""
+    """The logits that a model returns by default. A causal language model whose plan is not the caller's own returns them split over
+    the vocabulary; the losses of other models cannot take split logits."""
     own = plan is not None and plan not in ("hf", *NAMED)
     encoded = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     causal = getattr(unwrapped(model), "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration") and not encoded
@@ -164,13 +164,13 @@ def logits_for(model: nn.Module, plan: AnyPlan | None) -> Logits:
 
 
 def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:
-    """The `axes` argument of `apply_plan` for names that a caller gives; what the mesh lacks is read off its others.
+    """The `axes` argument of `apply_plan` for the caller's axis names. A name that the mesh lacks is resolved from its other axes.
 
     Args:
-        names: our axis -> the name of the mesh's, or of several of its axes that were flattened.
+        names: shardplan's axis -> the name of the mesh's axis, or of several flattened axes.
 
     Raises:
-        ValueError: an axis that the mesh has under no name.
+        ValueError: the mesh has no such axis under any name.
     """
     axes = {}
     for axis, name in names.items():

@@ -1,4 +1,4 @@
-"""The policies of torch's FSDP2 in configs: read from plain values, by a table, and written as such."""
+"""The policies of torch's FSDP2 in configs: reading them from plain values with a table, and writing them as plain values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that sections of plans have
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes of plan sections
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# All that `_target_` may name. Nothing is imported by a name that a file says.
+# All that `_target_` may name. No name from a file is imported.
 TARGETS: dict[str, type] = {
     f"torch.distributed.fsdp.{policy.__name__}": policy
     for policy in (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)
@@ -20,14 +20,14 @@ TARGETS: dict[str, type] = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The question at the end of a message about a misspelt word; nothing where no known word is near."""
+    """The question at the end of a message about a misspelt word; empty where no known word is near."""
     spelled = {one.lower(): one for one in known}
     found = get_close_matches(word.lower(), spelled, n=1)
     return f": did you mean {spelled[found[0]]!r}?" if found else ""
 
 
 def check_names(given: Mapping[str, Any], known: list[str], what: str) -> None:
-    """Raise ValueError for the first name that is not known, with the nearest."""
+    """Raise ValueError for the first unknown name, with the nearest known one."""
     for name in given:
         if name not in known:
             raise ValueError(f"{what} has no {name!r}{nearest(str(name), known)}")
@@ -36,10 +36,10 @@ def check_names(given: Mapping[str, Any], known: list[str], what: str) -> None:
 def read_dtype(
     dtype: torch.dtype | str | None, what: str, allowed: tuple[torch.dtype, ...] = DTYPES
 ) -> torch.dtype | None:
-    """A dtype, also by its name.
+    """The dtype, given as such or by its name.
 
     Raises:
-        ValueError: none of those that are allowed.
+        ValueError: the dtype is not allowed.
     """
     word = str(dtype).removeprefix("torch.")
     found = getattr(torch, SHORT.get(word, word), None)
@@ -55,10 +55,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def read_policy(value: Any, kinds: tuple[type, ...], what: str) -> Any:
-    """A policy, also as a mapping with `_target_`; None stays None.
+    """The policy, given as such or as a mapping with `_target_`; None stays None.
 
     Args:
-        kinds: the policies that may be there.
+        kinds: the allowed policies.
 
     Raises:
         ValueError: a `_target_` that is not in the table, or a field that the policy does not have.
@@ -99,7 +99,7 @@ def _from_mapping(value: Mapping[str, Any], what: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A field's value as YAML and JSON have it: policies with `_target_`, dtypes by name."""
+    """A field's value for YAML or JSON: policies with `_target_`, dtypes by name."""
     if isinstance(value, torch.dtype):
         return name_of(value)
     if type(value) in TARGETS.values():

@@ -1,4 +1,4 @@
-"""Meshes of the sizes that NeMo Automodel's releases took."""
+"""Building meshes from the sizes that NeMo Automodel's releases take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardplan.runtime.parallel.process_groups import flatten
 
 
 def first_mesh(device: str, dp_size: int | None = None, tp_size: int | None = 1, cp_size: int | None = 1) -> DeviceMesh:
-    """The mesh of NeMo Automodel's first release: data_parallel, context_parallel, tensor_parallel, all of them always, and dp_cp
-    flattened where there is more than one context-parallel rank.
+    """The mesh of NeMo Automodel's first release. It always has data_parallel, context_parallel and tensor_parallel, and with several
+    context-parallel ranks the flattened dp_cp.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
@@ -38,11 +38,11 @@ def mesh_of_sizes(
     pp_size: int | None = 1,
     ep_size: int | None = 1,
 ) -> DeviceMesh:
-    """The mesh of NeMo Automodel's sizes: dp_size is dp_replicate x dp_shard, and what the others leave where it is
-    open; the others are 1 where they are.
+    """The mesh of NeMo Automodel's sizes. dp_size is dp_replicate x dp_shard; where it is left open, it is the ranks that the
+    others leave. Other open sizes are 1.
 
     Raises:
-        ValueError: they do not multiply to the number of ranks.
+        ValueError: the product of the sizes is not the number of ranks.
     """
     ones = {"dp_replicate": dp_replicate_size, "tp": tp_size, "cp": cp_size, "pp": pp_size, "ep": ep_size}
     sizes = {axis: size if size is not None and size > 0 else 1 for axis, size in ones.items()}

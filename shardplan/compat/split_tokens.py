@@ -1,4 +1,4 @@
-"""Log-probabilities of a whole sequence, from logits whose tokens are split over one axis and whose vocabulary over another."""
+"""Log-probabilities of a whole sequence, from logits whose tokens are split over one axis and whose vocabulary is split over another."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NONE = -100  # the target that `log_probabilities` leaves out
 
 
 def _gathered(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The equally large parts of all ranks, joined along a dim; each rank gets the gradient of its own part."""
+    """Join the equally large parts of all ranks along a dim; each rank gets the gradient of its own part."""
     return DTensor.from_local(own, mesh, [Shard(dim)]).full_tensor()
 
 
 def is_split_twice(logits: Tensor) -> TypeGuard[DTensor]:
-    """Whether logits are a DTensor whose tokens are split over one axis and whose vocabulary over another one."""
+    """Whether logits are a DTensor whose tokens are split over one axis and whose vocabulary is split over another."""
     if not isinstance(logits, DTensor) or logits.device_mesh.ndim != 2 or logits.ndim != 3:
         return False
     return set(logits.placements) in ({Shard(TOKENS), Shard(2)}, {Shard(TOKENS), Shard(-1)})
@@ -32,21 +32,21 @@ def log_probabilities_of_chunks(
 ) -> Tensor:
     """The log-probability of each next token of a sequence whose tokens are spread over the ranks.
 
-    Every rank of the axis gets all tokens, and the gradient of its own: where FSDP2 takes the mean of the gradients over
-    that axis, multiply the loss by its size.
+    Every rank of the tokens' axis gets the result for all tokens, and the gradient of its own. Where FSDP2 averages gradients
+    over this axis, multiply the loss by the size of the axis.
 
     Args:
         logits: [batch, tokens, vocabulary] on a mesh of two named axes: Shard(1) over one, Shard(-1) over the other.
-        input_ids: [batch, tokens], not shifted: a DTensor that is split as the logits' tokens, or whole, in the order of
+        input_ids: [batch, tokens], not shifted: a DTensor that is split like the logits' tokens, or whole ids in the order of
             the sequence, the same on all ranks.
-        order: [tokens]: the position in the sequence of each token, rank after rank; None: in order.
+        order: [tokens], the position of each token in the sequence, rank after rank; None means in order.
         options: temperature, top_k, top_p, chunk_size, as for `log_probabilities`.
 
     Returns:
         [batch, tokens - 1], in the order of the sequence, a plain tensor, equal on all ranks.
 
     Raises:
-        ValueError: shapes that do not fit; an axis that does not divide the tokens.
+        ValueError: shapes that do not fit; a number of tokens that the axis does not divide.
     """
     tokens, vocabulary = (logits.device_mesh[name] for name in _axes(logits))
     own = logits.to_local()
@@ -80,7 +80,7 @@ def _axes(logits: DTensor) -> tuple[str, str]:
 
 
 def _size(own: Tensor, mesh: DeviceMesh) -> int:
-    """The size of the whole vocabulary. A DTensor made from local parts assumes that all are as large as its own."""
+    """The size of the whole vocabulary. A DTensor that is made from local parts assumes that all parts are as large as its own."""
     counts = _gathered(torch.tensor([own.shape[-1]], device=own.device), mesh, 0).tolist()
     size = sum(counts)
     chunk = -(-size // mesh.size())

@@ -52,19 +52,19 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Apply a plan with FSDP2.
 
-    The older form, (model, device_mesh, param_dtype, mp_policy, offload_policy, ...), is taken too: `older_forms`.
+    It also takes the older form, (model, device_mesh, param_dtype, mp_policy, offload_policy, ...): see `older_forms`.
 
     Args:
-        device_mesh: as for `apply_plan`, or with the axis names that are given. What was flattened is read off its axes.
-        mp_policy: None keeps what the plan says, else the model's dtypes.
-        tp_shard_plan: None: the built-in plan for the model. Else a plan of ours, or a dictionary to styles, the import
-            path of one or of a function that returns one, "hf".
-        frozen_multimodal_sharding: "replicate" holds frozen parameters whole on every rank; else as the plan says.
+        device_mesh: as for `apply_plan`, or with the given axis names. Flattened axes are resolved from the mesh's axes.
+        mp_policy: FSDP2's dtypes; None is the plan's dtypes, else the model's.
+        tp_shard_plan: None is the built-in plan for the model. Else a plan of shardplan's; "hf"; a dictionary from names to
+            styles, or the import path of one or of a function that returns one.
+        frozen_multimodal_sharding: "replicate" stores frozen parameters whole on every rank; else the plan decides.
         reapply_trainability: called with the model before the plan is applied; it sets `requires_grad` of parameters.
-        cpu_offload: short for a CPUOffloadPolicy without pinned memory.
-        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None: no expert parallelism.
-        logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are
-            split over the vocabulary, where the plan splits its head.
+        cpu_offload: the same as a CPUOffloadPolicy without pinned memory.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks; None is no expert parallelism.
+        logits: as for `apply_plan`. None: a causal language model returns logits split over the vocabulary, where the plan
+            splits its head and is not the caller's own.
 
     The other arguments are fields of `FSDP2Config`.
 
@@ -106,15 +106,15 @@ def _parallelize_model(
     *,
     logits: Logits | None = None,
 ) -> nn.Module:
-    """Apply a plan with FSDP2, from a data-parallel and a tensor-parallel mesh, as NeMo-RL's `_parallelize_model` does.
+    """Apply a plan with FSDP2, on a data-parallel and a tensor-parallel mesh, as NeMo-RL's `_parallelize_model` does.
 
     Args:
-        dp_mesh, tp_mesh: slices of one mesh, which they make up together; dp_mesh may be of several axes, or flat.
-        param_dtype: layers compute in it; gradients are reduced, and results returned, in float32.
+        dp_mesh, tp_mesh: slices of one mesh, which together make up the whole mesh; dp_mesh may have several axes, or be flat.
+        param_dtype: layers compute in it; gradients are reduced and results returned in float32.
         custom_parallel_plan, logits: as `tp_shard_plan` and `logits` of `fsdp2_strategy_parallelize`.
 
     Raises:
-        ValueError: meshes that are not slices of one, or leave ranks out.
+        ValueError: meshes that are not slices of one mesh, or leave ranks out.
     """
     mesh = root_of(tp_mesh)
     if root_of(dp_mesh) is not mesh or dp_mesh.size() * tp_mesh.size() != mesh.size():
@@ -139,11 +139,11 @@ def _parallelize_model(
 
 
 def parallelize_model(model: nn.Module, mesh_context: Any = None, *places: Any, **named: Any) -> nn.Module:
-    """Two functions of this name: NeMo Automodel 0.7's `parallelize_model(model, mesh_context)`, which hands the model to the
-    `parallelizer` of its class, or else to `ModelParallelizer`; and with meshes in place of a context, `_parallelize_model`.
+    """Two functions under one name. With a context, it is NeMo Automodel 0.7's `parallelize_model(model, mesh_context)`, which calls
+    the `parallelizer` of the model's class, else `ModelParallelizer`. With meshes instead, it is `_parallelize_model`.
 
     Raises:
-        TypeError: what belongs to neither. What the two raise.
+        TypeError: the arguments fit neither function. Also the errors of the two functions.
     """
     if isinstance(mesh_context, DeviceMesh) or "dp_mesh" in named:
         return _parallelize_model(model, *(() if mesh_context is None else (mesh_context,)), *places, **named)
@@ -200,7 +200,7 @@ def megatron_fsdp_strategy_parallelize(
     """Apply a plan with Megatron-FSDP. Returns the model, never a pair.
 
     Args:
-        optimizer: must be None: `applied(model).wrap_optimizer` wraps one that is made afterwards.
+        optimizer: must be None: make it afterwards and wrap it with `applied(model).wrap_optimizer`.
         tp_shard_plan, reapply_trainability, logits: as for `fsdp2_strategy_parallelize`.
         dp_shard_dim, tp_dim: names of the mesh's axes.
         older: the same arguments under older names (`OLDER`), and `cp_mesh_name`.
@@ -281,17 +281,17 @@ def apply_fsdp2_sharding_recursively(
     frozen_multimodal_sharding: FrozenSharding = "root",
     ignored_multimodal_params: set[nn.Parameter] | None = None,
 ) -> None:
-    """Make FSDP2 units of the elements of all lists and dictionaries of modules (of the innermost ones); the root is left to the
-    caller.
+    """Make an FSDP2 unit of each element of all (innermost) lists and dictionaries of modules. The caller makes the unit of the
+    root.
 
     Args:
-        mesh: the data-parallel mesh alone: one axis, or replicas and shards.
-        reshard_after_forward: None: all but the last.
-        fully_shard_fn: what to call in place of torch's `fully_shard`.
-        frozen_multimodal_sharding: for wholly frozen layers of vision and audio towers. "root": they are no units, so
-            that the caller's root has them; "per_layer": they are units like all others; "replicate": their parameters
-            are ignored, which the caller's root has to be told too (`ignored_params`).
-        ignored_multimodal_params: parameters that FSDP2 does not manage; the caller's root has to be told too.
+        mesh: only the data-parallel mesh: one axis, or replicas and shards.
+        reshard_after_forward: None means all units but the last.
+        fully_shard_fn: called instead of torch's `fully_shard`.
+        frozen_multimodal_sharding: for wholly frozen layers of vision and audio towers. "root": they are not units, so the
+            caller's root holds them. "per_layer": they are units like all others. "replicate": FSDP2 ignores their parameters;
+            pass these as `ignored_params` to the root too.
+        ignored_multimodal_params: parameters that FSDP2 does not manage; pass them as `ignored_params` to the root too.
     """
     check_frozen(frozen_multimodal_sharding, "frozen_multimodal_sharding")
     units = list(_elements(module))
@@ -317,14 +317,14 @@ def apply_fsdp2_sharding_recursively(
             unit,
             mesh=mesh,
             reshard_after_forward=number < len(sharded) if reshard_after_forward is None else reshard_after_forward,
-            # A unit returns what it computes in: the model's output dtype would meet parameters of another one.
+            # A unit returns its compute dtype: the model's output dtype would meet parameters of another dtype.
             mp_policy=replace(config.mp_policy or MixedPrecisionPolicy(), output_dtype=None),
             offload_policy=config.offload_policy or OffloadPolicy(),
             ignored_params=left_alone | {p for p in unit.parameters() if not p.ndim},  # FSDP2 shards no scalars
         )
         if isinstance(
             unit, FSDPModule
-        ):  # transformers finds what a class records by its qualified name, which FSDP2 changes
+        ):  # transformers finds recorded outputs by the class's qualified name, which FSDP2 changes
             own, original = type(unit), type(unit).__bases__[-1]
             own.__module__, own.__qualname__ = original.__module__, original.__qualname__
     if enable_fsdp2_prefetch:
@@ -332,10 +332,10 @@ def apply_fsdp2_sharding_recursively(
 
 
 def _prefetch(units: list[Any], forward: int, backward: int) -> None:
-    """How many units each gathers ahead."""
+    """Set how many units each unit gathers ahead."""
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + forward])
-        # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
+        # To gather nothing ahead, give the unit itself, which is already gathered: for an empty list FSDP2 uses its own order.
         unit.set_modules_to_backward_prefetch(units[max(0, i - backward) : i][::-1] or [unit])
 
 

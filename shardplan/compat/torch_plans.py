@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from shardplan.runtime.parallel.single_style import OwnStyle
 from shardplan.styles import canonical_style
 
-# Torch takes the input of a split by input features for split, and leaves the output of one by output features split.
+# Torch assumes split inputs for a layer split by input features, and returns split outputs for one split by output features.
 TORCH: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -24,11 +24,11 @@ TORCH: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """A fresh style object for a style's name, of transformers' or ours: torch's own where it has one.
+    """A new style object for a style name of transformers or shardplan: torch's own style where torch has one.
 
     Raises:
         ValueError: there is no such style, or torch's `parallelize_module` cannot apply what it means.
-        TypeError: no text.
+        TypeError: not a text.
     """
     if not isinstance(style, str):
         raise TypeError(f"a style is named by text, not by {type(style).__name__}")
@@ -44,15 +44,15 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The model's own plan of transformers for `parallelize_module`: that of its class, of the instance and of the models
-    inside it, under their names; with an embedding split over the vocabulary, and a head that returns split logits as a
-    DTensor.
+    """transformers' own plan for the model, for `parallelize_module`: the entries of the class, of the instance and of the
+    models inside it, under their names. The embedding is split over the vocabulary, and the head returns split logits as
+    a DTensor.
 
     Args:
         model: a transformers model.
 
     Raises:
-        ValueError: it has no plan, or its plan needs more than torch's styles do; `shardplan.apply_plan(model, mesh, "hf")` applies it.
+        ValueError: the model has no plan, or torch's styles cannot do what it needs; `shardplan.apply_plan(model, mesh, "hf")` applies it.
     """
     names: dict[str, str] = {}
     for prefix, plan in (("", type(model)), *model.named_modules()):
@@ -79,6 +79,6 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _name_of(model: nn.Module, getter: str) -> str | None:
-    """The name of the module that a getter of transformers gives."""
+    """The name of the module that a getter of transformers returns."""
     wanted = getattr(model, getter, lambda: None)()
     return next((name for name, module in model.named_modules() if wanted is not None and module is wanted), None)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shardplan import applied, load_checkpoint, load_training_state, save_checkpoint, save_training_state
 from shardplan.weights import all_or_none, clear, remove, whole_folder
 
-# A checkpoint-N of the Trainer is a Hugging Face folder, with this folder of `save_training_state` in it.
+# A checkpoint-N of the Trainer is a Hugging Face folder; it contains this folder, written by `save_training_state`.
 _TRAINING_STATE, _TRAINER_STATE = "training_state", "trainer_state.json"
 _IGNORED = {
     "push_to_hub": "upload the folder that save_model writes",
@@ -31,10 +31,10 @@ _IGNORED = {
 
 
 def save_and_resume(trainer: Any, model: nn.Module) -> None:
-    """Give a Trainer the methods by which it saves and loads a planned model.
+    """Give a Trainer the methods that save and load a planned model.
 
     Raises:
-        ValueError: the Trainer has another model, or a setting that it could not follow.
+        ValueError: the Trainer has another model, or a setting that these methods cannot follow.
     """
     _check(trainer, model)
     saves = _Saves(trainer, model)
@@ -74,7 +74,7 @@ class _Saves:
         self.write_checkpoint, self.first = trainer._save_checkpoint, dist.get_rank() == 0
 
     def save(self, model: nn.Module, trial: Any) -> None:
-        """Write `checkpoint-N`: the Trainer writes into a hidden folder, which gets its name when all ranks are done."""
+        """Write `checkpoint-N`: the Trainer writes into a hidden folder, which is renamed when all ranks are done."""
         trainer, run = self.trainer, Path(self.trainer._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{trainer.state.global_step}"
         with whole_folder(folder, marks=(_TRAINER_STATE, _TRAINING_STATE), overwrite=True) as hidden:
@@ -99,9 +99,9 @@ class _Saves:
                 _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as an ordinary folder of Hugging Face, next to what else is in it. Call it on all ranks."""
+        """Write the model as an ordinary Hugging Face folder; other files in the folder stay. Call it on all ranks."""
         folder = Path(output_dir or self.trainer.args.output_dir).resolve()
-        token = [secrets.token_hex(8)]  # of this save alone
+        token = [secrets.token_hex(8)]  # for this save only
         dist.broadcast_object_list(token)
         hidden = folder / f".saved-model-{token[0]}"
         save_checkpoint(self.model, hidden, progress=False)
@@ -122,7 +122,7 @@ class _Saves:
         save_training_state(self.model, _own(self.trainer.optimizer), Path(output_dir, _TRAINING_STATE), extra=extra)
 
     def check(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse a folder that training cannot be resumed from. `load` reads the weights, with the optimizer's state."""
+        """Refuse a folder from which training cannot be resumed. `load` reads the weights with the optimizer's state."""
         folder = Path(resume_from_checkpoint)
         for name in (_TRAINING_STATE, _TRAINER_STATE):
             if not (folder / name).exists():
@@ -132,7 +132,7 @@ class _Saves:
                 )
 
     def load(self, checkpoint: str | None) -> None:
-        """Read weights, optimizer, schedule and the place of the model's random numbers."""
+        """Read the weights, the optimizer, the schedule and the state of the model's random numbers."""
         if checkpoint is None:
             return
         extra = load_training_state(self.model, _own(self.trainer.optimizer), Path(checkpoint, _TRAINING_STATE))
@@ -149,28 +149,28 @@ class _Saves:
 
 
 def _move_model(hidden: Path, folder: Path) -> None:
-    """Move the files of a model in the place of those of an older one. Every step is a rename from or into `hidden`: in a job that
-    is continued after another has saved its model there, it fails."""
+    """Replace the files of an older model by those of a new one. Every step is a rename from or into `hidden`. So it fails in a job
+    that was paused and continues after another job has saved its model there."""
     for other in folder.glob(".*saved-model-*"):
         if other != hidden:
-            with suppress(FileNotFoundError):  # it has come to its end
+            with suppress(FileNotFoundError):  # the loop has reached its end
                 other.rename(hidden / f".{other.name}")
     for old in (*folder.glob("model*.index.json"), *folder.glob("model*.safetensors")):
         old.rename(hidden / f".{old.name}")
     files = [file for file in hidden.iterdir() if not file.name.startswith(".")]
     for file in sorted(files, key=lambda file: file.name.endswith(".index.json")):
-        file.rename(folder / file.name)  # the index last: without it, a part of a model is not read
+        file.rename(folder / file.name)  # the index last: without it, an incomplete model cannot be read
     shutil.rmtree(hidden)
 
 
 def _own(optimizer: Any) -> Optimizer:
-    """The optimizer inside of accelerate's wrapper, which has no hooks."""
+    """The optimizer inside accelerate's wrapper; the wrapper has no hooks."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
-    """Keep the newest checkpoint and the best, and of the others as many as the limit allows; none of a later step, which another
-    job may have written. The Trainer's own function leaves a part of a checkpoint under its name when it is killed."""
+    """Keep the newest and the best checkpoint, and as many others as the limit allows. Checkpoints of later steps do not count: another job
+    may have written them. The Trainer's own function, when killed, leaves an incomplete checkpoint under its final name."""
     saved = _by_step(newest.parent.glob("checkpoint-*"))
     own = saved[newest]
     for unfinished, step in _by_step(
@@ -186,7 +186,7 @@ def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 def _by_step(paths: Iterable[Path]) -> dict[Path, int]:
-    """The folders named after a step, with the step, in its order."""
+    """The folders named after a step, with the step, in the order of the steps."""
     numbers = {path: path.name.removeprefix("checkpoint-") for path in paths}
     steps = {path: int(number) for path, number in numbers.items() if number.isdigit()}
     return dict(sorted(steps.items(), key=lambda one: one[1]))

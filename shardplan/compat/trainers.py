@@ -1,4 +1,4 @@
-"""Training loops of others around a planned model: accelerate's Accelerator and transformers' Trainer, with their own wrapping off."""
+"""A planned model in accelerate's Accelerator and in transformers' Trainer, whose own wrapping is off."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .trainer_saves import save_and_resume
 
 
 def adopt(owner: Any, model: nn.Module) -> None:
-    """Make an Accelerator or a Trainer take a planned model as it is, and feed the ranks of one tp group the same batches.
+    """Make an Accelerator or a Trainer take a planned model unchanged, and give the ranks of a tp group the same batches.
 
     Call it before `accelerator.prepare(...)` or `trainer.train()`. The Trainer saves, resumes and loads its best model with
-    shardplan's functions, and so do the Accelerator's `save_state` and `load_state`; its `save_model` raises and names the
-    function to call.
+    shardplan's functions, and so do the Accelerator's `save_state` and `load_state`. The Accelerator's `save_model` raises an error
+    that names the function to call.
 
     Args:
         owner: an `accelerate.Accelerator`, or a `transformers.Trainer` that was made with the model.
         model: what `apply_plan` returned.
 
     Raises:
-        ValueError: no plan was applied to the model; its mesh is not all processes, has an axis that accelerate
-            does not know, or a cp axis, over which accelerate would split sequences its own way; the owner was set up to
-            shard, compile or autocast models itself, or to dispatch batches, or has prepared a scheduler; a Trainer of another model, or with a setting
-            that would be ignored or fail later; TRL's trainers of groups of completions, where tp ranks share their batches, with groups that
-            are not whole on a rank, or rewards that are scaled over a batch.
+        ValueError: no plan was applied to the model; its mesh does not have all processes, or has an axis that accelerate does
+            not know, or a cp axis, over which accelerate would split sequences in its own way; the owner shards, compiles or autocasts
+            models itself, dispatches batches, or has prepared a scheduler; a Trainer has another model, or a setting that would be ignored
+            or fail later; a TRL trainer scores completions in groups while tp ranks share batches, and its groups are not whole on a
+            rank or its rewards are scaled over a batch.
         TypeError: neither an Accelerator nor a Trainer.
     """
     trainer = owner if hasattr(owner, "accelerator") else None
@@ -46,8 +46,8 @@ def adopt(owner: Any, model: nn.Module) -> None:
         _score_groups(trainer, mesh.tp_size)
         save_and_resume(trainer, model)
     _step_once_for_each_share(accelerator, dist.get_world_size() // mesh.tp_size)
-    accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
-    accelerator.dataloader_config.dispatch_batches = False  # the default of streams, which ignores the axes for data
+    accelerator.state.device_mesh = mesh.mesh  # its data loaders give all ranks of a tp group the same share
+    accelerator.dataloader_config.dispatch_batches = False  # the default for streams ignores these axes
     accelerator.gather_for_metrics = _from_each_share(accelerator, mesh.tp_size)
     if trainer is not None:
         trainer.gather_function = accelerator.gather_for_metrics
@@ -100,8 +100,8 @@ def _check_unprepared(accelerator: Any, mesh: Any) -> None:
 
 
 def _score_groups(trainer: Any, tp: int) -> None:
-    """Make the ranks of a tp group shuffle completions alike for TRL's trainers that score them in groups (GRPO, RLOO).
-    These gather rewards of all processes, those of a tp group's ranks several times."""
+    """Make the ranks of a tp group shuffle completions alike, in TRL's trainers that score completions in groups (GRPO, RLOO).
+    These gather the rewards of all processes, so the rewards of a tp group are there several times."""
     from transformers import set_seed
 
     each = getattr(trainer, "num_generations", None)
@@ -129,8 +129,8 @@ def _score_groups(trainer: Any, tp: int) -> None:
 
 
 def _step_once_for_each_share(accelerator: Any, shares: int) -> None:
-    """Let prepared schedulers step as often as there are batches in a step: once for each data-parallel rank. accelerate's own step
-    calls them once for each process, or once where loaders split batches."""
+    """Let prepared schedulers step once for each batch of a step, that is for each data-parallel rank. accelerate's own step calls
+    them once for each process, or once in all where loaders split batches."""
     stock = accelerator.prepare_scheduler
 
     def prepare_scheduler(scheduler: Any) -> Any:
@@ -142,7 +142,7 @@ def _step_once_for_each_share(accelerator: Any, shares: int) -> None:
 
 
 def _first_steps(scheduler: Any, step: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
-    """A step of accelerate's; of its calls the scheduler takes the first `count`."""
+    """A step of accelerate's, of whose calls the scheduler takes only the first `count`."""
     left = iter(range(count))
     own = scheduler.step
 
@@ -154,11 +154,11 @@ def _first_steps(scheduler: Any, step: Callable[..., None], count: int, *args: A
     try:
         step(*args, **kwargs)
     finally:
-        del scheduler.step  # its state_dict has all of its attributes
+        del scheduler.step  # its state_dict contains all of its attributes
 
 
 def _from_each_share(accelerator: Any, tp: int) -> Callable[..., Any]:
-    """`gather_for_metrics` with each sample once: the ranks of a tp group have the same ones."""
+    """`gather_for_metrics` with each sample once: the ranks of a tp group have the same samples."""
     from accelerate.utils import recursively_apply
 
     gather, stock = accelerator.gather, accelerator.gather_for_metrics
@@ -170,7 +170,7 @@ def _from_each_share(accelerator: Any, tp: int) -> Callable[..., Any]:
         return recursively_apply(first_of_each_group, gather(data))
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        """Tensors, or tuples, lists and dicts of them, from each data-parallel rank."""
+        """Gather tensors, or tuples, lists and dicts of them, from each data-parallel rank."""
         if use_gather_object:
             raise ValueError(
                 "with a planned model gather_for_metrics gathers tensors alone: leave use_gather_object off"

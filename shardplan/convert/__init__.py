@@ -1,4 +1,4 @@
-"""Plans of other projects as ours: transformers, NeMo Automodel and NeMo-RL, torch, DeepSpeed."""
+"""Converting the plans of other projects: transformers, NeMo Automodel and NeMo-RL, torch, DeepSpeed."""
 
 from .converting import ConvertedPlan, convert_plan
 

@@ -1,4 +1,4 @@
-"""Another project's plan as a plan file."""
+"""Converting another project's plan to a plan file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ConvertedPlan:
 
     Args:
         text: the plan file, YAML; None where an entry of the source has no counterpart.
-        document: the same as data.
+        document: the plan as data.
         report: what cannot be converted, was left out or was added; with a model, also the findings of `validate`.
     """
 
@@ -50,7 +50,7 @@ class ConvertedPlan:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a plan, and no error."""
+        """Whether there is a plan, without errors."""
         return self.text is not None and self.report.ok
 
 
@@ -69,20 +69,20 @@ def convert_plan(
     Nothing is guessed: an entry without a counterpart is an error, and no plan is written.
 
     Args:
-        source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
-            config; transformers' `DistributedConfig`, also as a dictionary or a file; or "hf", the plan that transformers has for
-            the model.
-        model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
+        source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects; a DeepSpeed
+            config; transformers' `DistributedConfig`, as an object, a dictionary or a file; or "hf", the plan that transformers
+            has for the model.
+        model: as for `validate`. Names and kinds of modules are looked up in it, and the plan is validated. Some entries
             cannot be understood without it (SP544).
-        form: "transformers", "automodel", "torch" or "deepspeed"; None: found from the source's form.
-        import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
+        form: "transformers", "automodel", "torch" or "deepspeed"; None finds it from the source.
+        import_path: `module:name` of a dictionary of styles, or of a function that returns one; given instead of `source`. The
             module is imported and its code runs; nothing else runs foreign code.
-        name: the plan's name; None: the model's type, or the source's name.
-        tp: a size to validate at; None: as for `validate`.
-        shown_as: what findings call the plan's file.
+        name: the plan's name; None is the model's type, or else the source's name.
+        tp: the tp size to validate at; None: as for `validate`.
+        shown_as: the plan's file name in findings.
 
     Raises:
-        ValueError: neither a source nor an import path, or both; a form that there is none of; a tp size below 1.
+        ValueError: neither a source nor an import path, or both; an unknown form; a tp size below 1.
         TypeError: a source that is neither a file nor a dictionary.
     """
     if (source is None) == (import_path is None):
@@ -113,13 +113,13 @@ def convert_plan(
 def _converted(
     read: Source, form: Form | None, found: Any, name: str | None
 ) -> tuple[str, dict[str, Any], tuple[Diagnostic, ...]]:
-    """The plan's text, the same as data, and what was left out or added.
+    """The plan's text, the plan as data, and what was left out or added.
 
     Args:
-        found: the model that it is for.
+        found: the model of the plan.
 
     Raises:
-        PlanError: what cannot be converted, and what was met before.
+        PlanError: what cannot be converted, and the findings before it.
     """
     _raise_errors(read.diagnostics)
     try:
@@ -150,10 +150,10 @@ def _converted(
 
 
 def _with_config(read: Source, form: Form | None, found: Any) -> tuple[Source, Wanted]:
-    """A source that is a config of transformers as the styles that it wants, and what else it says.
+    """For a source that is transformers' config: the source with the config's styles, and its other settings.
 
     Raises:
-        NotConvertible: SP540: it is none of the form that was said.
+        NotConvertible: SP540: it does not have the given form.
     """
     config = config_of(read.data)
     if config is None:
@@ -165,7 +165,7 @@ def _with_config(read: Source, form: Form | None, found: Any) -> tuple[Source, W
 
 
 def own_plans(found: Any) -> dict[str, dict[str, Any]]:
-    """transformers' plans of a model, each from full names to styles."""
+    """transformers' plans for a model, each from full names to styles."""
     model, prefix = found.build(), found.tree.base_prefix
     start = f"{prefix}." if prefix else ""
     return {
@@ -182,7 +182,7 @@ def _raise_errors(findings: tuple[Diagnostic, ...]) -> None:
 
 
 def _read(source: object, import_path: str | None, found: Any) -> Source:
-    """Raises PlanError."""
+    """The content of the source. Raises PlanError."""
     if import_path is not None:
         return import_source(import_path, found.build if found is not None else None)
     if source != "hf":
@@ -200,10 +200,10 @@ def _read(source: object, import_path: str | None, found: Any) -> Source:
 
 
 def _rules(read: Source, form: Form | None, found: Any, wanted: Wanted) -> tuple[Rules, Form, tuple[str, ...]]:
-    """The rules, whose plan it is, and lines for the file.
+    """The rules, the form of the source, and lines for the plan file.
 
     Raises:
-        NotConvertible: SP540: its form is not known.
+        NotConvertible: SP540: the source's form is not known.
     """
     places = Places(found.tree) if found is not None else None
     config = deepspeed.find_config(read.data)
@@ -235,7 +235,7 @@ def _rules(read: Source, form: Form | None, found: Any, wanted: Wanted) -> tuple
 
 
 def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
-    """Raises NotConvertible (SP540)."""
+    """The form of the source. Raises NotConvertible (SP540)."""
     data = read.data
     if is_deepspeed:
         if form not in (None, "deepspeed"):
@@ -284,7 +284,7 @@ def _entries(
     places: Places | None,
     findings: list[Diagnostic],
 ) -> list[Entry]:
-    """The entries of a mapping; what cannot be converted is among the findings."""
+    """The entries of a mapping; what cannot be converted is added to the findings."""
     meanings: list[tuple[str, Meaning, Location]] = []
     for key, style in data.items():
         at = Location(read.name, (str(key),))
@@ -294,7 +294,7 @@ def _entries(
             findings.append(error.finding(at))
     if places is None:
         return [Entry(glob, meaning, at) for glob, meaning, at in meanings]
-    # A class's own plan is written without the name of the base model.
+    # The plan of a base model's class is written without the base model's name.
     prefix = places.below([g for g, *_ in meanings if not places.of((g,))]) if form == "transformers" else None
     entries = []
     for glob, meaning, at in meanings:
@@ -313,7 +313,7 @@ def _entries(
 def _deepspeed(
     read: Source, config: Mapping[str, Any], path: tuple[str, ...], with_preset: bool, places: Places | None
 ) -> Rules:
-    """The first spec that matches a weight holds for it."""
+    """The rules of a DeepSpeed config. The first spec that matches a weight holds for it."""
     if with_preset:
         raise NotConvertible(
             NO_FORM,
@@ -353,7 +353,7 @@ def _deepspeed(
 
 
 def _strict(places: Places | None, taken: set[str], at: Location) -> Diagnostic:
-    """DeepSpeed's `strict_mode` refuses a linear layer that no spec matches."""
+    """Refuse a linear layer that no spec matches, as DeepSpeed's `strict_mode` does."""
     modules = places.tree.modules if places is not None else {}
     left = [name for name, module in modules.items() if module.kind == "linear" and name not in taken]
     patterns = list(dict.fromkeys(places.tree.pattern(name) for name in left)) if places is not None else []
@@ -363,8 +363,8 @@ def _strict(places: Places | None, taken: set[str], at: Location) -> Diagnostic:
 
 
 def _with_cuts(entries: list[Entry], found: Any, findings: list[Diagnostic]) -> list[Entry]:
-    """The entries, with `packed` for each result that the model's code cuts into parts and that the source returns as a DTensor, which
-    gathers it there. A plan says which parts each rank holds a slice of.
+    """The entries, with `packed` where the source returns a DTensor and the model's code cuts it into parts. DTensor gathers it
+    there; a plan names the parts, and each rank holds a slice of each.
 
     Args:
         findings: a warning (SP546) is added for each.
@@ -393,14 +393,14 @@ def _may_be_cut(entry: Entry) -> bool:
 
 
 def _units(tree: ModuleTree, rules: tuple[str, ...]) -> tuple[str, ...]:
-    """The layers with rules, for data parallelism."""
+    """The data-parallel units: the layers that have rules."""
     elements = (name for name in tree.modules if name.rpartition(".")[2].isdecimal())
     patterns = dict.fromkeys(tree.pattern(name) for name in elements)
     return tuple(p for p in patterns if any(rule == p or rule.startswith(f"{p}.") for rule in rules))
 
 
 def _stem(name: str) -> str:
-    """A plan's name from a file's or an import's."""
+    """A plan's name, made from a file name or an import path."""
     stem = name.rpartition(":")[2] if ":" in name else Path(name).stem
     word = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")
     return "converted" if name.startswith("<") or not word else word

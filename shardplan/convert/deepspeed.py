@@ -24,7 +24,7 @@ from .regexes import NoGlob, globs_of
 
 # The fields of a layer spec, in DeepSpeed 0.19.
 FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce"}
-# The fields of a partition config, and those that say nothing about splitting.
+# The fields of a partition config, and those that do not concern splitting.
 READ = {"layer_specs", "use_default_specs", "tp_size", "strict_mode"}
 LEFT = {
     "embedding_partition_dim": "DeepSpeed 0.19 keeps it and does nothing with it; the embedding stays whole",
@@ -40,8 +40,8 @@ class Spec:
 
     Args:
         globs: the modules whose weight it matches.
-        meaning: None where they are skipped.
-        at: its place.
+        meaning: None where the spec skips them.
+        at: its place in the source.
     """
 
     globs: tuple[str, ...]
@@ -50,11 +50,11 @@ class Spec:
 
 
 def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool] | None:
-    """The partition config in a DeepSpeed config, in its `tensor_parallel` section, or alone: its content, the path to it,
-    and whether DeepSpeed adds the specs of a preset. None where the data is something else.
+    """The partition config in a DeepSpeed config, in its section `tensor_parallel`, or on its own: its content, the path to
+    it, and whether DeepSpeed adds the specs of a preset. None where the data is something else.
 
     Raises:
-        NotConvertible: SP540: a preset alone.
+        NotConvertible: SP540: there is only a preset.
     """
     if not isinstance(data, Mapping):
         return None
@@ -81,7 +81,7 @@ def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool]
 
 
 def left_out(data: Mapping[str, Any], config: Mapping[str, Any], file: str, path: tuple[str, ...]) -> list[Diagnostic]:
-    """A warning for each word of a config that no plan has."""
+    """A warning for each field of a config that plans do not have."""
     found: list[Diagnostic] = []
 
     def say(message: str, at: tuple[str, ...], help: str | None = None) -> None:
@@ -112,7 +112,7 @@ def left_out(data: Mapping[str, Any], config: Mapping[str, Any], file: str, path
 def specs(
     config: Mapping[str, Any], file: str, path: tuple[str, ...], model_type: str | None, *, has_model: bool
 ) -> tuple[list[Spec], list[Diagnostic]]:
-    """The patterns of all specs in order (the first match wins for a weight), and what cannot be converted."""
+    """The patterns of all specs in order (a weight takes the first match), and what cannot be converted."""
     found: list[Spec] = []
     findings: list[Diagnostic] = []
     for i, spec in enumerate(config.get("layer_specs") or ()):
@@ -157,7 +157,7 @@ def _spec(
 
 
 def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
-    """Raises NotConvertible (SP541, SP542)."""
+    """The meaning of a spec. Raises NotConvertible (SP541, SP542)."""
     split = str(spec.get("partition_type", "column")).lower()
     if split not in TYPES:
         raise NotConvertible(
@@ -191,7 +191,7 @@ def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
 
 
 def _parts(shape: Any, dim: int, label: str) -> int | list[int]:
-    """The parts of a packed dimension: their number, or their sizes."""
+    """The number or the sizes of the parts of a packed dim."""
     if isinstance(shape, (list, tuple)) and len(shape) == 2 and shape[1 - dim] == -1:
         match shape[dim]:
             case int(number) if number > 1 and not isinstance(number, bool):

@@ -1,4 +1,4 @@
-"""transformers' `DistributedConfig` (its fields are those of 5.23): overrides of a model's own plans, and the sizes of the mesh."""
+"""transformers' `DistributedConfig` (with the fields of 5.23): overrides of a model's own plans, and the sizes of the mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardplan.core.diagnostics import Diagnostic, Location
 from .entries import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_FORM, NO_LAYOUTS, finding, quoted
 from .foreign_places import Places
 
-# Its sizes -> the axes of `build_mesh`.
+# The config's sizes -> the axes of `build_mesh`.
 SIZES = {
     "dp_replicate_size": "dp_replicate",
     "fsdp_size": "dp_shard",
@@ -23,8 +23,8 @@ PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
 FLAGS = ("enable_sequence_parallel", "enable_expert_parallel", "fsdp_cpu_offload", "fsdp_mixed_precision")
 IMPLEMENTATIONS = ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe")
 FIELDS = (*PLANS, *SIZES, *FLAGS, "ep_implementation")
-FREED, KEPT = "free_full_weight", "keep_full_weight"  # its styles of FSDP2 units
-# What `fsdp_mixed_precision` computes in.
+FREED, KEPT = "free_full_weight", "keep_full_weight"  # the config's styles for FSDP2 units
+# The compute dtypes of `fsdp_mixed_precision`.
 DTYPES = {"param": "bfloat16", "reduce": "float32"}
 
 
@@ -33,11 +33,11 @@ class Wanted:
     """A config's settings for a model.
 
     Args:
-        styles, experts: names -> styles: the model's own plan with the config's changes.
-        summed: whether experts run on tokens that all ranks have, and their outputs are added up.
+        styles, experts: names -> styles, of the model's own plan with the config's changes.
+        summed: whether all ranks have all tokens, and the outputs of the experts are added up.
         units: globs of data-parallel units; None: as without a config.
         wrapping: other fields of `data_parallel`.
-        notes: lines for the file.
+        notes: lines for the plan file.
         findings: what is left out.
     """
 
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def config_of(source: object) -> Mapping[str, Any] | None:
-    """The fields of a config, an object or a mapping; None where it is neither."""
+    """The fields of a config, given as an object or a mapping; None for anything else."""
     if type(source).__name__ == "DistributedConfig" and callable(getattr(source, "to_dict", None)):
         return dict(source.to_dict())  # type: ignore[attr-defined]
     is_one = isinstance(source, Mapping) and any(name in source for name in (*PLANS, *SIZES, "pp_plan"))
@@ -63,7 +63,7 @@ def wanted_of(config: Mapping[str, Any], file: str, found: Any, own: Mapping[str
 
     Args:
         found: the model.
-        own: its plans of transformers, by the names in `PLANS`; None without a model.
+        own: transformers' plans for it, by the names in `PLANS`; None without a model.
     """
     findings: list[Diagnostic] = []
 
@@ -85,7 +85,7 @@ def wanted_of(config: Mapping[str, Any], file: str, found: Any, own: Mapping[str
         return Wanted({}, {}, findings=tuple(findings))
     sizes = {axis: config.get(name) or 1 for name, axis in SIZES.items()}
     given = {name: config.get(name) for name in PLANS}
-    if config.get("enable_expert_parallel") and config.get("ep_size") is None:  # as transformers reads the old flag
+    if config.get("enable_expert_parallel") and config.get("ep_size") is None:  # the old flag, as transformers reads it
         sizes["ep"] = sizes["tp"]
         given["tp_plan"] = {} if given["tp_plan"] is None else given["tp_plan"]
     splits = sizes["tp"] > 1 or (given["tp_plan"] is not None and given["tp_plan"] != {})
@@ -134,8 +134,8 @@ def wanted_of(config: Mapping[str, Any], file: str, found: Any, own: Mapping[str
 
 
 def _units(plan: Mapping[str, Any], found: Any, say: Any) -> tuple[str, ...]:
-    """The units whose weights are freed after the forward. What is kept outside of lists is the root's, which is kept too; a weight that
-    is tied to it is there as well."""
+    """The globs of the units that are freed after the forward. The root is kept: it has the kept modules outside lists, and an
+    embedding that is tied to the output head."""
     model, places = found.build(), Places(found.tree)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     inputs = getattr(model, "get_input_embeddings", lambda: None)()

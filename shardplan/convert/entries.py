@@ -1,4 +1,4 @@
-"""The entries of another project's plan, in one form for all projects."""
+"""The entries of other projects' plans, in one form for all projects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPLIED = Code("SP546")
 NO_IMPORT = Code("SP547")
 TWO = Code("SP548")
 
-# How a value is spread over the tensor-parallel ranks, as the layouts of other projects say it:
+# How a value is laid out over the tensor-parallel ranks, with the layouts of other projects:
 #   whole     Replicate()               features  Shard(-1), a slice of the last dim
 #   sequence  Shard(0) or Shard(1)      partial   Partial()
 Spread = Literal["whole", "features", "sequence", "partial"]
@@ -29,18 +29,18 @@ class Meaning:
     """The effect of another project's style on a module.
 
     Args:
-        kind: it splits by output or by input features, runs on slices of the sequence, moves an input or an output; is a
-            style of ours already; distributes a module of experts, or a stack of one; or has no effect here.
-        label: as the source has it, for messages.
+        kind: the style splits by output or by input features; runs on slices of the sequence; moves an input or an output; is
+            already a style of shardplan's; distributes a module of experts, or a stack of it; or has no effect here.
+        label: the source's word for it, for messages.
         source, destination: the input layout and the output layout.
-        dtensor: whether the output is a DTensor, which carries its layout along.
-        seq_dim: the dim of `sequence`.
-        argument: the argument that is moved, by name.
-        position: its place among the positional arguments, where it has no name.
-        output: for `kind` input: (source, destination) of the output that is moved as well.
-        options: for `kind` style, experts, colwise and rowwise: `style` and options, options of the rule.
-        why: for `kind` nothing: why not.
-        unsure: whether embedding and linear layers are both usual in this place, so that only the model tells.
+        dtensor: whether the output is a DTensor, which keeps its layout.
+        seq_dim: the tensor dim that `sequence` splits.
+        argument: the name of the argument that is moved.
+        position: its position among the positional arguments, where it has no name.
+        output: for `kind` input: (source, destination) of the output, which is moved as well.
+        options: for `kind` style and experts: `style` and its options; for colwise and rowwise: options of the rule.
+        why: for `kind` nothing: the reason.
+        unsure: whether the style is usual for embeddings and for linear layers, so that only the model can tell.
     """
 
     kind: Kind
@@ -66,8 +66,8 @@ class Entry:
     """One entry.
 
     Args:
-        pattern: a glob over modules or parameters, in our language.
-        meaning: what is done there.
+        pattern: a glob of shardplan's over modules or parameters.
+        meaning: what the style does there.
         at: its place in the source.
         kinds: the kinds of the modules that it matches; None without a model.
     """
@@ -79,18 +79,18 @@ class Entry:
 
     @property
     def layer(self) -> str | None:
-        """The pattern up to the first list index: the layer that it is in; None where it is in none."""
+        """The layer of the pattern: the pattern up to its first list index; None where it has no index."""
         parts = self.pattern.split(".")
         indices = [i for i, part in enumerate(parts) if part == "*" or part.isdecimal()]
         return ".".join(parts[: indices[0] + 1]) if indices else None
 
 
 class NotConvertible(Exception):
-    """An entry without a counterpart in a plan of ours.
+    """An entry without a counterpart in shardplan's plans.
 
     Args:
-        code: its finding.
-        message, help: the finding's.
+        code: the code of its finding.
+        message, help: those of the finding.
     """
 
     def __init__(self, code: Code, message: str, help: str | None = None):
@@ -109,6 +109,6 @@ def finding(
 
 
 def quoted(text: str) -> str:
-    """Text of the user in a message: on one line, not too long."""
+    """The user's text for a message: on one line, and not too long."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:60])
     return f"`{shown}...`" if len(text) > 60 else f"`{shown}`"

@@ -1,4 +1,4 @@
-"""Styles by name: transformers' words; NeMo Automodel translates six of them to torch's styles."""
+"""Style names: transformers' words, six of which NeMo Automodel translates to torch's styles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
 
 from .entries import NO_STYLE, Meaning, NotConvertible, Spread, quoted
 
-# The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, source, destination).
+# The words for torch's styles, with their layouts on a Linear or an Embedding: (split, source, destination).
 TORCH: dict[str, tuple[str, Spread, Spread]] = {
     "colwise": ("colwise", "whole", "features"),
     "rowwise": ("rowwise", "features", "whole"),
@@ -20,7 +20,7 @@ EXPERTS, STACK = "ep_dispatch_experts", "grouped_gemm"
 LEFT = {
     "ep_router": "transformers has removed it; a router is whole on every rank here, and its ids are those of all experts",
 }
-# Words that are, or were, transformers', and mean what tensor parallelism is not.
+# transformers' words, past or present, for what is not tensor parallelism.
 REFUSED = {
     "gather": "it belongs to expert weights that each rank holds by itself",
     "local": "it belongs to expert weights that each rank holds by itself",

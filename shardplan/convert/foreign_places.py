@@ -1,4 +1,4 @@
-"""The modules that an entry means: its key as a glob of ours and, with a model, the names that it matches."""
+"""The modules that an entry means: its key as a glob of shardplan's and, with a model, the names that the glob matches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .entries import NO_GLOB, Entry, NotConvertible, quoted
 
 
 def glob_of_key(key: object) -> str:
-    """A key of torch or transformers, in which `*`, `?` and `[...]` match characters of one part.
+    """The glob for a key of torch or transformers, where `*`, `?` and `[...]` match characters of one name segment.
 
     Raises:
         NotConvertible: SP543.
@@ -59,7 +59,7 @@ class Places:
 
     @cached_property
     def _seen(self) -> dict[str, tuple[str, ...]]:
-        """The names that rules see -> modules and parameters; several where a module has copies."""
+        """The names that rules match -> modules and parameters; there are several where a module has copies."""
         tree, seen = self.tree, dict[str, tuple[str, ...]]()
         modules = [""]
         for name in modules:
@@ -75,7 +75,7 @@ class Places:
         return seen
 
     def weighted(self, globs: Iterable[str], dims: int = 2) -> tuple[str, ...]:
-        """The modules whose weight has at least so many dims, without parameters."""
+        """The modules that the globs match and whose weight has at least `dims` dims; no parameters."""
         modules = self.tree.modules
         weights = {name: modules[name].parameter("weight") for name in self.of(globs) if name in modules}
         return tuple(name for name, weight in weights.items() if weight is not None and len(weight.shape) >= dims)
@@ -85,8 +85,8 @@ class Places:
         return frozenset(self.tree.modules[name].kind for name in self.of(globs) if name in self.tree.modules)
 
     def patterns(self, names: tuple[str, ...], glob: str | None) -> tuple[str, ...]:
-        """Globs that match these names and no others: with `*` for list indices where all layers are meant, else the
-        source's own glob, else the names one by one."""
+        """Globs that match exactly these names: with `*` for list indices where all layers are meant, else the source's own
+        glob, else the names one by one."""
         starred = dict.fromkeys(map(self._pattern, names))
         if sum(len(self._alike[pattern]) for pattern in starred) == len(names):
             return tuple(starred)
@@ -97,7 +97,7 @@ class Places:
         )
 
     def merged(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Entries that say the same of each layer as one with `*`, in the place of the first."""
+        """Replace entries that are the same for each layer by one entry with `*`, at the position of the first."""
         groups: dict[tuple[str, str], list[Entry]] = {}
         names = {self.tree.address(name): name for alike in self._alike.values() for name in alike}
         for entry in entries:
@@ -115,14 +115,14 @@ class Places:
         ]
 
     def below(self, globs: Iterable[str]) -> str | None:
-        """The one child of the model below which such a glob matches; None where there is none, or several."""
+        """The one child of the model below which one of the globs matches; None where there is none, or several."""
         globs = tuple(globs)
         children = [child for child in self.tree.children[""] if any(self.of((f"{child}.{glob}",)) for glob in globs)]
         return children[0] if len(children) == 1 else None
 
     @cached_property
     def _alike(self) -> dict[str, list[str]]:
-        """The names of each pattern with `*` for list indices."""
+        """Patterns with `*` for list indices -> the names that they match."""
         found: dict[str, list[str]] = {}
         for name in (*self.tree.modules, *self.tree.parameters):
             if name and name not in self.tree.inside:

@@ -1,5 +1,5 @@
-"""Turning a source's styles into rules: one table for each place of a style, and the moves that a sequence-parallel
-source leaves to DTensor or declares in another place than a plan does."""
+"""Turning a source's styles into rules. Each kind of module has a table. A sequence-parallel source leaves some moves to
+DTensor, or declares them on other modules than a plan does; these are added here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardplan.styles import STYLES
 from .entries import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, NO_STYLE, TWO, Entry, NotConvertible, Spread, finding
 
 Options = dict[str, Any]
-Pair = tuple[str | None, str | None]  # the styles with the sequence whole, and with slices of it
+Pair = tuple[str | None, str | None]  # the styles for the whole sequence, and for slices of it
 
 # (split, source, destination) of a linear layer.
 LINEAR: dict[tuple[str, Spread | None, Spread | None], Pair] = {
@@ -25,7 +25,7 @@ LINEAR: dict[tuple[str, Spread | None, Spread | None], Pair] = {
     ("rowwise", "features", "sequence"): ("rowwise", "rowwise_seq"),
     ("rowwise", "whole", "whole"): ("rowwise_split_input", "rowwise_split_input"),
 }
-# The same of an embedding.
+# The same for an embedding.
 EMBEDDING: dict[tuple[str, Spread | None, Spread | None], Pair] = {
     ("rowwise", "whole", "whole"): ("embedding_rowwise", "embedding_rowwise"),
     ("rowwise", "whole", "sequence"): ("embedding_rowwise", "embedding_rowwise_seq"),
@@ -49,9 +49,9 @@ class Rules:
     """Rules by pattern.
 
     Args:
-        whole: with the sequence whole on every rank.
-        sliced: with slices of it.
-        experts: the rules of experts that are distributed whole.
+        whole: the rules for the whole sequence on every rank.
+        sliced: the rules for slices of it.
+        experts: the rules for experts that are distributed whole.
         findings: what could not be converted, was left out or was added.
     """
 
@@ -93,8 +93,8 @@ def rules_of(entries: Iterable[Entry]) -> Rules:
 
 
 def _without_experts(entries: list[Entry], rules: Rules) -> list[Entry]:
-    """The other entries. A rule of a module of experts takes its parameters with it, and those below it, which all experts share;
-    before transformers 5.23, `moe_tp_experts` over stacks of whole experts meant that all ranks have all tokens."""
+    """The entries without those for experts. A rule for a module of experts replaces the entries of its stacks and of the parameters
+    below it that all experts share. Before transformers 5.23, `moe_tp_experts` over stacks of whole experts meant that all ranks have all tokens."""
     stacks = {entry.pattern.rpartition(".")[0]: entry for entry in entries if entry.meaning.kind == "stack"}
     others = []
     for entry in entries:
@@ -115,7 +115,7 @@ def _without_experts(entries: list[Entry], rules: Rules) -> list[Entry]:
 
 
 def _options(entry: Entry) -> tuple[Options | None, Options | None]:
-    """Raises NotConvertible (SP542, SP544)."""
+    """The rules for the whole and for the sliced sequence. Raises NotConvertible (SP542, SP544)."""
     meaning = entry.meaning
     if meaning.kind == "style":
         return dict(meaning.options), dict(meaning.options)
@@ -152,7 +152,7 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
         return dict(options), dict(options)
     if kinds is not None:
         return _styled(entry, (EMBEDDING if kinds == {"embedding"} else LINEAR).get(key))
-    if key == ("rowwise", "whole", "sequence"):  # on a linear layer it means nothing
+    if key == ("rowwise", "whole", "sequence"):  # it has no meaning for a linear layer
         return _styled(entry, EMBEDDING[key])
     return _styled(entry, LINEAR.get(key))
 
@@ -173,7 +173,7 @@ def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | 
 
 
 def _outputs_split_logits(entry: Entry) -> bool:
-    """Whether it is in no layer and outputs a DTensor that is split over its last dim: an output head."""
+    """Whether it is an output head: outside the layers, with an output DTensor that is split over its last dim."""
     meaning = entry.meaning
     return meaning.kind == "colwise" and meaning.destination == "features" and meaning.dtensor and entry.layer is None
 
@@ -181,7 +181,7 @@ def _outputs_split_logits(entry: Entry) -> bool:
 def _block_input(entry: Entry) -> tuple[Options | None, Options | None]:
     meaning = entry.meaning
     whole, sliced = _styled(entry, INPUT.get((meaning.source, meaning.destination)))
-    assert sliced is not None  # INPUT has a style with slices for each
+    assert sliced is not None  # each style in INPUT has one for slices
     if meaning.position > 0:
         raise NotConvertible(
             NO_LAYOUTS,
@@ -206,8 +206,8 @@ def _with_dim(entry: Entry, options: Options) -> Options:
 
 
 def _heads(entries: list[Entry], rules: Rules) -> None:
-    """A head that reads slices of the sequence gets the whole of it from the norm before it: the code between both (the
-    last positions alone, a pooling) counts positions of the whole sequence."""
+    """Where a head reads slices of the sequence, let the norm before it gather the sequence: the code between them (a slice
+    of the last positions, a pooling) counts positions of the whole sequence."""
     norms = [
         e for e in entries if e.meaning.kind == "sequence" and e.layer is None and e.meaning.destination == "sequence"
     ]
@@ -233,7 +233,7 @@ def _heads(entries: list[Entry], rules: Rules) -> None:
 
 
 def _readers(entries: list[Entry], rules: Rules) -> None:
-    """Modules that read whole values from norms that output slices as DTensors: the module around them gathers."""
+    """Where modules read whole values from norms whose output DTensors are slices, let the module around them gather."""
     for layer in dict.fromkeys(entry.layer for entry in entries if entry.layer is not None):
         own = [entry for entry in entries if entry.layer == layer]
         norms = [e for e in own if e.meaning.kind == "sequence"]
@@ -269,8 +269,8 @@ def _say_implied(rules: Rules, entry: Entry, where: str) -> None:
 
 
 def _entrance(entries: list[Entry], rules: Rules) -> None:
-    """An embedding that outputs slices: it stays a partial sum until the first layer's block input, as positions and masks are
-    counted from its output."""
+    """Where an embedding outputs slices, keep its output a partial sum up to the first layer's block input: positions and masks
+    are counted from this output."""
     sources = [e for e in entries if rules.sliced.get(e.pattern, {}).get("style") == "embedding_rowwise_seq"]
     if not sources or any(options["style"] == "split_seq_input" for options in rules.sliced.values()):
         return
@@ -288,5 +288,5 @@ def _entrance(entries: list[Entry], rules: Rules) -> None:
 
 
 def overlay(whole: Mapping[str, Options], sliced: Mapping[str, Options]) -> dict[str, Options]:
-    """The rules with slices of the sequence that differ from those without."""
+    """The rules for slices of the sequence that differ from those for the whole sequence."""
     return {pattern: options for pattern, options in sliced.items() if whole.get(pattern) != options}

@@ -1,4 +1,4 @@
-"""The source of a conversion, read from a file, a dictionary or an import."""
+"""Reading the source of a conversion from a file, a dictionary or an import."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The content that was read.
+    """The content of a source.
 
     Args:
-        name: for findings and for the plan's comment.
+        name: its name in findings and in the plan's comment.
         data: the content; None where it could not be read.
-        sequence_parallel: the same with sequence parallelism, where the source tells both.
-        experts: entries about experts that are distributed, where the source has them apart: other entries about the same modules
-            are for what runs without.
+        sequence_parallel: the content with sequence parallelism, where the source has both.
+        experts: the entries for distributed experts, where the source has them apart; its other entries for the same modules are
+            for experts that are not distributed.
         sources: its text, where it has one.
-        diagnostics: what was met while reading.
+        diagnostics: the findings from reading it.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Source:
 
 
 def read_source(source: Any) -> Source:
-    """A JSON or YAML file, a dictionary, or transformers' `DistributedConfig`. Findings say why it cannot be read (SP101 to SP103, SP111).
+    """Read a JSON or YAML file, a dictionary, or transformers' `DistributedConfig`. Findings say why it cannot be read (SP101 to SP103, SP111).
 
     Raises:
-        TypeError: something else.
+        TypeError: the source is something else.
     """
     if isinstance(source, Mapping) or config_of(source) is not None:
         return Source("<dict>", config_of(source) or source)
@@ -59,11 +59,11 @@ def read_source(source: Any) -> Source:
 
 
 def import_source(path: str, model: Callable[[], Any] | None) -> Source:
-    """A dictionary of styles, or what a function returns: `module:name`, or `module.name`. Runs the module's code.
+    """Import `module:name` or `module.name`: a dictionary of styles, or a function that returns one. This runs the module's code.
 
     Args:
-        path: where it is.
-        model: builds the model for a function that takes one.
+        path: `module:name` or `module.name`.
+        model: builds the model, for a function that takes one.
 
     Raises:
         PlanError: SP544, SP547.
@@ -114,7 +114,7 @@ def import_object(path: str) -> Any:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # code may do anything, and exit, while it is imported
+    except (Exception, SystemExit) as error:  # imported code may do anything, even exit
         raise _refused(
             f"the module {module_name} cannot be imported: {_reason(error)}",
             help="run from the folder that holds the module, or set PYTHONPATH",

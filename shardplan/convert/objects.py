@@ -1,4 +1,4 @@
-"""torch's ParallelStyle objects, and the known subclasses of them, by their layouts."""
+"""The meaning of torch's ParallelStyle objects, and of their known subclasses, by their layouts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _head_norm(style: ParallelStyle) -> Meaning:
 def _input(style: PrepareModuleInput) -> Meaning:
     label = type(style).__name__
     pairs: list[tuple[str | int, Any, Any]] = []
-    if style.input_layouts is not None and style.desired_input_layouts is not None:  # torch takes them together
+    if style.input_layouts is not None and style.desired_input_layouts is not None:  # torch pairs them
         pairs += [
             (i, *pair) for i, pair in enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
         ]
@@ -155,10 +155,10 @@ def _both(style: PrepareModuleInputOutput) -> Meaning:
 
 
 def _spread(placement: object, label: str) -> tuple[Spread, int | None]:
-    """How a value is spread, and the dim of the sequence.
+    """How a value is laid out, and the dim of the sequence.
 
     Raises:
-        NotConvertible: SP542: what is in no table.
+        NotConvertible: SP542: a placement that is in no table.
     """
     match placement:
         case Replicate():
@@ -201,8 +201,8 @@ TORCH: dict[type, Callable[[Any], Meaning]] = {
     PrepareModuleInputOutput: _both,
     OwnStyle: lambda style: meaning_of_name(style.style),
 }
-# Classes of NeMo Automodel (0.7.0, and of older releases) and NeMo-RL, by name: what they extend, and what they mean. Those for adapters mean what their
-# base means: adapters belong to the layer that they adapt.
+# Classes of NeMo Automodel (0.7.0 and older releases) and NeMo-RL, by name: their base class and their meaning. Those for
+# adapters have the meaning of their base: adapters belong to the layer that they adapt.
 KNOWN: dict[str, tuple[type, Callable[[Any], Meaning]]] = {
     "SequenceParallelAllGatherActivation": (SequenceParallel, _gathered),
     "RotaryEmbedParallel": (SequenceParallel, _rotary),

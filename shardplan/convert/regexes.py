@@ -1,6 +1,6 @@
-"""Regular expressions over names of weights -> globs over modules, as far as there is one.
+"""Regular expressions over names of weights -> equal globs over modules, where they exist.
 
-The expression is never run: one that takes for ever on some name would.
+The expression is never run, as some expressions never end on some names.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from shardplan.language import GlobError, parse_glob
 
 ANY = "{*,*.**.*}"  # any characters, dots among them
-REST = "{*,*.**}"  # the rest of a name, in this segment and after it
+REST = "{*,*.**}"  # the rest of a name: of this segment, and all later segments
 ONE = "{?,.}"  # any character
 WEIGHT = "weight"
 MOST = 100  # alternatives of one expression
 
 
 class NoGlob(Exception):
-    """An expression without an equal glob; the message says which part, without a final full stop."""
+    """An expression without an equal glob; the message names the part, without a final full stop."""
 
 
 def globs_of(expression: str) -> tuple[str, ...]:
     """The globs of the modules whose `<name>.weight` an expression matches from the first character on (`re.match`); none
-    where it matches no weight. Modules that are themselves called `weight` are not considered.
+    where it matches no weight. Modules that are called `weight` are ignored.
 
     Raises:
-        NoGlob: a part of it has no counterpart.
+        NoGlob: a part of the expression has no counterpart.
     """
     found = [_short(module) for text, ended in _Reader(expression).read() for module in _modules(text, ended)]
     for module in found:
@@ -38,8 +38,8 @@ def globs_of(expression: str) -> tuple[str, ...]:
 
 
 def _modules(text: str, ended: bool) -> Iterator[str]:
-    """Turn a glob over the beginnings (`ended`: the whole) of names of weights into globs over modules."""
-    if text.endswith(ANY):  # what follows it does not count
+    """Turn a glob over names of weights into globs over modules. It matches the beginnings of names or, if `ended`, whole names."""
+    if text.endswith(ANY):  # any text may follow
         text, ended = text.removesuffix(ANY), False
     if text.endswith(ONE + WEIGHT):
         text = f"{text.removesuffix(ONE + WEIGHT)}.{WEIGHT}"
@@ -47,7 +47,7 @@ def _modules(text: str, ended: bool) -> Iterator[str]:
         raise NoGlob("it ends with a `.` for any character")
     above, dot, last = _last_part(text)
     tail = "" if ended else "*"
-    loose = re.split(f"{re.escape(ANY)}|{re.escape(ONE)}", last)  # what may also be in another part than the last
+    loose = re.split(f"{re.escape(ANY)}|{re.escape(ONE)}", last)  # these may also match across a dot
     if loose[1:] and parse_glob(f"*{loose[-1]}{tail}").matches(WEIGHT):
         raise NoGlob("`.*` or `.` in front of what may be a part of `weight`")
     if dot and not loose[1:] and parse_glob(f"{last}{tail}" or "?").matches(WEIGHT):
@@ -57,14 +57,14 @@ def _modules(text: str, ended: bool) -> Iterator[str]:
 
 
 def _last_part(text: str) -> tuple[str, str, str]:
-    """The name split at its last dot outside of braces: before, the dot, after."""
+    """The glob split at its last dot outside braces: before, the dot, after."""
     hidden = text.replace(ANY, "*" * len(ANY)).replace(ONE, "?" * len(ONE))
     cut = hidden.rfind(".")
     return (text[:cut], ".", text[cut + 1 :]) if cut >= 0 else ("", "", text)
 
 
 def _short(glob: str) -> str:
-    """The same in fewer characters."""
+    """The same glob in fewer characters."""
     if glob == REST:
         return "**"
     if glob.startswith(f"{ANY}."):
@@ -83,7 +83,7 @@ class _Reader:
         self.expression, self.position = expression, 0
 
     def read(self) -> list[tuple[str, bool]]:
-        """Each alternative as a glob, and whether it ends where the name ends."""
+        """Each alternative as a glob, and whether it must match to the end of the name."""
         found = self._alternatives()
         if self.position < len(self.expression):
             raise NoGlob("a `)` has no `(`")
@@ -172,7 +172,7 @@ class _Reader:
 RUNS = (
     (re.compile(r"\.\*(?![?+])"), ANY),
     (re.compile(r"\[\^\\?\.\][*+](?![?+])"), "*"),
-    # List indices: no name of Python's begins with a digit.
+    # List indices: no Python name begins with a digit.
     (re.compile(r"(?:\\d|\[0-9\])\+(?![?+])"), "[0-9]*"),
 )
 SET = re.compile(r"((?:\w(?:-\w)?)+)\]")

@@ -1,5 +1,5 @@
-"""torchtitan's `ShardingConfig` (0.3): placements of a module's parameters, inputs and output for each axis of the
-mesh; only the axis tp is read. Nothing of torchtitan is imported: its classes are found by their names."""
+"""torchtitan's `ShardingConfig` (0.3): placements of a module's parameters, inputs and output on each mesh axis, of which
+only tp is read. torchtitan is not imported: its classes are recognised by their names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .entries import NO_LAYOUTS, Meaning, NotConvertible, Spread
 
 CONFIG = "ShardingConfig"
-WHOLE = ("R", "I")  # whole on every rank, with a gradient that is a partial sum or complete
+WHOLE = ("R", "I")  # whole on every rank; its gradient is a partial sum (R) or complete (I)
 SPREAD: dict[str, Spread] = {
     "R": "whole",
     "I": "whole",
@@ -21,7 +21,7 @@ SPREAD: dict[str, Spread] = {
 
 
 def is_sharding(style: object) -> bool:
-    """Whether it is a `ShardingConfig` of torchtitan."""
+    """Whether the object is a `ShardingConfig` of torchtitan."""
     return type(style).__name__ == CONFIG and hasattr(style, "state_shardings")
 
 
@@ -86,10 +86,10 @@ def _of_a_module_that_is_whole(
 
 
 def _word(layout: Any) -> str:
-    """A layout's placement on the axis tp: R, I, P, V, or S with the dim.
+    """A layout's placement on the axis tp: R, I, P, V, or S with its dim.
 
     Raises:
-        NotConvertible: SP542: it is a tuple of several outputs, or has no axis tp.
+        NotConvertible: SP542: the layout is a tuple for several outputs, or has no axis tp.
     """
     axes = getattr(layout, "per_axis_spmd_types", None)
     found = {str(getattr(axis, "value", axis)): one for axis, one in axes().items()} if callable(axes) else {}

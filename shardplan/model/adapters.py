@@ -1,4 +1,4 @@
-"""Adapters as `peft` puts them around layers. They are recognised by structure: nothing here imports peft.
+"""The adapters that `peft` puts around layers. They are recognised by their structure: nothing here imports peft.
 
 A wrapper holds the layer as `base_layer` and dicts of adapters by name (`lora_A.default`); its class lists the names of
 these dicts. A module that is trained whole is stored as `original_module`, with its copies in `modules_to_save`.
@@ -48,7 +48,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether it is an adapted layer."""
+    """Whether a module is peft's wrapper of a layer."""
     return "base_layer" in module._modules and isinstance(getattr(type(module), "adapter_layer_names", None), tuple)
 
 

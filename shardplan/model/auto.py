@@ -1,4 +1,4 @@
-"""PLAN `auto`: the one built-in plan that is for the model. Torch-free."""
+"""The plan `auto`: the built-in plan that is for the model. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SEVERAL_PLANS = Code("SP512")
 
 
 class Named(Protocol):
-    """The fields read from a plan file: its name, the model types and class names that it is for, and for which of
-    their configurations."""
+    """The fields read from a plan file: its name, the model types and class names that it is for, and the condition on their
+    configurations."""
 
     @property
     def name(self) -> str: ...
@@ -32,14 +32,14 @@ Candidate = TypeVar("Candidate", bound=Named)
 
 
 def choose_plan(tree: ModuleTree, plans: Sequence[Candidate], admits: Callable[[Candidate], bool]) -> Candidate | None:
-    """The one plan that names the model's class (or the nearest base that any plan names), else the one that names its
-    model type; None where there is none. Plans for other configurations are not looked at.
+    """The plan that names the model's class, or its nearest base class that a plan names; else the plan that names its model
+    type; else None. Plans for other configurations are not considered.
 
     Args:
-        admits: whether the `for` of a plan holds; called for plans that name the model alone.
+        admits: whether the `for` of a plan holds; called only for plans that name the model.
 
     Raises:
-        PlanError: SP512 where there are several; what `admits` raises.
+        PlanError: SP512 where there are several plans; what `admits` raises.
     """
     for wanted in (*tree.class_names, tree.model_type):
         matching = [plan for plan in plans if wanted in plan.models and admits(plan)]
@@ -52,7 +52,7 @@ def choose_plan(tree: ModuleTree, plans: Sequence[Candidate], admits: Callable[[
 
 
 def no_plan(tree: ModuleTree, plans: Iterable[Named]) -> PlanError:
-    """SP511: no plan is for a model."""
+    """SP511: no built-in plan is for the model."""
     plans = tuple(plans)
     wanted = (*tree.class_names, tree.model_type)
     others = (plan for plan in plans if plan.configurations is not None and not set(wanted).isdisjoint(plan.models))

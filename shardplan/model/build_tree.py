@@ -44,7 +44,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
     inside = frozenset(
         name for name, _ in module.named_modules() if any(above in wrappers for above in ancestors(name))
     )
-    known: dict[int, Mapping[str, Number]] = {}  # of each configuration, which most modules share
+    known: dict[int, Mapping[str, Number]] = {}  # by configuration; most modules share one
     modules: dict[str, ModuleInfo] = {}
     for name, child in module.named_modules():
         own = None if is_float8(child) else getattr(child, "config", None)
@@ -78,7 +78,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
 
 
 def shared_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of one module object that has parameters; the modules inside it are not named again."""
+    """The groups of names of one module object with parameters; names of the modules inside it are left out."""
     names: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         names.setdefault(id(child), []).append(name)
@@ -93,7 +93,7 @@ def shared_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def class_names(cls: type) -> tuple[str, ...]:
-    """The class and its bases, nearest first, the bases without torch's own and Python's."""
+    """The class and its bases, nearest first, without the bases of torch and Python."""
     foreign = ("torch", "builtins", "abc", "typing")
     bases = (c.__name__ for c in cls.__mro__[1:] if c.__module__.partition(".")[0] not in foreign)
     return (cls.__name__, *bases)

@@ -26,8 +26,8 @@ MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, M
 
 @dataclass(frozen=True, slots=True)
 class ModelClass:
-    """A class, the configuration to give it (the text part of a composite one, for a text-only class), and
-    warnings."""
+    """A class, warnings, and the configuration to give it (the text part of a composite configuration, for a
+    text-only class)."""
 
     cls: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -35,8 +35,8 @@ class ModelClass:
 
 
 def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -> ModelClass:
-    """`config.architectures[0]` where transformers has it; else the type's class with a language-model head,
-    with an image-text head, or without a head, the first that there is.
+    """`config.architectures[0]` where transformers has it; else the type's first class of these: with a language-model
+    head, with an image-text head, without a head.
 
     Raises:
         PlanError: SP509 where there is none, or the named class is for another configuration.
@@ -50,7 +50,7 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
         text = text_config(config)
         if _accepts(cls, text):
             return ModelClass(cls, text)
-        if any(cls in _mapped(mapping, config) for mapping in MAPPINGS):  # a class for several types
+        if any(cls in _mapped(mapping, config) for mapping in MAPPINGS):  # one class is for several types
             return ModelClass(cls, config)
         raise refuse(
             CANNOT_BUILD,
@@ -83,8 +83,8 @@ def _mapped(mapping: Any, config: PreTrainedConfig) -> tuple[type[PreTrainedMode
 
 
 def _named(name: object) -> type[PreTrainedModel] | None:
-    """The model class of transformers with that name; its lazy module imports nothing that it does not
-    list."""
+    """The model class of transformers with that name. Transformers' lazy module imports only names
+    that it lists."""
     if not isinstance(name, str) or not name.isidentifier():
         return None
     cls = getattr(transformers, name, None)

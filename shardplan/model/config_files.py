@@ -34,8 +34,8 @@ class ConfigFile:
     Args:
         shown: the file's name for messages, as the user would write it.
         path: the file.
-        data: its JSON object.
-        own_code: the dotted keys that name code.
+        data: the JSON object in it.
+        own_code: the dotted keys whose values name code.
     """
 
     shown: str
@@ -53,7 +53,7 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
     try:
         path = Path(word).expanduser()
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such home, a null character
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, an unknown home, a null character
         raise refuse(NO_PATH, f"{word!r} cannot be a path: {error}") from None
     if is_file:
         return read(path, word, trust_remote_code=trust_remote_code)
@@ -82,7 +82,7 @@ def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:
         cached = try_to_load_from_cache(repository, "config.json")
     except ValueError:  # not a name that the hub allows (`a--b/c`)
         cached = None
-    if not isinstance(cached, str):  # None, or the mark of a repository that has no such file
+    if not isinstance(cached, str):  # None, or the mark of a repository without this file
         raise refuse(
             NOT_CACHED,
             f"{repository} is not a folder here, and it is not in the local Hugging Face cache",
@@ -120,7 +120,7 @@ def _parse(path: Path, shown: str) -> Any:
         raise refuse(NOT_JSON, f"{shown} {error.reason}", file=shown) from None
     except UnicodeDecodeError as error:
         raise refuse(NOT_JSON, f"{shown} cannot be read: {error}", file=shown) from None
-    if text.startswith("\ufeff"):  # transformers reads no such file
+    if text.startswith("\ufeff"):  # transformers cannot read such a file
         help = "save it as UTF-8 without the mark"
         raise refuse(
             NOT_JSON, f"{shown} begins with a byte order mark, which JSON does not have", help=help, file=shown
@@ -131,7 +131,7 @@ def _parse(path: Path, shown: str) -> Any:
         where = f"line {error.lineno}, column {error.colno}"
         what = error.msg[:1].lower() + error.msg[1:]
         raise refuse(NOT_JSON, f"{shown} is not JSON: {what} at {where}", file=shown) from None
-    except (RecursionError, ValueError):  # nested too deeply; a number of more digits than Python reads
+    except (RecursionError, ValueError):  # nested too deeply; a number with more digits than Python reads
         raise refuse(
             NOT_JSON, f"{shown} is nested too deeply or contains a number with too many digits", file=shown
         ) from None

@@ -1,4 +1,4 @@
-"""The numbers of configurations and modules, as rules and checks read them."""
+"""The numbers of configurations and modules that rules and checks read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Number = int | float  # a bool is an int
 
 LABELS = frozenset({"id2label", "label2id"})  # names of classes, not sizes
 WORDS: Mapping[type, str] = {str: "a text", list: "a list", tuple: "a list", Mapping: "a mapping", int: "a number"}
-STATE = frozenset({"training", "call_super_init", "dump_patches"})  # of every nn.Module; not of its shape
+STATE = frozenset({"training", "call_super_init", "dump_patches"})  # on every nn.Module; they do not tell its shape
 
 
 def module_numbers(module: nn.Module) -> dict[str, Number]:
@@ -32,7 +32,7 @@ def module_numbers(module: nn.Module) -> dict[str, Number]:
 def config_numbers(config: Any) -> dict[str, Number]:
     """The numbers of a configuration: see `ModuleTree.numbers`.
 
-    Names of the text part win over equal names of the whole. `head_dim`, where the configuration leaves it
+    Numbers of the text part win over numbers of the same name in the whole configuration. `head_dim`, where the configuration leaves it
     out, is hidden_size // num_attention_heads, as attention modules of transformers compute it.
     """
     if config is None:
@@ -55,20 +55,20 @@ def config_fields(config: Any) -> dict[str, Number | str | None]:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the (decoding) text model; itself for most, and for foreign
-    objects."""
+    """The part of a configuration that describes the (decoding) text model. For most configurations, and for
+    foreign objects, it is the object itself."""
     get = getattr(config, "get_text_config", None)
     if get is None:
         return config
     try:
         return get()
-    except ValueError:  # both an encoder's and a decoder's text configuration
+    except ValueError:  # the encoder and the decoder each have a text configuration
         return get(decoder=True)
 
 
 def config_value(config: Any, name: str, default: Any = None) -> Any:
-    """A field under either of its names. Reads past the guard of configurations whose layers differ in the
-    field."""
+    """A field under either of its names. It also reads fields that differ between layers, which such configurations
+    guard."""
     stored = getattr(config, "attribute_map", {}).get(name, name)
     attributes = _attributes(config)
     return attributes.get(stored, default)
@@ -90,7 +90,7 @@ def _dotted(config: Any, prefix: str = "") -> Iterator[tuple[str, Number]]:
 
 def _plain(config: Any) -> dict[str, Number]:
     """A configuration's own numbers, under the names of its `attribute_map` too."""
-    vary = getattr(config, "per_layer_attributes", None) or ()  # no one number for all layers
+    vary = getattr(config, "per_layer_attributes", None) or ()  # there is no single number for all layers
     numbers = {
         name: number
         for name, value in _attributes(config).items()
@@ -103,7 +103,7 @@ def _plain(config: Any) -> dict[str, Number]:
 
 
 def _described(config: Any, prefix: str = "") -> Iterator[tuple[str, Number | str | None]]:
-    """The fields of a configuration: None, or what the value is in words; and the counts of words in lists."""
+    """The fields of a configuration: None, or the value in words; and for lists of words, the count of each word."""
     attributes = {name: value for name, value in _attributes(config).items() if not name.startswith("_")}
     aliases = getattr(config, "attribute_map", {}).items()
     attributes = {alias: attributes[name] for alias, name in aliases if name in attributes} | attributes
@@ -124,8 +124,8 @@ def _counts(value: Any) -> Mapping[str, int]:
 
 
 def own_numbers(config: Any) -> dict[str, Number]:
-    """The numbers of one configuration, without those nested in it or derived from it; none for an object that is no
-    configuration (of transformers, a dataclass, a namespace)."""
+    """The numbers of one configuration, without those nested in it or derived from it. An object that is not a configuration
+    (of transformers, a dataclass, a namespace) has none."""
     plain = isinstance(config, SimpleNamespace) or (is_dataclass(config) and not isinstance(config, type))
     return _plain(config) if plain or hasattr(config, "attribute_map") else {}
 

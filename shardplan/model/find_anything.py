@@ -25,7 +25,7 @@ def find_any(
     inputs: str | Inputs | None = None,
     reduced: str | Callable[[], nn.Module] | None = None,
 ) -> FoundModel:
-    """The model of a word, a transformers configuration or a module.
+    """The model that a word, a transformers configuration or a module names.
 
     Args:
         model: as for `shardplan.validate`.
@@ -36,7 +36,7 @@ def find_any(
 
     Raises:
         PlanError: SP501 to SP510, SP515.
-        TypeError: it is none of these.
+        TypeError: `model` is none of these.
     """
     found = _found(model, settings, trust_remote_code)
     if inputs is not None:

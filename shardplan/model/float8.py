@@ -1,5 +1,5 @@
-"""torchao's linear layers that compute in float8. Their parameters, names and layouts are those of the ordinary layers
-that they were made from, so plans are checked and proven without them."""
+"""torchao's linear layers that compute in float8. They keep the parameters, names and layouts of the ordinary layers that
+they replace, so plans are checked and proven with ordinary layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def has_weight_casts(module: nn.Module) -> bool:
-    """Whether a layer's weight is torchao's tensor that FSDP2 gathers in float8."""
+    """Whether a layer's weight is torchao's tensor, which FSDP2 gathers in float8."""
     return is_float8(module) and type(module.weight.data).__module__.startswith(_LIBRARY)
 
 

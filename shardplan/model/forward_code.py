@@ -17,7 +17,7 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def only_arguments(module: nn.Module) -> tuple[str, ...] | None:
-    """The same; None where forward takes any other argument too, or is not Python code."""
+    """The same; None where forward also takes arguments of any other name, or is not Python code."""
     try:
         found = _arguments(module)
     except (TypeError, ValueError):

@@ -46,7 +46,7 @@ class FoundModel:
         inputs: the inputs of the reduced model: seed -> keyword arguments of its `forward`.
         reduced: builds a reduced model of the same structure, where the user names one.
         own_code: whether the user's own code built the model, so that it may have more than its class and configuration
-            say.
+            give it.
         meta: the model that `tree` describes, on the meta device: read it, do not change it; None where `module` is set.
     """
 
@@ -81,7 +81,7 @@ class FoundModel:
 def find_model(
     word: str, *, trust_remote_code: bool = False, overrides: Mapping[str, Setting] = NO_SETTINGS
 ) -> FoundModel:
-    """Finds and builds (on the meta device) the model that a word names. Reads no weights, opens no
+    """Find the model that a word names, and build it on the meta device. This reads no weights and opens no
     connection.
 
     Args:
@@ -116,9 +116,9 @@ def found_from_config(config: PreTrainedConfig, name: str | None = None, file: s
     """The model of a configuration object.
 
     Args:
-        config: it is copied, not changed.
-        name: for messages; the model type without it.
-        file: the file that it came from, for messages.
+        config: the configuration; it is copied, not changed.
+        name: the name in messages; None is the model type.
+        file: the file that the configuration came from, for messages.
 
     Raises:
         PlanError: SP509.
@@ -179,5 +179,5 @@ def _guarded(make: Callable[[], nn.Module], device: str, shown: str, file: str |
             return make()
     except PlanError:
         raise
-    except Exception as error:  # modelling code raises whatever an impossible configuration leads to
+    except Exception as error:  # for an impossible configuration, modelling code may raise anything
         raise refuse(CANNOT_BUILD, f"building the model of {shown} fails", notes=(reason(error),), file=file) from error

@@ -23,11 +23,11 @@ def check_length(length: int, ranks: int) -> None:
 
 
 def own_labels_of(labels: Tensor, ranks: int, rank: int, num_items: Tensor | float | None = None) -> dict[str, Any]:
-    """The inputs of a next-token loss over a rank's tokens: labels that were shifted before they were cut, and a share of the count.
+    """The inputs of a next-token loss over a rank's tokens: its part of the shifted labels, and its share of the count.
 
     Args:
         labels: [batch, sequence]; `ranks` divides the length.
-        num_items: what to divide the sum over the tokens by; None is the number of labels that count.
+        num_items: the divisor of the sum over the tokens; None is the number of labels that count.
     """
     shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     count = (shifted != IGNORED).sum() if num_items is None else num_items

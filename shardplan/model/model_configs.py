@@ -21,10 +21,10 @@ NO_MODEL_TYPE = Code("SP503")
 UNKNOWN_TYPE = Code("SP504")
 CANNOT_BUILD = Code("SP509")
 
-# Counts of modules that are made one by one. A configuration beyond these is a mistake or an attack: building
-# it would take hours, not memory.
+# The most modules that are made one by one. A configuration with more is a mistake or an attack: building it would
+# take hours, though no memory.
 MAX_LAYERS = 1_000  # the deepest models on the hub have some 130
-MAX_EXPERTS = 1_000_000  # layers times experts
+MAX_EXPERTS = 1_000_000  # layers x experts
 MAX_LABELS = 100_000  # ImageNet-21k has 21,841
 LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
 DROPOUT = re.compile(r"(dropout|pdrop|layerdrop)(_prob|_rate|_p)?$")
@@ -54,7 +54,7 @@ def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_r
             help=did_you_mean(model_type, CONFIG_MAPPING) or "install a version of transformers that has it",
             file=file.shown,
         )
-    # The folder, where the file is its config.json: code that the configuration brings lies next to it.
+    # If the file is a folder's config.json, the folder: the configuration's own code is in it.
     source = file.path.parent if file.path.name == "config.json" else file.path
     trust = bool(file.own_code) and trust_remote_code
 
@@ -80,7 +80,7 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
 
 
 def _meant(word: str) -> str:
-    """The word to write for one that is no model type: a folder or Python file in the current folder goes before a near word."""
+    """The word to suggest for one that is not a model type: a folder or Python file in the current folder, else a similar word."""
     folder = f"for a folder in the current directory write ./{word}"
     module = word.removesuffix(".py")
     try:
@@ -120,7 +120,7 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
 
 
 def _listed(data: Any) -> Iterator[str]:
-    """Each number that is too large to make the configuration: its class builds lists of that length."""
+    """Each number that is too large to make the configuration, as its class builds lists of that length."""
     for name, value in data.items():
         last = str(name).rpartition(".")[2]
         if isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def _listed(data: Any) -> Iterator[str]:
 
 
 def _excess(config: PreTrainedConfig) -> Iterator[str]:
-    """Each number that is too large or too small to build or to run, in this configuration and those nested in it."""
+    """Each number that is too large or too small to build or run the model, in a configuration and those nested in it."""
     layers, experts = 1, 1
     for size in ("hidden_size", "vocab_size"):
         value = getattr(config, size, None)
@@ -142,7 +142,7 @@ def _excess(config: PreTrainedConfig) -> Iterator[str]:
         if isinstance(value, PreTrainedConfig):
             yield from _excess(value)
         elif DROPOUT.search(name) and isinstance(value, int | float) and not 0 <= value <= 1:
-            yield f"{name} is {value}, and must be a probability, from 0 to 1"  # some classes draw with it only in a step
+            yield f"{name} is {value}, and must be a probability, from 0 to 1"  # some classes use it only in a step
         elif isinstance(value, int) and LAYERS.search(name):
             layers = max(layers, value)
             if value > MAX_LAYERS:

@@ -1,4 +1,4 @@
-"""Making this room's errors."""
+"""Making the errors of finding a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_CAUSES = 4
 def refuse(
     code: Code, message: str, *, help: str | None = None, notes: tuple[str, ...] = (), file: str | None = None
 ) -> PlanError:
-    """The error to raise: one finding, at the model's configuration file if there is one."""
+    """The error to raise, with one finding; it points at the model's configuration file if there is one."""
     return PlanError((finding(code, message, help=help, notes=notes, file=file),))
 
 
@@ -49,7 +49,7 @@ def joined(words: tuple[str, ...]) -> str | None:
 
 
 def causes(error: BaseException) -> tuple[str, ...]:
-    """An exception and its causes, a line each; for an exception without a text, the line of code that raised it."""
+    """An exception and its causes, one line each; an exception without a text is shown with the line of code that raised it."""
     lines: list[str] = []
     seen: BaseException | None = error
     while seen is not None and len(lines) < MOST_CAUSES:
@@ -64,7 +64,7 @@ def _place(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of its message that is not empty."""
+    """An exception in one line: its type, and the first non-empty line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "")
     text = text.replace("::", ":")

@@ -1,4 +1,4 @@
-"""What the source text of transformers shows about a model type. The text is not imported: importing it needs torch."""
+"""Facts about a model type from the source text of transformers. The code is not imported: that would need torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CONVERSIONS = "conversion_mapping.py"  # renamings of checkpoint tensors, by model type and class name
-# Code that creates names that the text does not contain, or that imports modules of another file.
+# Code that creates names that the text does not contain, or imports modules from another file.
 _ELSEWHERE = re.compile(
     r"add_module\(|register_module\(|setattr\(|ModuleDict\(|OrderedDict|AutoModel|AutoBackbone|timm|nn\.Transformer"
     r"|^from \.\.\w+(\.\w+)* import (?!.*Config\b)",
@@ -22,21 +22,21 @@ LEGACY = ("gamma", "beta", "weight_g", "weight_v", "parametrizations")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's code as text.
+    """The source text of a model.
 
     Args:
-        attributes: every name that the code of its modules writes after `self.`, and the position of the first. Apart from list
-            indices, no module of the model has another name.
+        attributes: every name that its modules' code assigns after `self.` -> the position of the first. Apart from list
+            indices, modules of the model have no other names.
     """
 
     attributes: Mapping[str, int]
 
 
 def source_of(config: Mapping[str, Any]) -> Source | None:
-    """The code of a configuration's model, if its modules have the same names as in its checkpoints.
+    """The code of a configuration's model, if its modules have the same names as in the model's checkpoints.
 
-    None where that is not certain: transformers renames or joins tensors of that type, the model has parts of other types,
-    brings its own code, or generates names.
+    None where this is not certain: transformers renames or joins tensors of this type, or the model has parts of other
+    types, code of its own, or generated names.
     """
     listed, model_type = config.get("architectures"), config.get("model_type")
     name = listed[0] if isinstance(listed, list) and len(listed) == 1 else None

@@ -12,7 +12,7 @@ WordKind = Literal["path", "hub", "callable", "type"]
 
 # `org/name` as the hub allows it; https://huggingface.co/docs/huggingface_hub/package_reference/utilities
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-# Also with a file in place of the module, which is refused with the word to write.
+# It also matches a file in place of the module; this is refused with the word to write.
 CALLABLE = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]*\.py):[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -26,7 +26,7 @@ class Word:
 
 
 def classify(text: str) -> Word:
-    """Decides by form, and for words with a slash by what exists: an existing path wins over a hub id."""
+    """Classify a word by its form. For a word with a slash, an existing path wins over a hub id."""
     if _is_path(text) and not CALLABLE.fullmatch(text):
         return Word(text, "path")
     if HUB_ID.fullmatch(text):

@@ -56,7 +56,7 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
 
 
 def find_inputs(inputs: str | Callable) -> Callable:
-    """The function that makes inputs: itself, or what `module:callable` names.
+    """The function that makes inputs, given as such or as `module:callable`.
 
     Raises:
         PlanError: SP515.
@@ -66,7 +66,7 @@ def find_inputs(inputs: str | Callable) -> Callable:
 
 
 def find_reduced(reduced: str | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """The function that builds the reduced model: itself, or what `module:callable` names.
+    """The function that builds the reduced model, given as such or as `module:callable`.
 
     Raises:
         PlanError: SP515.
@@ -93,7 +93,7 @@ def _function(given: str | Callable, argument: str) -> Callable:
 
 
 def call(function: Callable[[], nn.Module], word: str, device: str) -> nn.Module:
-    """Calls it with `device` as the default device.
+    """Call the function with `device` as the default device.
 
     Raises:
         PlanError: SP508.

@@ -1,4 +1,4 @@
-"""Switches off the check for packed sequences that transformers runs in every layer."""
+"""Switching off the check for packed sequences that transformers runs in every layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NAME = "_is_packed_sequence"
 
 
 def patch_is_packed_sequence() -> None:
-    """Make transformers' flash attention treat every batch in this process as one without packed sequences.
+    """Make transformers' flash attention assume, in this process, that no batch has packed sequences.
 
-    With a batch of one row, each layer compares the positions, and the host waits for the device. The patched function
-    checks its first batch of one row, and returns False from then on.
+    For a batch of one row, each layer compares the positions, which makes the CPU wait for the device. The patched
+    function checks only the first batch of one row, and then returns False.
 
     Raises:
-        RuntimeError: this version of transformers has no such function.
+        RuntimeError: this version of transformers does not have the function.
     """
     original = getattr(flash, _NAME, None)
     if original is None:
@@ -36,7 +36,7 @@ def patch_is_packed_sequence() -> None:
 
 
 class _NeverPacked:
-    """Replaces the function."""
+    """The function's replacement."""
 
     def __init__(self, original: Callable[[Any, int], Any]):
         self.original = original

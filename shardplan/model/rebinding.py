@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# Attributes of every module that contain no functions. The dictionaries of hooks are not among them.
+# Attributes of every module that contain no functions. The dictionaries of hooks do, so they are left out.
 STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
 ATOMIC = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype))
@@ -29,8 +29,8 @@ REDUCING = (
     "__reduce_ex__",
     "__getstate__",
     "__setstate__",
-)  # what copying an object goes through
-# Lists that torch's recurrent modules keep of their parameters: each forward makes them anew where a parameter is another.
+)  # what copying an object calls
+# The lists of parameters in torch's recurrent modules: each forward makes them anew where a parameter was replaced.
 FLAT = ("_flat_weights", "_flat_weight_refs")
 DEEPEST = 8  # functions in objects in functions
 
@@ -48,8 +48,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
 
     Args:
         memo: as for `copy.deepcopy`: the id of an object -> its replacement.
-        shared: id -> object that the copy shares, with all that it captured besides the model; None: functions that
-            captured the model get their own copies of the other values.
+        shared: id -> object that the copy shares, with all that it captured except the model. None: functions that captured
+            the model get their own copies of the other captured values.
 
     Raises:
         NotBound: a function reads the model through a global name, or uses a parameter directly; an attribute was computed from
@@ -74,7 +74,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
         del memo[key]
     rebinding = Rebinding(memo, model, cells=bool(shared))
     held = names_of(result)
-    rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # what deepcopy went into has the copy's
+    rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # deepcopied objects hold the copy's
     for name, module in result.named_modules():
         recurrent = isinstance(module, nn.RNNBase)
         attributes = {
@@ -98,8 +98,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
 
 
 def _begun(module: nn.Module, memo: dict[int, Any]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """The modules that are copied as by `copy.deepcopy`, and their empty copies, which `memo` has from here on. They
-    are filled in one go, as deepcopy asks for each key and number of each module whether it was copied."""
+    """The modules that are copied as by `copy.deepcopy`, and their still empty copies, which are put into `memo`. They are
+    filled together, as deepcopy would ask for each key and number of each module whether it was copied."""
     kind = type(module)
     if id(module) in memo or not _copied_by_state(kind):
         return
@@ -130,7 +130,7 @@ def _nothing(value: Any) -> bool:
 
 
 def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:
-    """The handles that remove hooks, by id. They work for the original's hooks only, and torch cannot copy them."""
+    """The handles that remove hooks, by id. They work only for the original's hooks, and torch cannot copy them."""
     found: dict[int, RemovableHandle] = {}
     for value in values:
         if type(value) in (list, tuple) and value and isinstance(value[0], RemovableHandle):
@@ -177,7 +177,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _computed_by_hooks(module: nn.Module) -> dict[int, Tensor]:
-    """Weights that a hook computes from parameters before each forward (`torch.nn.utils.weight_norm`, `prune`), by id; their values."""
+    """id -> value of the weights that a hook computes from parameters before each forward (`torch.nn.utils.weight_norm`, `prune`)."""
     names = {vars(hook).get("name") for hook in module._forward_pre_hooks.values() if hasattr(hook, "__dict__")}
     names |= {name.removesuffix("_orig") for name in module._parameters if names and name.endswith("_orig")}
     found = {name: vars(module).get(name) for name in names if isinstance(name, str)}
@@ -188,7 +188,7 @@ def refuse_computed(model: nn.Module, memo: Mapping[int, Any]) -> None:
     """Raise NotBound for an attribute that is, or has in a container, a tensor that was computed from parameters.
 
     Args:
-        memo: the ids of tensors that are no obstacle.
+        memo: the ids of tensors that may be there.
     """
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -278,7 +278,7 @@ class Rebinding:
             entries = {key: self.value(item, depth) for key, item in value.items()}
             return value if all(entries[key] is value[key] for key in value) else _like(value, entries)
         if isinstance(value, (nn.Module, nn.Parameter)):
-            return value  # a module of a copy, or one outside of the model (see `_captured`)
+            return value  # a module of a copy, or one outside the model (see `_captured`)
         if isinstance(value, Tensor) or not hasattr(value, "__dict__") or not callable(value):
             return value
         attributes = {key: self.value(item, depth) for key, item in vars(value).items()}
@@ -334,7 +334,7 @@ class Rebinding:
         return self._cells.setdefault(id(cell), CellType())
 
     def _state(self, value: Any, depth: int) -> Any:
-        """The state that functions keep between calls in a list, a dict or a set: the copy's functions keep their own, and leave the original's."""
+        """Copy the list, dict or set in which functions keep state between calls, so that the copy's functions do not change the original's."""
         if type(value) not in (list, dict, set) or id(value) in self.counterparts or id(value) in self._done:
             return self.value(value, depth)
         self._done[id(value)] = made = type(value)()
@@ -377,7 +377,7 @@ def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
 
 
 def _assigned_cells(model: nn.Module) -> Iterator[int]:
-    """The ids of the variables that a function of a module, or a hook, captured and assigns to: all functions that read one share its copy."""
+    """The ids of captured variables to which a module's function or a hook assigns. All functions that read such a variable share its copy."""
     pending = [value for module in model.modules() for key, value in vars(module).items() if key not in STATE]
     seen: set[int] = set()
     while pending:

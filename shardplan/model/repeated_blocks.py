@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from shardplan.core.tree import ModuleTree, ancestors, parent
 
-CONTAINERS = ("ModuleList", "ModuleDict")  # of torch.nn: they have no forward of their own
+CONTAINERS = ("ModuleList", "ModuleDict")  # classes of torch.nn without a forward of their own
 
 
 def repeated_blocks(tree: ModuleTree) -> tuple[str, ...]:
-    """The elements of the outermost lists and dicts of modules. They have parameters, and share none with modules outside."""
+    """The elements of the outermost lists and dicts of modules that have parameters and share none with modules outside."""
     blocks = tuple(_blocks(tree))
     owners = {name: frozenset((module.name, *ancestors(module.name))) for name, (module, _) in tree.parameters.items()}
     tied = {
@@ -24,7 +24,7 @@ def repeated_blocks(tree: ModuleTree) -> tuple[str, ...]:
 
 
 def _blocks(tree: ModuleTree) -> Iterator[str]:
-    """In the tree's order: each module before the modules inside it."""
+    """The blocks in the tree's order: each module before the modules inside it."""
     found = set[str]()
     for name, module in tree.modules.items():
         above = ancestors(name)

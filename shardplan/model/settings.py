@@ -43,12 +43,12 @@ def with_settings(
     data: Mapping[str, Any], config: PreTrainedConfig, settings: Mapping[str, Setting], shown: str
 ) -> dict[str, Any]:
     """The configuration's JSON object with the settings, under the names that the configuration
-    stores.
+    stores them with.
 
     Args:
-        data: what the configuration was made from; it is not changed.
-        config: the configuration made from it, which knows the names.
-        settings: names, dotted for nested configurations, and values.
+        data: the data of the configuration; it is not changed.
+        config: the configuration made from the data, which knows the names.
+        settings: names, dotted for nested configurations -> values.
         shown: the model's name for messages.
 
     Raises:
@@ -92,7 +92,7 @@ def _config_at(config: PreTrainedConfig, path: Sequence[str]) -> PreTrainedConfi
 
 
 def settable(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting that can be changed, dotted, with its value."""
+    """Every setting that can be changed, by its dotted name, with its value."""
     for name in _settable(config):
         yield f"{prefix}{name}", config_value(config, name)
     for name in _nested(config):
@@ -104,7 +104,7 @@ def _nested(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _settable(config: PreTrainedConfig) -> Iterator[str]:
-    """Names of scalars: the class's declared ones, the instance's, and the other spellings of both."""
+    """The names of scalars that the class declares or the instance has, and the other spellings of these names."""
     declared = {field.name for field in fields(config)} | set(vars(config))
     names = {name for name in declared if not name.startswith("_")}
     aliases = {alias for alias, stored in config.attribute_map.items() if stored in names}

@@ -1,4 +1,4 @@
-"""The configuration numbers that a model's parameter shapes depend on, found by building it with another number."""
+"""The configuration numbers on which a model's parameter shapes depend, found by building the model with another number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shapes_with(model: nn.Module, number: str) -> Shapes | None:
     it has no such number, or that model cannot be built.
 
     Args:
-        model: one of transformers, small.
+        model: a small transformers model.
         number: a number in the part of the configuration that describes the text model.
     """
     if not isinstance(model, PreTrainedModel):
@@ -35,6 +35,6 @@ def shapes_with(model: nn.Module, number: str) -> Shapes | None:
         setattr(text, name, 2 * value)
         with offline(), torch.random.fork_rng(devices=[]), torch.device("meta"):
             other = type(model)._from_config(config)
-    except Exception:  # of the model's own code: numbers that do not go together
+    except Exception:  # raised by the model's own code: the numbers do not fit together
         return None
     return {name: tuple(parameter.shape) for name, parameter in other.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""The outputs that a module hands to later pipeline stages: read after all of its hooks, and apart from this stage's use of them."""
+"""The outputs that a module passes to later pipeline stages: read after all of its hooks, and separate from this stage's use of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class HandedOut:
-    """Hooks of a module that run last. torch wraps a module's output for its full backward hooks after the forward hooks, where no hook sees
-    it: here the full backward hooks run inside of these hooks. They stay in the dicts of the handles that remove them.
+    """Hooks of a module that run last. torch wraps a module's output for its full backward hooks after the forward hooks, so no hook sees
+    the wrapped output. Here, these hooks run the full backward hooks, which stay in the dicts of the handles that remove them.
 
-    The rest of the forward gets a view: the later stage runs that code too, so a hook that it puts on a tensor acts once.
+    The rest of the forward gets a view. The later stage runs this code too, so a hook that the code puts on a tensor acts only once.
 
     Args:
-        seen: is given each output.
+        seen: called with each output.
     """
 
     def __init__(self, name: str, module: nn.Module, seen: Callable[[Any], None]):
         self.name, self.seen = name, seen
         self.first, self.then = (vars(module)[kind] for kind in BACKWARD)
-        self.legacy = bool(self.then) and not module._is_full_backward_hook  # on what the forward returns itself
+        self.legacy = bool(self.then) and not module._is_full_backward_hook  # on the forward's own result
         self.made: BackwardHook | None = None
         if not self.legacy:
             for kind in BACKWARD:

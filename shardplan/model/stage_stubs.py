@@ -3,7 +3,7 @@ own forward.
 
 How to make a stage:
 
-    stage = stage_of(model, cut, 1)           # changes the model: absent parameters are gone, names stay
+    stage = stage_of(model, cut, 1)           # changes the model: other stages' parameters are gone, names stay
     ...                                       # shard, wrap, compile what is left
     stage.watch()                             # after all other hooks, so that it sees what the next block would get
     sent = stage.run(received, stage.model, **inputs)
@@ -14,8 +14,8 @@ values; an empty tensor for a carried module that did not run. The last stage re
 - A block before the stage's own returns its first argument; the last such block, the *inlet*, returns the received
   value. So the model's code between two blocks runs in the receiving stage.
 - The first block after the stage's own ends the forward: nothing after it runs.
-- In later stages, a module of the first stage returns zeros of the right shape that take no memory. What matters of its
-  results was received.
+- In later stages, a module of the first stage returns zeros of the right shape that take no memory. The parts of its
+  results that matter were received.
 - The stub of a carried module returns the received value; the stub of its block calls it, so that its hooks run as in
   the unsharded model.
 - A stub has its original's class and plain attributes. It raises where the model's code calls a module inside it, or
@@ -40,13 +40,13 @@ from shardplan.core.tree import ancestors, full_name, parent
 from .build_tree import kind_of
 from .stage_ends import HandedOut
 
-STUB = "_shardplan_stub"  # on a module: it is one
+STUB = "_shardplan_stub"  # an attribute that marks a stub
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class _StageDone(BaseException):
-    """The forward came to the first block of a later stage. Code around it that catches every Exception does not catch this."""
+    """The forward has reached the first block of a later stage. It is no Exception, so model code that catches every Exception does not catch it."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Stage:
     _flow: _Flow
     _hooks: dict[str, frozenset[int]] = field(
         default_factory=dict
-    )  # of modules whose results no code reads: the plan's hooks, by number
+    )  # for modules whose results no code reads: the plan's hooks, by number
     _watched: bool = False
 
     @property
@@ -108,7 +108,7 @@ class Stage:
         flow = self._flow
 
         def capture(output: Any) -> None:
-            if flow.running:  # else a checkpoint runs it again
+            if flow.running:  # else a checkpoint is recomputing it
                 flow.captured[name] = output
 
         return capture
@@ -125,7 +125,7 @@ class Stage:
             The tensors for the next stage; for the last stage, the result of the forward.
 
         Raises:
-            RuntimeError: the forward ended before it came to the next stage.
+            RuntimeError: the forward ended before it reached the next stage.
         """
         assert self._watched, "watch() comes first"
         cut, flow = self.cut, self._flow
@@ -160,7 +160,7 @@ class Stage:
             elif one.module in flow.captured and (not one.unread or self.hooked):
                 output = flow.captured[one.module]
                 sent += [_position(output, position) for position in one.positions]
-            else:  # this call does not need it, and no later stage does
+            else:  # neither this call nor a later stage needs it
                 sent += [sent[0].new_empty(0) for _ in one.positions]
         return tuple(sent)
 
@@ -174,10 +174,10 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
     """Make a model one stage of a cut: stubs without parameters and buffers replace the modules of other stages.
 
     Args:
-        model: on any device; it is changed. An absent parameter that a module outside of the blocks owns becomes None, and is read as
-            zeros where it is the first stage's.
-        cut: this model's cut.
-        index: which stage, from 0.
+        model: on any device; it is changed. A parameter of another stage that a module outside the blocks owns becomes None; if it
+            is the first stage's, it is read as zeros.
+        cut: the cut of this model.
+        index: the number of the stage, from 0.
     """
     flow = _Flow()
     given = {one.module: frozenset(model.get_submodule(one.module)._forward_hooks) for one in cut.handed if one.unread}
@@ -218,7 +218,7 @@ def _skeleton(original: nn.Module, name: str, carried: dict[str, HandedOn], flow
     """A module of the same class with its plain attributes and stubs of its children, without parameters and buffers."""
     stub = object.__new__(type(original))
     vars(stub).update(vars(original))
-    # The hooks of carried modules run; all others were for what is gone.
+    # The hooks of carried modules run; all other hooks were for modules of other stages.
     kept = {hooks: vars(original)[hooks].copy() for hooks in HOOKS if name in carried and "forward" in hooks}
     fresh = {hooks: kept.get(hooks, OrderedDict()) for hooks in HOOKS if hooks in vars(original)}
     state: dict[str, Any] = {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}
@@ -261,7 +261,7 @@ def _block(
 
 
 def _with_gradient(value: Tensor, flow: _Flow) -> Tensor:
-    """The same values, with a gradient where a block's have one: later code puts hooks on them."""
+    """The same values; they require a gradient where a block's do, as later code puts hooks on them."""
     if value.requires_grad or not flow.received or not flow.received[0].requires_grad or not torch.is_grad_enabled():
         return value
     return value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
@@ -279,8 +279,8 @@ def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:
 
 
 def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool) -> Callable[..., Any]:
-    """Zeros of the shape that a module returns, without memory unless they are `dense`. Its parameters read as zeros
-    too, for code that looks up a row to fill padding or asks for their dtype."""
+    """Return zeros of the shape that a module returns, without memory unless they are `dense`. Its parameters are zeros too,
+    for code that looks up a row to fill padding or asks for their dtype."""
     kind = kind_of(original)
     width, dtype = None, None
     if kind in ("embedding", "linear", "conv1d"):
@@ -289,7 +289,7 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool)
         shape, dtype = weight.shape, weight.dtype
         width = shape[0 if kind == "linear" else 1]
     convolution = _without_memory(original) if isinstance(original, CONVOLUTIONS) else None
-    run: Any = type(original).forward  # `forward` must not hold the original: its parameters are to be freed
+    run: Any = type(original).forward  # `forward` must not hold the original, whose parameters must be freed
     for leaf, parameter in original._parameters.items():
         if parameter is not None:
             _reads_zeros(stub, leaf, parameter.shape, flow)
@@ -309,13 +309,13 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool)
 
 
 def _without_memory(module: nn.Module) -> nn.Module:
-    """A copy on the meta device, which tells the shape of a result."""
+    """A copy on the meta device, for finding the shape of a result."""
     memo = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in module.parameters()}
     return copy.deepcopy(module, memo)
 
 
 def _reads_zeros(module: nn.Module, leaf: str, shape: torch.Size, flow: _Flow) -> None:
-    """While a stage runs, a parameter of the first stage is zeros without memory: no parameter of the module."""
+    """While a stage runs, let a parameter of the first stage be zeros without memory, which are not a Parameter of the module."""
 
     def zeros() -> None:
         value = flow.received[0]

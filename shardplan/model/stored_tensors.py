@@ -1,7 +1,7 @@
 """A checkpoint's names and shapes, from its index and the headers of its files. Torch-free; reads no weights.
 
-The result is None for a checkpoint in any form that the Hugging Face libraries do not write: a checkpoint that cannot
-be loaded is no reason to refuse a plan.
+The result is None for a checkpoint in a form that the Hugging Face libraries do not write: a plan is not refused because
+its checkpoint cannot be loaded.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-Shape = tuple[str, tuple[int, ...]]  # a dtype, empty where it is not a parameter's (integers, flags), and a shape
+Shape = tuple[str, tuple[int, ...]]  # a dtype (empty for one that no parameter has: integers, flags), and a shape
 _ELEMENT = re.compile(r"(?:.*\.)?\d+(?=\.)")  # a name up to the last index in it
 
 
 @dataclass(slots=True, eq=False)
 class Element:
-    """An element of a list of modules, or a whole model. Most names of a checkpoint differ in indices alone.
+    """An element of a list of modules, or a whole model. Most names in a checkpoint differ only in their indices.
 
     Args:
-        tensors: by name within the element, without those in its lists.
+        tensors: name within the element -> tensor, without those in its lists.
         lists: list name within the element -> index -> element.
-        kind: equal for elements that are alike.
+        kind: equal for equal elements.
     """
 
     tensors: dict[str, Shape] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def stored_tensors(folder: Path) -> Element | None:
 
 
 def _files(folder: Path) -> tuple[list[str], set[str] | None]:
-    """The names of a checkpoint's files, and of the tensors that its index lists."""
+    """The names of a checkpoint's files, and the names of the tensors in its index."""
     if (folder / ONE_FILE).is_file():
         return [ONE_FILE], None
     placed = json.loads(_read(folder / INDEX))["weight_map"]
@@ -155,11 +155,11 @@ def _add(elements: dict[str, Element], header: Mapping[str, Any], known: dict[tu
         if element is None:
             element = _element(elements, place)
         if element.tensors.setdefault(rest, shape) is not shape:
-            raise ValueError  # two files have it
+            raise ValueError  # two files have the tensor
 
 
 def _element(elements: dict[str, Element], place: str) -> Element:
-    """Create an element, and those around it that do not exist yet."""
+    """Get or create an element and the elements around it."""
     name, _, index = place.rpartition(".")
     if place.count(".") > MAX_DEPTH or len(index) > MAX_DIGITS:
         raise ValueError
@@ -194,11 +194,11 @@ def _checked(dtype: str, *shape: int) -> Shape:
 
 @dataclass(slots=True)
 class Folded:
-    """A checkpoint as a tree, with only the first and the last of list elements that are alike.
+    """A checkpoint as a tree with only the first and the last of equal list elements.
 
     Args:
-        tree: with these elements.
-        members: an element that represents others -> the indices of all that it represents.
+        tree: the tree of these elements.
+        members: an element that represents others -> the indices of all elements that it represents.
     """
 
     tree: ModuleTree
@@ -233,7 +233,7 @@ def fold(
         config: the content of config.json.
         order: words of names -> their order.
         heads: the attribute for the features of a head, set on modules that look like attention.
-        apart: index -> whether that list element must represent itself alone.
+        apart: index -> whether this list element must represent only itself.
     """
     numbers = config_numbers(config)
     modules: dict[str, ModuleInfo] = {}
@@ -267,7 +267,7 @@ def fold(
 
 
 def _kept(elements: Mapping[str, Element], apart: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
-    """The elements that represent all, and the indices that each represents."""
+    """The elements that represent all elements, and the indices that each one represents."""
     groups: dict[int | str, list[str]] = {}
     for index in sorted(elements, key=int):
         groups.setdefault(index if apart(index) else elements[index].kind, []).append(index)

@@ -10,15 +10,15 @@ from torch import nn
 
 
 def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameter names that are one Parameter, or that the model declares tied.
+    """Groups of names that are one Parameter, or that the model declares tied.
 
     The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta
     device; two different materialised Parameters are not tied, even if declared so.
 
     Args:
         module: the model.
-        names: the full names to group, in order; each group and the groups keep it. Each maps to its name without
-            adapters, which the declaration uses.
+        names: the full names to group -> the names without adapters, which the declaration uses. The groups, and the names in
+            each group, keep this order.
     """
     actual: dict[str, list[str]] = {}
     for name, declared in names.items():

@@ -1,4 +1,4 @@
-"""Parameters of submodules that a module's code reads in a branch for training alone.
+"""Parameters of submodules that a module's code reads only in a branch for training.
 
 A kernel that computes a layer together with its submodules takes their parameters as arguments (`mamba_inner_fn` and
 `mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run.
@@ -39,7 +39,7 @@ def _may_read(function: FunctionType) -> bool:
 def _read(function: FunctionType) -> set[str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # it was made without a file, or is a part of a line
+    except (OSError, SyntaxError):  # the class has no source file, or its source is part of a line
         return set()
     branches = (node.body for node in ast.walk(tree) if isinstance(node, ast.If) and _is_training(node.test))
     calls = (node for body in branches for one in body for node in ast.walk(one) if isinstance(node, ast.Call))
@@ -48,7 +48,7 @@ def _read(function: FunctionType) -> set[str]:
 
 
 def _is_training(test: ast.expr) -> bool:
-    """Whether a condition holds in training alone: `self.training`, also with further conditions."""
+    """Whether a condition holds only in training: `self.training`, also together with further conditions."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_is_training, test.values))
     return _of_self(test) == "training"

@@ -1,4 +1,4 @@
-"""Reduced models of models for numeric proofs.
+"""Reduced models for numeric proofs.
 
 Importing this package imports neither torch nor transformers; using `make_reduced_model` does.
 """

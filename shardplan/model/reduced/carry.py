@@ -1,4 +1,4 @@
-"""Carries over to a reduced model what the live one has in addition to its class and configuration."""
+"""Carrying over to a reduced model what the live model has in addition to its class and configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardplan.model.rebinding import NotBound, Rebinding, handles_in
 from .layers import NUMBER
 from .live import FLAGS, HOOKS, IGNORED, NUMBERS, Live, not_noise, pairs, same
 
-Triple = tuple[str, nn.Module, nn.Module, nn.Module]  # name in the original, live, plain, reduced
+Triple = tuple[str, nn.Module, nn.Module, nn.Module]  # name in the original; live, plain, reduced
 
 
 def carry(live: Live, target: nn.Module, original: Callable[[str], str]) -> nn.Module:
@@ -36,8 +36,8 @@ class _Carrying:
     def __init__(self, live: Live, target: nn.Module, original: Callable[[str], str]):
         self.live, self.target = live, target
         self.triples = list(_triples(live, target, original))
-        self.sizes: dict[int, set[int]] = defaultdict(set)  # of parameters, original -> reduced
-        self.numbers: dict[tuple[str, int], set[int]] = defaultdict(set)  # of attributes
+        self.sizes: dict[int, set[int]] = defaultdict(set)  # parameter sizes, original -> reduced
+        self.numbers: dict[tuple[str, int], set[int]] = defaultdict(set)  # attributes, likewise
         self.counterparts: dict[int, Any] = {}
         self.made: list[tuple[nn.Module, nn.Module]] = []
         plain = {name: one for name, one, _ in pairs(live.plain, live.plain)}
@@ -86,7 +86,7 @@ class _Carrying:
         return self.target
 
     def _all_are_there(self) -> None:
-        """A difference in a layer that the reduced model left out must also be in a kept layer of the same kind."""
+        """Check that a difference in a layer that the reduced model left out is also in a kept layer of the same kind."""
         there = {(NUMBER.sub(".*", name), self.live.differences.get(name)) for name, *_ in self.triples}
         for name, found in self.live.differences.items():
             if (NUMBER.sub(".*", name), found) not in there:
@@ -127,7 +127,7 @@ class _Carrying:
         vars(reduced)[key] = value
 
     def _number(self, key: str, value: int, plain: Any, reduced: Any) -> int:
-        """A number that is not a size stays; a size becomes the reduced model's."""
+        """The number for the reduced model: a size becomes the reduced one; any other number stays."""
         known = self.numbers.get((key, value)) or self.sizes.get(value, set())
         if type(plain) is int and plain == reduced:
             return value
@@ -178,7 +178,7 @@ class _Carrying:
             del reduced._parameters[leaf]
 
     def _parameter(self, leaf: str, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of the reduced size with values of about the same size; the same result for the same parameter."""
+        """A parameter of the reduced size, with values of about the same magnitude. The same parameter always gives the same result."""
         if id(parameter) not in self.counterparts:
             shape = self._shape(leaf, parameter)
             dtype = self.dtype if parameter.is_floating_point() else parameter.dtype

@@ -9,15 +9,15 @@ from transformers import PreTrainedConfig
 
 from .pictures import parts
 
-SECTIONS = "mrope_section"  # how many frequencies turn with time, rows and columns
+SECTIONS = "mrope_section"  # the number of frequencies for time, for rows and for columns
 
 
 def completed(config: PreTrainedConfig, module: nn.Module) -> PreTrainedConfig:
-    """A configuration with the sections of rotary frequencies that a model of it has by default: they shrink with its heads.
+    """A configuration with the default sections of rotary frequencies written out, so that they shrink with the heads.
 
     Args:
-        config: it is copied where something is missing.
-        module: built from it, on any device.
+        config: the configuration; it is copied where something is missing.
+        module: the model built from it, on any device.
     """
     own = list(parts(config))
     missing = {}

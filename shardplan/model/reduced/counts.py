@@ -8,7 +8,7 @@ from math import lcm
 from types import MappingProxyType
 
 WIDTHS_OF_HIDDEN = (0.25, 2.0)  # other widths stay between these multiples of the hidden size
-# Up to four times for a vision tower: four patches joined are that much wider.
+# Up to four times for a vision tower: four joined patches are four times as wide.
 WIDTHS_OF_TOWER = (0.25, 4.0)
 
 
@@ -18,13 +18,13 @@ def same_relation(small: int, large: int, tp: int) -> bool:
 
 
 def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Collection[int] = ()) -> int:
-    """The smallest number from `at_least` on with the same relation to tp as `large`.
+    """The smallest number, at least `at_least`, with the same relation to tp as `large`.
 
     Args:
         large: the original.
         tp: the number of ranks.
-        at_least: where to begin; ignored where `large` is below tp and this is not.
-        multiple_of: what must divide it, unless no number below 64 tp multiples of it has that relation.
+        at_least: the lower bound; ignored where `large` is below tp and the bound is not.
+        multiple_of: divides the result, unless none of its first 64 tp multiples has this relation.
         avoid: numbers already taken.
     """
     if large < tp <= at_least:
@@ -34,7 +34,7 @@ def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Col
     for small in count(start, step):
         if same_relation(small, large, tp) and small not in avoid:
             return small
-        if small > start + 64 * tp * step:  # not a multiple of `multiple_of` can
+        if small > start + 64 * tp * step:  # no multiple of `multiple_of` can
             return like(large, tp, at_least=at_least, avoid=avoid)
     raise AssertionError("unreachable")
 
@@ -48,30 +48,30 @@ def small_counts(
     cp: int = 1,
     shared: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, int]:
-    """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are
-    kept.
+    """Small counts (of heads, for example) for large ones. They keep order, equality, and divisibility by each
+    other and by tp.
 
-    A count with several per rank keeps at least two per rank, one that divides tp is not changed. `{32: 16, 8: 4}` at tp 2
-    gives `{8: 4, 32: 8}`.
+    A count with several per rank keeps at least two per rank; a count that divides tp does not change. For example,
+    {32, 8} at tp 2 gives `{8: 4, 32: 8}`.
 
     Args:
         values: the counts.
         tp: the number of ranks.
-        at_least: the least of a count that tp does not divide.
-        times: how many times as many as usual of a count that tp divides.
-        cp: the number of ranks that the heads of a tp rank are shared out to; it divides counts with several heads on one rank.
-        shared: counts of heads that several cp ranks compute with -> how many a tp rank has.
+        at_least: the lower bound of a count that tp does not divide.
+        times: the factor by which counts that tp divides are larger than usual.
+        cp: the number of ranks that share the heads of a tp rank; it divides counts with several heads on one rank.
+        shared: counts of heads that several cp ranks compute with -> the number on a tp rank.
     """
     if cp == 1:
         shared = {}
     small: dict[int, int] = {}
     floor = 1
     values = sorted({v for v in values if v > 0})
-    # Where several ranks compute with a head, each has several queries for it: code that repeats a head shows how often.
+    # Where several ranks compute with a head, each has several queries for it: code that repeats the head shows the number.
     most = times * (4 * tp if any(value < tp and tp % value == 0 for value in values) else 2 * tp)
     most = max(most, times * tp * cp * (4 if shared.keys() & values else 1))
     for value in values:
-        if value < tp and tp % value == 0:  # heads with which several ranks compute: as many for each
+        if value < tp and tp % value == 0:  # several ranks compute with a head: the same number for each head
             small[value], floor = value, value + 1
             continue
         if value in shared:
@@ -99,7 +99,7 @@ def small_head_dims(
         values: the head dims.
         parts: (head dim, fraction of it that is rotary): this many dims, rounded down, must stay even.
         suits: a condition on the result, if some result fulfils it.
-        least: what the smallest becomes at least.
+        least: the lower bound of the smallest result.
     """
     values = sorted({v for v in values if v > 0})
     if not values:
@@ -122,13 +122,13 @@ def small_head_dims(
 def small_widths(
     values: Iterable[int], hidden: tuple[int, int], tp: int, limits: tuple[float, float] = WIDTHS_OF_HIDDEN
 ) -> dict[int, int]:
-    """Small widths in about the original proportion to the hidden size; different ones stay different.
+    """Small widths in about the original proportion to the hidden size; different widths stay different.
 
     Args:
         values: intermediate sizes, ranks and the like.
         hidden: the original and the small hidden size.
         tp: the number of ranks.
-        limits: the smallest and the largest multiple of the hidden size.
+        limits: the smallest and the largest width, as multiples of the hidden size.
     """
     large, small = hidden
     lowest, highest = limits

@@ -1,4 +1,4 @@
-"""Arguments in addition to text, for parts of a model that text alone does not reach: encoder states for
+"""Arguments in addition to text, for the parts of a model that text alone does not reach: encoder states for
 cross-attention, and token types."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidd
 
 
 def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> tuple[dict[str, Extra], bool]:
-    """The arguments that give a gradient to parameters that text alone does not reach, by name; and whether the model runs with
-    one of them only, as where it compares texts with pictures or drops the positions of a picture from its logits.
+    """The arguments, by name, that give gradients to parameters that text alone does not reach; and whether the model runs only with
+    one of them, as when it compares texts with pictures or drops a picture's positions from its logits.
 
     Args:
-        model: the reduced model; it is called.
+        model: the reduced model; it is run.
         config: its configuration.
         inputs: text.
     """
@@ -69,7 +69,7 @@ def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
 
 
 def _media(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int) -> Iterator[Extra]:
-    """Pictures and sounds that no token represents."""
+    """Pictures and sounds without tokens of their own."""
     if name in FEATURES:
         yield partial(_regions, config=config)
         return
@@ -114,7 +114,7 @@ def _unreached(model: nn.Module, inputs: Mapping[str, Any]) -> set[str] | None:
         with torch.random.fork_rng(devices=[]):
             loss_of(model(**inputs)).backward()
         return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
-    except Exception:  # of the modelling code: the next run of the model reports it
+    except Exception:  # raised by the modelling code: the next run of the model reports it
         return None
     finally:
         model.zero_grad(set_to_none=True)

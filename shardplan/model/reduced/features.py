@@ -17,7 +17,7 @@ from .forms import GRIDS, KINDS, SPOKEN, Form, code_books, coded, first_running,
 from .model_inputs import Labels, labels_of, text_inputs
 from .pictures import BATCH
 
-DECODER_ONLY = "use_decoder_only_language_model"  # of classes for both: there is no encoder of text
+DECODER_ONLY = "use_decoder_only_language_model"  # in classes that can have a text encoder: they have none
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Features:
     """Inputs of one kind.
 
     Args:
-        kind: "audio", "picture", "series" or "seq2seq" (whose text may have images in it).
+        kind: "audio", "picture", "series" or "seq2seq" (its text may contain images).
         make: seed -> keyword arguments of `forward`.
     """
 
@@ -34,11 +34,11 @@ class Features:
 
 
 def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
-    """The inputs of a model whose forward does not accept text alone; None for other models. Where it may accept
-    several forms, the first that it runs with."""
+    """The inputs of a model whose forward does not accept text alone; None for other models. Of several possible
+    forms, the first one with which the model runs."""
     accepted = inspect.signature(model.forward).parameters
     decodes = "decoder_input_ids" in accepted and not config_value(config, DECODER_ONLY)
-    gridded = any(name in accepted for name in GRIDS)  # a tower that reads pictures of several sizes
+    gridded = any(name in accepted for name in GRIDS)  # a tower for pictures of several sizes
     mains = [name for name in KINDS if name in accepted and (gridded or name != "hidden_states")]
     main = next(iter(mains), None) if "input_ids" not in accepted else None
     named = getattr(type(model), "main_input_name", "input_ids")
@@ -47,7 +47,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
     if main is None and not ("input_ids" in accepted and decodes):
         return None
     labels = labels_of(type(model))
-    read = [main, *mains] if named not in mains else [main]  # where the class does not say which, any of them
+    read = [main, *mains] if named not in mains else [main]  # any of them, where the class does not name one
     arrays: list[Form] = [lambda seed: {}]
     if main is not None:
         arrays = [form for one in dict.fromkeys(filter(None, read)) for form in forms_of(model, config, one, seq_len)]
@@ -63,7 +63,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
             ids = text.pop("input_ids", None)
             made: dict[str, Any] = {}
             if main is None:
-                made["input_ids"] = ids.flip(1)  # the two sides read other tokens
+                made["input_ids"] = ids.flip(1)  # the two sides read different tokens
                 if "bbox" in accepted:
                     made["bbox"] = shares(ids, seed)
             else:
@@ -87,7 +87,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
 
 
 def _labels(form: Labels, config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
-    if form == "spoken":  # the first token means none
+    if form == "spoken":  # the first token is the id for none
         return torch.randint(1, int(config.vocab_size), (BATCH, SPOKEN), generator=generator)
     return _classes(config, generator)
 

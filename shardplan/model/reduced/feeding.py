@@ -24,7 +24,7 @@ from .pictures import BATCH
 from .precision import cast
 
 IDS = ("input_ids", "decoder_input_ids", "labels")
-Boxed = Callable[[Tensor, int], Tensor]  # (input_ids, seed) -> each token's box on its page
+Boxed = Callable[[Tensor, int], Tensor]  # (input_ids, seed) -> the box of each token on its page
 Feed = Callable[[str, int, Padding | None], dict[str, Any]]
 
 
@@ -44,7 +44,7 @@ class Feeding:
 
 
 def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str, inputs: Inputs | None) -> Feeding:
-    """The inputs of a reduced model: the user's, or those that its forward accepts.
+    """The inputs of a reduced model: the user's own, or those that its forward accepts.
 
     Args:
         model: the reduced model; it is called to find which images it accepts.
@@ -101,7 +101,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _codebooks(model: nn.Module) -> int:
-    """How many tables of tokens the model adds up, where it has a list of them; else 0."""
+    """The number of token tables that the model adds up, where it has a list of them; else 0."""
     try:
         tables = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     except NotImplementedError:
@@ -110,8 +110,8 @@ def _codebooks(model: nn.Module) -> int:
 
 
 def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
-    """The user's function for a model whose configuration is reduced: its token ids are taken modulo the size of the
-    reduced vocabulary; negative ones (labels that do not count) stay."""
+    """The user's function, changed for a reduced configuration: token ids are taken modulo the size of the reduced
+    vocabulary; negative ids (labels that do not count) stay."""
     rows = config_value(text_config(config), "vocab_size")
     accepted = [
         p
@@ -139,7 +139,7 @@ WithImages = Callable[[int, Padding | None, Fitting], dict[str, Any]]  # (seed, 
 
 
 def _of_features(model: nn.Module, config: PreTrainedConfig, features: Features, seq_len: int) -> Feeding:
-    """The inputs of a model whose forward does not accept text alone; an encoder's text has images where it takes them."""
+    """The inputs of a model whose forward does not accept text alone; an encoder's text has images where it accepts them."""
 
     def with_images(seed: int, padding: Padding | None, images: Fitting) -> dict[str, Any]:
         return features.make(seed) | image_inputs(config, None, seq_len, seed, padding, images)
@@ -176,6 +176,6 @@ def _runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(**inputs)
-    except Exception:  # of the modelling code, which wants images too
+    except Exception:  # raised by the modelling code, which needs images too
         return False
     return True

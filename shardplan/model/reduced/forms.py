@@ -1,4 +1,4 @@
-"""Forms that arrays of sounds, pictures and series may have, in the order in which they are tried; and which of them a model runs with."""
+"""The forms of arrays of sounds, pictures and series, in the order in which they are tried, and the choice of one with which a model runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .scale import hidden_size, is_size
 Arrays = dict[str, Tensor]
 Make = TypeVar("Make", bound=Callable[..., dict[str, Any]])  # called with a seed
 Form = Callable[[int], Arrays]  # seed -> arguments of forward
-# Arguments of forward that a model may read in place of token ids -> the kind of input.
+# Arguments of forward that a model may read instead of token ids -> the kind of input.
 KINDS = {
     "input_features": "audio",
     "input_values": "audio",
@@ -34,7 +34,7 @@ KINDS = {
     "query_embeds": "queries",
     "latents": "latents",
 }
-# What towers call the arguments that whole models call otherwise.
+# The arguments' names in towers, where whole models use others.
 TOWER = {
     "image_grid_thw": ("grid_thw", "grid_thws", "image_grid_thw"),
     "image_position_ids": ("pixel_position_ids", "image_position_ids"),
@@ -45,38 +45,38 @@ TOWER = {
 GRIDS = TOWER["image_grid_thw"]
 SPOKEN = 3  # tokens of a transcript
 SAMPLES = 4  # frames of a waveform's features for each token
-SUBSAMPLED = 8  # the same, where convolutions over a spectrogram leave out most of its frames
-UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
-FRAMES = 2  # of a film, where the configuration does not say
-LARGER = (2, 4, 8)  # times the side of a picture, for pyramids that halve it in each stage
+SUBSAMPLED = 8  # the same for convolutions over a spectrogram, which leave out most of its frames
+UNKNOWN_STRIDE = 400  # samples for each token, where only the code has the convolutions' strides: 25 ms at 16 kHz
+FRAMES = 2  # of a film, where the configuration does not have the number
+LARGER = (2, 4, 8)  # factors of a picture's side, for pyramids that halve it in each stage
 MASK = "mask"
 
 
 def first_running(model: nn.Module, candidates: Sequence[Make]) -> Make:
-    """The first of several inputs that a model runs with, to finite results; the first of all where it runs with none,
-    so that its error is the one reported."""
+    """The first of several inputs with which a model runs and gives finite results. Where there is none, the very first, so
+    that its error is reported."""
     if len(candidates) == 1:
         return candidates[0]
     return next((one for one in candidates if runs(model, one(0))), candidates[0])
 
 
 def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model runs with some inputs, to finite results."""
+    """Whether a model runs with these inputs and gives finite results."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     given = {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return all(bool(result.isfinite().all()) for result in results_of(model(**given)).values())
-    except Exception:  # of the modelling code, on inputs of another form
+    except Exception:  # raised by the modelling code for inputs of another form
         return False
 
 
 def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int) -> list[Form]:
-    """The forms in which a model may accept an argument, with those that belong to it.
+    """The forms in which a model may accept an argument, with the arguments that belong to it.
 
     Args:
         main: one of KINDS.
-        seq_len: how many positions the model has from it, where the configuration lets this be chosen.
+        seq_len: the number of positions that the model makes of it, where the configuration leaves this open.
     """
     accepted = inspect.signature(model.forward).parameters
     if KINDS[main] in ("picture", "video"):
@@ -91,7 +91,7 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
 
 
 def code_books(config: PreTrainedConfig) -> Iterator[int]:
-    """How many codes each place of a sequence may have: as many as there are books or channels, and a token of text."""
+    """The possible numbers of codes at each position: the number of books or channels, and one more with a text token."""
     numbers = (
         config_value(part, name) for part in parts(config) for name in ("num_codebooks", "num_channels", "codebook_num")
     )
@@ -99,7 +99,7 @@ def code_books(config: PreTrainedConfig) -> Iterator[int]:
 
 
 def coded(config: PreTrainedConfig, ids: Tensor, books: int) -> Tensor:
-    """Codes of several books at each place, [batch, sequence, books], from token ids."""
+    """Codes of several books at each position, [batch, sequence, books], made from token ids."""
     sizes = (
         config_value(part, n) for part in parts(config) for n in ("vocab_size", "codebook_vocab_size", "codebook_size")
     )
@@ -115,7 +115,7 @@ def boxes(ids: Tensor, seed: int) -> Tensor:
 
 
 def shares(ids: Tensor, seed: int) -> Tensor:
-    """As `boxes`, in shares of the page's sides."""
+    """As `boxes`, as shares of the page's sides."""
     return boxes(ids, seed) / 1000
 
 
@@ -132,7 +132,7 @@ def _numbers(config: PreTrainedConfig, *names: str) -> list[int]:
 def _spectrograms(
     model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int, accepted: Mapping[str, Any]
 ) -> Iterator[Form]:
-    """[BATCH, bins, frames], as long as the encoder's table of positions after its convolutions, where there is one, or as a window;
+    """[BATCH, bins, frames], with the length of a window or, where there is one, of the encoder's position table after its convolutions;
     [BATCH, frames, bins]; either with a mask of its frames."""
     bins, positions = config_value(config, "num_mel_bins"), config_value(config, "max_source_positions")
     frames = 2 * positions if isinstance(positions, int) else SAMPLES * seq_len
@@ -163,7 +163,7 @@ def _spectrograms(
 
 def _waves(config: PreTrainedConfig, seq_len: int, accepted: Mapping[str, Any]) -> Iterator[Form]:
     """[BATCH, samples], from which the convolutions compute `seq_len` features; a spectrogram [BATCH, frames, bins] where the
-    configuration has bins; [BATCH, channels, samples]; the hidden states of both sides where something else makes them."""
+    configuration has bins; [BATCH, channels, samples]; the hidden states of both sides where the model does not make them."""
     bins, frames = config_value(config, "num_mel_bins"), config_value(config, "max_length")
     length = UNKNOWN_STRIDE * seq_len
     strides, kernels = config_value(config, "conv_stride", ()), config_value(config, "conv_kernel", ())
@@ -219,7 +219,7 @@ def _pictures(config: PreTrainedConfig, main: str, accepted: Mapping[str, Any]) 
 
 
 def _states(config: PreTrainedConfig, main: str, seq_len: int, accepted: Mapping[str, Any]) -> Iterator[Form]:
-    """[BATCH, positions, width] or [BATCH, width, positions]; with what another model's encoder gives."""
+    """[BATCH, positions, width] or [BATCH, width, positions], with the outputs of another model's encoder."""
     width = hidden_size(config) or 1
     yield lambda seed: {main: _drawn(seed, BATCH, seq_len, width)}
     yield lambda seed: {main: _drawn(seed, BATCH, width, seq_len)}
@@ -233,7 +233,7 @@ def _states(config: PreTrainedConfig, main: str, seq_len: int, accepted: Mapping
 
 
 def _series(config: PreTrainedConfig, accepted: Mapping[str, Any]) -> Iterator[Form]:
-    """[BATCH, time, channels]; one channel with what is known of each time, and of the times to predict."""
+    """[BATCH, time, channels]; or one channel, with the known features of each time and of the times to predict."""
     length = next(iter(_numbers(config, "context_length")), 16)
     channels = next(iter(_numbers(config, "num_input_channels", "input_size")), 1)
     yield lambda seed: {"past_values": _drawn(seed, BATCH, length, channels)}

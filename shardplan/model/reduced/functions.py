@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 
 
 class Calls(Protocol):
-    """Records such calls. Each method gets the name, the call, its positional arguments and its keyword arguments."""
+    """Records such calls. Each method receives the name, the call, its positional arguments and its keyword arguments."""
 
     def applied_function(self, name: str, call: Call, args: tuple, kwargs: dict) -> Any: ...
 
@@ -26,16 +26,16 @@ class Calls(Protocol):
 
 @dataclass(slots=True)
 class Body:
-    """The body of an autograd.Function that runs now. Its operations are recorded, and dropped if the function
-    counts as one operation.
+    """The running body of an autograd.Function. Its operations are recorded, and dropped if the function counts as one
+    operation.
 
     Args:
-        scope: the calling module, and the number of its call.
-        label: the position of the call in that code.
-        start: the number of positions before it.
+        scope: the calling module, and the number of the module's call.
+        label: the position of the function's call in the module's code.
+        start: the number of positions before the body.
         given: the values passed to the function.
-        known: the number of values before it.
-        opened: it runs modules of the model, or reads values that were not passed to it: its operations stay recorded.
+        known: the number of values before the body.
+        opened: it runs modules of the model, or reads values that were not passed to it, so its operations stay recorded.
     """
 
     scope: tuple[str, int]
@@ -48,8 +48,8 @@ class Body:
 
 @contextmanager
 def functions_of(recorder: Calls) -> Iterator[None]:
-    """While it lasts, calls of autograd.Function, torch.vmap and scripted functions go to the recorder."""
-    # Below Function.apply itself: code often keeps the bound method (`swiglu = SwiGLU.apply`).
+    """Within this context, calls of autograd.Function, torch.vmap and scripted functions go to the recorder."""
+    # Patched below Function.apply, as code often keeps the bound method (`swiglu = SwiGLU.apply`).
     function, mapping = private("FunctionBase"), private("vmap_home")
     scripted: Any = torch.jit.ScriptFunction  # one of its methods is replaced
     call, vmap = scripted.__call__, mapping.vmap_impl

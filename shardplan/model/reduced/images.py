@@ -1,5 +1,5 @@
-"""Images, videos and sound for the reduced model: which arrays, by the names of forward's arguments, and how many
-tokens they need.
+"""Images, videos and sound for the reduced model: their arrays, by the names of forward's arguments, and the number of
+tokens that they need.
 
 A family whose images have another form is one more entry of RECIPES. The number of tokens of an image is not computed
 from the configuration: the reduced model's own vision part runs, and its features are counted.
@@ -30,10 +30,10 @@ class Recipe:
 
     Args:
         kind: the kind of the inputs.
-        names: the arguments of forward, and of what gives features, that it fills.
+        names: the arguments that it fills, of forward and of the function that returns features.
         make: their values, in the order of the names.
-        placed: whether its features take the places of tokens, rather than being read by attention to them.
-        reads: further arguments: which tokens read which picture, [BATCH, sequence, 1].
+        placed: whether its features replace tokens; else attention reads them.
+        reads: further arguments that say which tokens read which picture, [BATCH, sequence, 1].
     """
 
     kind: Kind
@@ -91,13 +91,13 @@ RECIPES = (
     Recipe("video", ("pixel_values_videos",), lambda p: (p.squares(2).flatten(0, 1),)),
     Recipe("audio", ("input_features", "input_features_mask", "padding_mask"), lambda p: p.spectrograms()),
 )
-# Arguments of forward that mark image tokens, and the numbers for the two kinds.
+# Arguments of forward that mark image tokens, and the numbers that mark the two kinds.
 TYPES: Mapping[str, Mapping[Kind, int]] = {
     "token_type_ids": {"image": 1, "video": 1},
     "mm_token_type_ids": {"image": 1, "video": 2},
     "image_embeds_position_mask": {"image": 1},
 }
-# Numbers of features that replace tokens marked by an argument of forward, where no id represents them.
+# The numbers of features where an argument of forward marks the tokens to replace, and no id does.
 QUERIES = ("latent_query_num",)
 MARKS = "image_embeds_position_mask"
 
@@ -108,8 +108,8 @@ class Fitting:
 
     Args:
         recipe: what to make.
-        token: the id that represents a piece of an image; None where none does.
-        count: how many of them each row has.
+        token: the id that represents a piece of an image; None where there is none.
+        count: how many of these tokens each row has.
         types: further arguments of forward, and the number in them that marks these tokens.
     """
 
@@ -123,12 +123,12 @@ class Fitting:
 
 
 def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Callable[[Fitting], None]) -> Fitting | str:
-    """The first form of images of a kind that a reduced model accepts; or why none fits; "" where it accepts no images of
-    that kind.
+    """The first form of images of a kind that a reduced model accepts; else the reason why none fits; "" where it accepts no
+    images of this kind.
 
     Args:
         model: the reduced model.
-        tries: runs the model on inputs with these images, and passes on its exception.
+        tries: runs the model on inputs with these images, and raises its exception.
     """
     accepted = inspect.signature(model.forward).parameters
     recipes = [r for r in RECIPES if r.kind == kind and all(name in accepted for name in (*r.names, *r.reads))]
@@ -143,7 +143,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
                 types = {name: kinds[kind] for name, kinds in TYPES.items() if name in accepted and kind in kinds}
                 found = Fitting(recipe, token, count(), types)
                 tries(found)
-            except Exception as error:  # whatever the modelling code raises on images that it does not accept
+            except Exception as error:  # the modelling code may raise anything for images that it does not accept
                 why = why or reason(error)
                 continue
             return found
@@ -153,7 +153,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
 def _places(
     model: nn.Module, config: PreTrainedConfig, recipe: Recipe, accepted: Mapping[str, Any]
 ) -> Iterator[tuple[Callable[[], int], int | None]]:
-    """How many tokens the images of a row take the places of, and which id these tokens have."""
+    """The number of tokens that the images of a row replace, and the id of these tokens."""
     if not recipe.placed:
         yield lambda: 0, None
         return
@@ -205,10 +205,10 @@ def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfi
         except TypeError:
             if len(arrays) == len(made) or not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
                 raise
-            found = features(**made)  # it hands on what it does not name
+            found = features(**made)  # it passes on arguments that it does not name
     given = getattr(found, "pooler_output", None)
     given = given if given is not None else getattr(found, "last_hidden_state", found)
-    if given is None:  # all of them go between the layers: (layer, features of each image)
+    if given is None:  # all features go between the layers: (layer, features of each image)
         (_, given), *_ = found.deepstack_features
     rows = sum(part.numel() // part.shape[-1] for part in ([given] if isinstance(given, Tensor) else given))
     if rows < BATCH or rows % BATCH:

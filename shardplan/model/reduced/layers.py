@@ -1,4 +1,4 @@
-"""Which layers of the original the reduced model keeps: each kind once, in order."""
+"""Choosing the layers of the original that the reduced model keeps: each kind once, in order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .fields import role
 Signature = tuple[tuple[Any, ...], ...]
 Listings = list[tuple[str, tuple[str, ...]]]
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
-PART = re.compile(r"[._]\d+(?=\.|$)")  # also of a dictionary: `expert_0`
-SERIAL = 4  # an integer with more values than this over the layers counts them; it is no difference in kind
+PART = re.compile(r"[._]\d+(?=\.|$)")  # also in names of a dictionary's parts: `expert_0`
+SERIAL = 4  # an integer with more different values over the layers numbers them: no difference in kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Kept:
     layers: tuple[int, ...]
 
     def of(self, values: Sequence[Any]) -> list[Any]:
-        """A list with one element per layer, for the kept layers."""
+        """The kept layers' elements of a list with one element per layer."""
         return [values[i] for i in self.layers]
 
     def indices(self, indices: Iterable[int]) -> list[int]:
@@ -41,25 +41,24 @@ class Kept:
         return [self.layers.index(i) for i in indices if i in self.layers]
 
     def of_each(self, values: Sequence[Any]) -> list[Any]:
-        """As `of`; in a list that names a layer for each layer, a name becomes the last kept layer up to it."""
+        """As `of`. Where the elements of the list name layers, each becomes the last kept layer up to the named one."""
         return [max(0, self.before(v + 1) - 1) for v in self.of(values)] if _names_layers(values) else self.of(values)
 
     def before(self, index: int) -> int:
-        """How many kept layers come before the original's layer `index`."""
+        """The number of kept layers before the original's layer `index`."""
         return sum(i < index for i in self.layers)
 
 
 def candidates(
     tree: ModuleTree, count: int, config: Mapping[str, Any], others: Sequence[Hashable] = (), least: int = 1
 ) -> tuple[Kept, ...]:
-    """Choices of layers to try, the fewest first: the first of each kind; all layers up to there, which rules
-    like "every fourth layer" need; the same with the first two of each kind, which layers that share weights
-    need.
+    """Choices of layers to try, the fewest first: the first of each kind; all layers up to the last of these, for rules
+    like "every fourth layer"; the same two choices with the first two of each kind, for layers that share weights.
 
-    Where all layers are of one kind, there are two. With `least` there are at least so many, as far as the model has them.
+    Where all layers are of one kind, two are kept. `least` is the lower bound, as far as the model has so many.
 
-    Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every
-    list of the configuration that has one entry per layer, and among `others`, where these are given.
+    Layers are of one kind if they have the same modules, parameters and flags, the same entries in each list of the
+    configuration with one entry per layer, and the same entry in `others`, where this is given.
     """
     signatures: list[Any] = kinds(tree, count, config)
     if others:
@@ -79,7 +78,7 @@ def candidates(
 
 
 def _at_least(least: int, layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The layers, filled up to a number with the first of the others."""
+    """The layers, with the first of the others added up to a number of `least`."""
     more = [i for i in range(count) if i not in layers][: max(0, least - len(layers))]
     return tuple(sorted((*layers, *more)))
 
@@ -90,18 +89,18 @@ def kinds(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> list[Signa
 
 
 def layer_lists(tree: ModuleTree, count: int) -> tuple[str, ...]:
-    """The names of the module lists with one element per layer."""
+    """The names of the module lists that have one element per layer."""
     return tuple(name for name, _ in _lists(tree, count))
 
 
 def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> list[Any]:
     """The facts that a reduced layer must share with its original: the classes of its modules, and their parameters'
-    names and dimensions. Numbered parts (experts) count as one.
+    names and dimensions. Numbered parts (experts) count as one part.
 
     Args:
         tree: the original's or the reduced model's.
         names: the module lists of the layers.
-        layers: which elements of them.
+        layers: the indices of their elements.
     """
     listings = [(name, tree.children[name]) for name in names]
     return [
@@ -118,7 +117,7 @@ def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> l
 
 
 def _structures(tree: ModuleTree, count: int) -> list[Signature]:
-    """For each layer everything that distinguishes it: modules, shapes, and integers that do not just
+    """For each layer, everything that distinguishes it: modules, shapes, and integers that do more than
     number the layers."""
     listings = _lists(tree, count)
     layers = [_layer(tree, listings, i) for i in range(count)]
@@ -186,8 +185,8 @@ def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
 
 
 def sections(config: Mapping[str, Any], count: int) -> dict[str, range]:
-    """The layers of each section of a model, in order, where its configuration has a number for each, and these add up
-    to all of its layers (those before, inside and after a loop, say)."""
+    """The layers of each section of a model, in order (for example those before, inside and after a loop). The configuration
+    has the number of each section, and the numbers add up to all layers."""
     numbers = {
         name: value
         for name, value in config.items()
@@ -200,5 +199,5 @@ def sections(config: Mapping[str, Any], count: int) -> dict[str, range]:
 
 
 def _names_layers(values: Sequence[Any]) -> bool:
-    """Whether a list with one element per layer has the indices of layers."""
+    """Whether the elements of a list with one element per layer are layer indices."""
     return all(type(v) is int and 0 <= v < len(values) for v in values) and len(set(values)) > SERIAL

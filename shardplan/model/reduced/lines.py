@@ -1,7 +1,7 @@
-"""Which line of the model's own code is running.
+"""The running line of the model's own code.
 
-A module of torch that is made of others (nn.MultiheadAttention, nn.TransformerEncoderLayer) is model code like the
-user's: its lines decide the layout of a value. A module that only calls its children (nn.Sequential) decides nothing.
+A torch module that is made of other modules (nn.MultiheadAttention, nn.TransformerEncoderLayer) is model code like the
+user's: its lines decide the layout of a value. A module that only calls its children (nn.Sequential) is not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Running = tuple[FrameType, int]  # a frame, and the line in it
 
 
 def model_line() -> SourceLine | None:
-    """The innermost running line that is the model's."""
+    """The innermost running line of the model's code."""
     return _line(_outwards(sys._getframe(1)))
 
 
 def raising_line(error: Exception) -> SourceLine | None:
-    """The innermost line of the model's code that an exception came through, or of the running call if it is raised now."""
+    """The innermost line of the model's code that an exception passed through, or that runs now if it is being raised."""
     return _line(reversed(list(traceback.walk_tb(error.__traceback__)))) or model_line()
 
 
@@ -42,15 +42,15 @@ def _outwards(frame: FrameType | None) -> Iterator[Running]:
 
 
 def _line(frames: Iterable[Running]) -> SourceLine | None:
-    """The line of the first frame that is the model's, seen from inside."""
-    inner: SourceLine | None = None  # in the code of a module of torch
+    """The line of the innermost frame in the model's code."""
+    inner: SourceLine | None = None  # in the code of a torch module
     container: SourceLine | None = None
     for frame, number in frames:
         file = frame.f_code.co_filename
         if file == CALL:
             inner = None
             if container is not None and frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(OURS):
-                return container  # the model itself is torch's
+                return container  # the model itself is a torch module
         elif file.startswith(MODULES):
             inner = inner or SourceLine(file, number)
             made_of_others = _made_of_others(frame)
@@ -64,7 +64,7 @@ def _line(frames: Iterable[Running]) -> SourceLine | None:
 
 
 def _made_of_others(frame: FrameType) -> str:
-    """Whether a frame runs the forward of a module of torch that holds others; "container" where it only calls them."""
+    """Whether a frame runs the forward of a torch module that holds other modules; "container" where it only calls them."""
     if frame.f_code.co_name != "forward":
         return ""
     module = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Widths of one part of a configuration that are another part's hidden size: they become its small one."""
+"""Widths in one part of a configuration that are another part's hidden size: they become the small hidden size."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from transformers import PreTrainedConfig
 from .fields import role
 from .scale import hidden_size, is_size
 
-# What may be another part's width: of projections, not of an MLP's own middle.
+# Fields that may be another part's width: those of projections, but not an MLP's intermediate width.
 LINKS = re.compile(
     r"(?!.*(intermediate|ffn|mlp|d_ff|inner|position|num_))"
     r"(.*_)?(hidden_size(_global)?|projection_size|dim|channels|hidden_dim|upsample_groups)"
 )
 OWN = ("hidden_size", "d_model", "embed_dim", "head_dim", "n_embd")
-HALF = "num_pos_feats"  # sines; there are as many cosines
+HALF = "num_pos_feats"  # counts the sines; there are as many cosines
 SMALLEST = 64  # smaller numbers are equal by chance
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A nested configuration, and the fields made small."""
+    """A nested configuration, and its fields made small."""
 
     path: str
     config: PreTrainedConfig
@@ -32,8 +32,8 @@ class _Part:
 
 
 def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig) -> None:
-    """Changes the small fields of a configuration, in place: a width follows another part's hidden size where it equals
-    it, or that times the number of joined patches or layers.
+    """Change the small fields of a configuration, in place. A width follows another part's hidden size where it equals this
+    size, or this size times the number of joined patches or layers.
 
     Args:
         config: the original.
@@ -42,7 +42,7 @@ def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig)
     """
     found = list(_parts("", config, data))
     models = [p for p in found if hidden_size(p.config) is not None]
-    models.sort(key=lambda p: p.config is not text)  # the text model's where several are equal
+    models.sort(key=lambda p: p.config is not text)  # where several are equal, it follows the text model's
     for part in found:
         for name, value in vars(part.config).items():
             if name in part.data and (LINKS.fullmatch(name) or name == HALF) and role(name) in (None, "width"):
@@ -65,7 +65,7 @@ def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, An
                 if model.config is part.config and any(
                     hidden_size(m.config) == value for m in models if m is not model
                 ):
-                    continue  # of two with one width, the other's
+                    continue  # two parts have the same width: it follows the other part
                 return new
         for model in order:
             hidden, new = hidden_size(model.config), _small_hidden(model)
@@ -80,7 +80,7 @@ def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, An
 
 
 def _joined(part: _Part) -> Iterator[tuple[int, int]]:
-    """How many of a tower's values are joined to one, before and after: patches to a token, results of layers."""
+    """The number of a tower's values that are joined to one, before and after: patches to a token, results of layers."""
     for name in ("merge_size", "spatial_merge_size"):
         merge = getattr(part.config, name, None)
         if isinstance(merge, int):

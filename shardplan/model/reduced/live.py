@@ -29,7 +29,7 @@ FLAGS = (  # of hooks, under the same numbers
     "_forward_pre_hooks_with_kwargs",
     "_is_full_backward_hook",
 )
-# Not read by a forward: of checkpoints, of bookkeeping, of adapters (which are made anew), and compared on its own.
+# No forward reads these: for checkpoints, for bookkeeping, for adapters (which are made anew), and those that are compared separately.
 IGNORED = frozenset(
     "training config generation_config name_or_path warnings_issued peft_config _hf_peft_config_loaded hf_device_map "
     "_is_hf_initialized is_quantized quantization_method hf_quantizer _parameters _buffers _modules "
@@ -44,11 +44,11 @@ Difference = tuple[str, Hashable]  # attribute, its value
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """A model, and the one that its class and configuration build.
+    """A model, and the plain model that its class and configuration build.
 
     Args:
-        model: the live one.
-        plain: the other, on the meta device.
+        model: the live model.
+        plain: the plain one, on the meta device.
         differences: module name -> its differences; modules without a difference are left out.
     """
 
@@ -68,7 +68,7 @@ class Live:
 
 
 def live_of(model: nn.Module, plain: nn.Module) -> Live | None:
-    """The differences; None without any.
+    """The differences; None where there are none.
 
     Raises:
         NotBound: a difference that no reduced model can have.
@@ -87,7 +87,7 @@ def live_of(model: nn.Module, plain: nn.Module) -> Live | None:
 
 
 def pairs(model: nn.Module, other: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """The modules of two models that have the same name in both; layers that adapters wrap are the layers themselves."""
+    """The modules that have the same name in two models. For a layer in an adapter's wrapper, it is the layer itself."""
     model, other = inside(model), inside(other)
     yield name, model, other
     for leaf, child in model._modules.items():
@@ -137,14 +137,14 @@ def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
 
 
 def not_noise(module: nn.Module, key: str) -> bool:
-    """Whether an attribute does not belong to dropout, which every reduced model turns off."""
+    """Whether an attribute is none of dropout's; every reduced model turns dropout off."""
     return not (role(key) == "dropout" or (key == "p" and kind_of(module) == "dropout"))
 
 
 def same_config(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other) or not hasattr(one, "to_dict"):
         return type(one) is type(other)
-    chosen = ("dtype", "torch_dtype", "use_cache", "architectures", "transformers_version")  # by how a model is built
+    chosen = ("dtype", "torch_dtype", "use_cache", "architectures", "transformers_version")  # as a model is built
 
     def read(config: Any) -> dict[str, Any]:
         return {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in chosen}
@@ -156,12 +156,12 @@ def same_config(one: Any, other: Any) -> bool:
 
 
 def _values(key: str, value: Any) -> Any:
-    """Hooks without the numbers that they were registered under."""
+    """The value; for hooks, without the numbers under which they were registered."""
     return list(value.values()) if key in HOOKS else value
 
 
 def same(key: str, one: Any, other: Any) -> bool:
-    """Whether two attributes are the same as far as code can tell."""
+    """Whether two attributes are the same, as far as code can see."""
     if one is other:
         return True
     if type(one) is type(other) and isinstance(one, NUMBERS):

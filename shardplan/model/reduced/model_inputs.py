@@ -25,13 +25,13 @@ from .images import Fitting
 from .pictures import BATCH
 
 IGNORED = -100  # the label that the losses of transformers and torch ignore
-CHARACTERS = 128  # ids of a model without a vocabulary, which hashes them
+CHARACTERS = 128  # the ids of a model that hashes them and has no vocabulary
 CHOICES = 2  # texts of a row; one is the answer
 
 Padding = Literal["left", "right"]
 Labels = Literal["next", "class", "classes", "choice", "span", "spoken"]
 SPAN = ("start_positions", "end_positions")
-# The classes of transformers with other labels than the next tokens.
+# The classes of transformers whose labels are not the next tokens.
 FORMS: dict[Labels, tuple[Any, ...]] = {
     "class": (
         *MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(),
@@ -49,8 +49,8 @@ def sequence_length(tp: int) -> int:
 
 
 def labels_of(cls: type[nn.Module]) -> Labels | None:
-    """The labels of the class's loss: the next tokens, a class per row, a class per token, which text of a row it is, the first and
-    the last token of an answer, the tokens that were spoken; None for a class without a loss."""
+    """The labels of the class's loss: the next tokens, a class per row, a class per token, the right text of a row, the first and the
+    last token of an answer, the spoken tokens; None for a class without a loss."""
     for form, classes in FORMS.items():
         if cls.__name__ in classes:
             return form
@@ -63,14 +63,14 @@ def labels_of(cls: type[nn.Module]) -> Labels | None:
 def text_inputs(
     config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
 ) -> dict[str, Any]:
-    """Token ids [batch, sequence], or [batch, choices, sequence], that together use as much of the vocabulary as fits, and labels.
+    """Labels, and token ids [batch, sequence] or [batch, choices, sequence] that use as much of the vocabulary as fits.
 
     Args:
         config: the reduced model's.
         labels: see `labels_of`.
         seq_len: the sequence's length.
-        seed: other ids for each.
-        padding: pad the second row by a quarter on that side, and give an `attention_mask`.
+        seed: each seed gives other ids.
+        padding: pad the second row by a quarter on this side, and give an `attention_mask`.
     """
     text = text_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -83,7 +83,7 @@ def text_inputs(
     ids = torch.cat(draws)[:wanted].reshape(shape)
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < rows:
-        ids[0, ..., 1] = pad  # the row that `padding_idx` keeps from learning is looked up too
+        ids[0, ..., 1] = pad  # also look up the row that `padding_idx` keeps from learning
     if labels == "class":
         _end_once(ids, getattr(text, "eos_token_id", None), pad, allowed)
     result: dict[str, Any] = {"input_ids": ids}
@@ -105,7 +105,7 @@ def text_inputs(
 
 
 def padded(inputs: Mapping[str, Any], row: int, side: Padding) -> dict[str, Any]:
-    """Inputs with ids; one row is padded by a quarter: `attention_mask` says so, and labels of tokens leave it out."""
+    """Inputs with ids, where one row is padded by a quarter: `attention_mask` marks the padding, and labels of tokens leave it out."""
     ids, labels = inputs["input_ids"], inputs.get("labels")
     length, quarter = ids.shape[-1], ids.shape[-1] // 4
     where = slice(0, quarter) if side == "left" else slice(length - quarter, length)
@@ -116,13 +116,13 @@ def padded(inputs: Mapping[str, Any], row: int, side: Padding) -> dict[str, Any]
         result["labels"] = labels = labels.clone()
         labels[row, where] = IGNORED
         if side == "left":
-            labels[row, quarter] = IGNORED  # predicted from a position that sees nothing
+            labels[row, quarter] = IGNORED  # predicted from a position without unmasked tokens
     return result
 
 
 def _end_once(ids: Tensor, end: Any, pad: Any, allowed: Tensor) -> None:
-    """Give each row the end token once, in the middle, where nothing is padded: BART's and T5's heads read its state. They raise
-    where rows have it a different number of times, or none has it. A model that pads with it has no such place."""
+    """Give each row the end token once, in the middle, where nothing is padded. BART's and T5's heads read the state there, and raise
+    where rows have different numbers of end tokens, or none. A model that pads with the end token has no such position."""
     if type(end) is int and end != pad and (allowed == end).any():
         ids[ids == end] = next(token for token in allowed.tolist() if token not in (end, pad))
         ids[..., ids.shape[-1] // 2] = end
@@ -131,8 +131,8 @@ def _end_once(ids: Tensor, end: Any, pad: Any, allowed: Tensor) -> None:
 def code_inputs(
     config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None, books: int
 ) -> dict[str, Any]:
-    """As text_inputs for a model that reads several codebooks at once, as codecs of sound have them: ids
-    [batch x codebooks, sequence], labels [batch, sequence, codebooks]."""
+    """As text_inputs, for a model that reads several codebooks of an audio codec at once: ids [batch x codebooks, sequence],
+    labels [batch, sequence, codebooks]."""
     drawn = [text_inputs(config, labels, seq_len, seed * books + i, padding) for i in range(books)]
     result = drawn[0] | {"input_ids": torch.stack([one["input_ids"] for one in drawn], 1).flatten(0, 1)}
     if labels == "next":
@@ -148,8 +148,8 @@ def image_inputs(
     padding: Padding | None,
     images: Fitting,
 ) -> dict[str, Any]:
-    """As text_inputs, with one image (or video) per row: its tokens after the first quarter, and its arrays. The sequence
-    is a multiple of `seq_len`, long enough for the image and a token between what may be padded on either side."""
+    """As text_inputs, with one image (or video) per row: its tokens after the first quarter, and its arrays. The sequence is
+    a multiple of `seq_len`, long enough for the image and one more token between the quarters that may be padded."""
     length = seq_len * max(1, -(-2 * (images.count + 2) // seq_len)) if images.count else seq_len
     begin = length // 4 + 1
     result = text_inputs(config, labels, length, seed, padding)

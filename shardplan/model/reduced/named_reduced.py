@@ -1,4 +1,4 @@
-"""The reduced model that a user names: whether it represents the original."""
+"""The reduced model that a user names, and the check that it represents the original."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .layers import NUMBER
 NOT_REDUCED = Code("SP526")
 
 Facts = Mapping[tuple[str, str], frozenset[Hashable]]
-MOST = 5  # differences that are listed
+MOST = 5  # the most differences that are listed
 
 
 def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: str, seed: int) -> nn.Module:
@@ -54,7 +54,7 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
 
 
 def _facts(tree: ModuleTree) -> Facts:
-    """The facts about every module and parameter of one pattern, over all layers: (pattern, what) -> values."""
+    """The facts about the modules and parameters of each pattern, over all layers: (pattern, fact) -> values."""
     facts: defaultdict[tuple[str, str], set[Hashable]] = defaultdict(set)
     for name, module in tree.modules.items():
         pattern = NUMBER.sub(".*", name)

@@ -57,12 +57,12 @@ def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
     if _is_record(value):
         value = copy.copy(value)
         for name, item in _items(value).items():
-            object.__setattr__(value, name, replaced(item, new))  # of a frozen one too
+            object.__setattr__(value, name, replaced(item, new))  # works for frozen ones too
     return value
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is a dataclass's instance. (A ModelOutput is a mapping.)"""
+    """Whether a value is an instance of a dataclass. (A ModelOutput is a mapping.)"""
     return is_dataclass(value) and not isinstance(value, type)
 
 

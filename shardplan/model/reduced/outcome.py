@@ -17,8 +17,8 @@ ALONE = "output"  # the name of a result that is a tensor by itself
 def results_of(output: Any) -> dict[str, Tensor]:
     """Every floating-point tensor in what a forward returned, by its path: `loss`, `0`, `aux.1`.
 
-    Tuples, lists, mappings and dataclasses are looked into, as deep as they are nested. Other objects are not: the caches
-    of decoding belong to the rank that made them.
+    This goes into tuples, lists, mappings and dataclasses at any depth. Other objects are left out: decoding caches belong
+    to the rank that made them.
 
     Raises:
         ValueError: there is no floating-point tensor in it.
@@ -48,7 +48,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss of what a forward returned; without one of the model's own, the mean of the squares of the first tensor.
+    """The loss in what a forward returned; where there is none, the mean of the squares of the first tensor.
 
     Raises:
         ValueError: as `results_of`.

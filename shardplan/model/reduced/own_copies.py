@@ -26,7 +26,7 @@ NOT_CARRIED = Code("SP524")
 
 LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
 GIVE_INPUTS = "pass `inputs`, a function from a seed to keyword arguments of `forward`"
-MOST_BYTES = 2 * 2**30  # the weights of a module that is copied whole; the ranks' shards need as much memory again
+MOST_BYTES = 2 * 2**30  # of weights of a module that is copied whole; the ranks' shards need the same memory again
 
 
 def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
@@ -60,7 +60,7 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
 
 
 def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
-    """Changes a module, and returns a function that builds copies of it: random weights, training mode, no dropout.
+    """Change a module, and return a function that builds copies of it: random weights, training mode, no dropout.
 
     Raises:
         NotBound: one of its functions cannot be bound to a copy.
@@ -68,12 +68,12 @@ def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[],
     randomise(original, seed)
     without_noise(original)
     in_dtype(original, dtype).train()
-    copied(original)  # raises for what cannot be copied, once
+    copied(original)  # raises once for what cannot be copied
     return lambda: copied(original)
 
 
 def not_carried(name: str, error: NotBound) -> PlanError:
-    """The error for a change of a live model that its reduced model cannot have."""
+    """The error for a change of a live model that cannot be made to its reduced model."""
     if isinstance(error, HeldParameter):
         return refuse(
             NOT_CARRIED,
@@ -90,10 +90,10 @@ def not_carried(name: str, error: NotBound) -> PlanError:
 
 
 def checked(inputs: Inputs, name: str) -> Inputs:
-    """The user's function for inputs, whose mistakes are findings.
+    """The user's function for inputs; its mistakes become findings.
 
     Raises:
-        PlanError: SP522, when it is called.
+        PlanError: SP522, when the function is called.
     """
 
     def call(seed: int) -> Mapping[str, Any]:
@@ -143,7 +143,7 @@ def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> Plan
 
 
 def _initialize(module: nn.Module, initializer: nn.Module) -> None:
-    """As `materialize` does, children first: by the nearest `_init_weights(module)` around a module, else by its `reset_parameters()`."""
+    """Initialise as `materialize` does, children first: by the nearest `_init_weights(module)` around a module, else by its `reset_parameters()`."""
     if callable(getattr(module, "_init_weights", None)):
         initializer = module
     for child in module.children():

@@ -1,4 +1,4 @@
-"""A configuration's facts about images and sound, and arrays of all forms that models take these in."""
+"""A configuration's facts about images and sound, and arrays in all forms that models accept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 BATCH = 2
-SOUND_TOKENS = 2  # of each row's sound, at least; the rest of its frames is padding
-QUESTION = 6  # tokens that a query model reads with a picture
+SOUND_TOKENS = 2  # the least number for each row's sound; the rest of its frames is padding
+QUESTION = 6  # the tokens that a query model reads with a picture
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Pictures:
         height, width: the size of a picture that the vision part accepts.
         fine: the side of the pictures of a second vision part with a higher resolution.
         patch: the side of a patch.
-        patch_width: the numbers of a flat patch.
-        frames: pictures that one patch reaches over.
+        patch_width: the length of a flat patch.
+        frames: the number of pictures that one patch covers.
         merge: the side, in patches, of the area that becomes one token.
-        tiles: rows and columns of tiles of a large picture, where such are cut.
-        most_tiles: how many tiles there is room for, where that is fixed.
-        sound: a spectrogram's bins, its frames, and how many of these become one token.
-        words: the vocabulary of a model that asks a picture.
+        tiles: the rows and columns of tiles into which a large picture is cut, where this is done.
+        most_tiles: the largest number of tiles, where it is fixed.
+        sound: a spectrogram's bins, its frames, and the number of frames that become one token.
+        words: the vocabulary of a query model, which asks about a picture.
         generator: makes the pixels.
     """
 
@@ -54,12 +54,12 @@ class Pictures:
 
     @property
     def grid(self) -> Tensor:
-        """Time, rows and columns of the patches of a picture that is wider than high: [BATCH, 3]."""
+        """The numbers of moments, rows and columns of patches, for a picture that is wider than high: [BATCH, 3]."""
         return torch.tensor([[1, 2 * self.merge, 3 * self.merge]] * BATCH)
 
     @property
     def long_grid(self) -> Tensor:
-        """As `grid`, of a video of two moments: [BATCH, 3]."""
+        """As `grid`, for a video of two moments: [BATCH, 3]."""
         return self.grid * torch.tensor([2, 1, 1])
 
     @property
@@ -76,7 +76,7 @@ class Pictures:
         return self.pixels(BATCH, *shape, self.channels, self.height, self.width)
 
     def fine_squares(self) -> Tensor:
-        """[BATCH, channels, height, width] of the vision part with the higher resolution."""
+        """Pictures for the vision part with the higher resolution: [BATCH, channels, height, width]."""
         return self.pixels(BATCH, self.channels, self.fine, self.fine)
 
     @property
@@ -91,8 +91,8 @@ class Pictures:
         return self.squares(1 + rows * columns)
 
     def padded_tiles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tiles of one picture for each row [BATCH, 1, most tiles, channels, height, width], the number of the arrangement of
-        its tiles, and which of them are real: all."""
+        """Tiles of one picture for each row [BATCH, 1, most tiles, channels, height, width], the number of their arrangement, and
+        a mask of the real tiles, which are all."""
         tiles = self.most_tiles
         return self.squares(1, tiles), torch.ones(BATCH, 1, dtype=torch.long), torch.ones(BATCH, 1, tiles).long()
 
@@ -119,14 +119,14 @@ class Pictures:
         return self.pixels(int(self.grid.prod(1).sum()), self.frames, self.patch, self.patch, self.channels)
 
     def strip(self) -> tuple[Tensor, Tensor]:
-        """Patches of all pictures in one row [1, channels, patch, patches x patch], and each picture's rows and columns,
-        which can be halved several times."""
+        """Patches of all pictures in one row [1, channels, patch, patches x patch], and the numbers of each picture's rows and
+        columns, which can be halved several times."""
         grid = torch.tensor([[4, 8]] * BATCH)
         return self.pixels(1, self.channels, self.patch, int(grid.prod(1).sum()) * self.patch), grid
 
     def flat_squares(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat patches of each picture [BATCH, patches, channels x patch x patch], which of them are real, and their
-        rows and columns."""
+        """Flat patches of each picture [BATCH, patches, channels x patch x patch], a mask of the real patches, and their rows
+        and columns."""
         grid = self.grid
         count = int(grid[0].prod())
         return (
@@ -136,7 +136,7 @@ class Pictures:
         )
 
     def placed_patches(self) -> Tensor:
-        """Flat patches of each picture, each after its row and column, which count from one: [BATCH, patches, 2 +
+        """Flat patches of each picture, each preceded by its row and column, which count from one: [BATCH, patches, 2 +
         channels x patch x patch]."""
         _, rows, columns = self.grid[0].tolist()
         places = torch.cartesian_prod(torch.arange(1.0, rows + 1), torch.arange(1.0, columns + 1))
@@ -150,7 +150,7 @@ class Pictures:
         return torch.cat([corners, corners + torch.tensor([1 / columns, 1 / rows])], -1).expand(BATCH, -1, -1)
 
     def located(self, merge: int) -> tuple[Tensor, Tensor]:
-        """Flat patches of each picture, or what becomes a token of it, `merge` patches wide and high
+        """Flat patches of each picture, or the areas of `merge` x `merge` patches that become a token
         [BATCH, patches, channels x side x side], and their columns and rows [BATCH, patches, 2]."""
         _, rows, columns = (self.grid[0] // torch.tensor([1, merge, merge])).tolist()
         places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
@@ -158,8 +158,8 @@ class Pictures:
         return self.pixels(BATCH, rows * columns, width), places.repeat(BATCH, 1, 1)
 
     def pooled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat patches of each picture [BATCH, patches, channels x patch x patch], which patches of all pictures are pooled to a
-        token [tokens, 4], and the rows and columns of tokens of each picture, and of its crops [BATCH, 4]."""
+        """Flat patches of each picture [BATCH, patches, channels x patch x patch], the patches of all pictures that are pooled to each
+        token [tokens, 4], and the rows and columns of tokens of each picture and of its crops [BATCH, 4]."""
         rows, columns = self.height // self.patch, self.width // self.patch
         number = torch.arange(BATCH * rows * columns).view(BATCH, rows // 2, 2, columns // 2, 2)
         grids = torch.tensor([[rows // 2, columns // 2, 0, 0]] * BATCH)
@@ -167,11 +167,11 @@ class Pictures:
         return patches, number.transpose(2, 3).reshape(-1, 4), grids
 
     def question(self) -> Tensor:
-        """Token ids of the model that asks a picture: [BATCH, QUESTION]."""
+        """Token ids of the query model: [BATCH, QUESTION]."""
         return torch.randint(self.words, (BATCH, QUESTION), generator=self.generator)
 
     def spectrograms(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Spectrograms [BATCH, bins, frames], which of their frames are real, and which samples of the waves are."""
+        """Spectrograms [BATCH, bins, frames], a mask of their real frames, and a mask of the waves' real samples."""
         bins, frames, merge = self.sound
         real = torch.zeros(BATCH, frames, dtype=torch.long)
         real[:, : SOUND_TOKENS * merge] = 1
@@ -215,7 +215,7 @@ def pictures_of(config: PreTrainedConfig, seed: int) -> Pictures:
 
 
 def _vision(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The vision part of a configuration; itself where there is none."""
+    """The vision part of a configuration; the configuration itself where there is none."""
     named = (part for whole in parts(config) if (part := getattr(whole, "vision_config", None)) is not None)
     sized = (part for part in parts(config) if getattr(part, "image_size", None))
     return next(named, next(sized, config))

@@ -1,7 +1,7 @@
-"""Reduced models are run in one precision, whatever their code asks for.
+"""Running reduced models in one precision, whatever their code asks for.
 
-A model of one's own may cast to bfloat16 itself, for weights that are bfloat16. Its reduced model has float32 (or float64)
-weights, so that roundoff is not mistaken for a wrong layout: where its forward requests half precision, it gets the
+A user's model may cast to bfloat16 itself, because its weights are bfloat16. The reduced model has float32 (or float64)
+weights, so that roundoff is not mistaken for a wrong layout. Where its forward requests half precision, it gets the
 weights' dtype.
 """
 
@@ -36,7 +36,7 @@ class _Whole(TorchFunctionMode):
 
 
 class _WithoutHalf:
-    """A model's forward in which nothing is of half precision."""
+    """A model's forward without half precision."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]):
         self.model, self.forward = model, forward
@@ -55,7 +55,7 @@ def without_half(model: nn.Module) -> nn.Module:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast a model's floating-point parameters and buffers, in place; complex ones stay, which `nn.Module.to` would cut."""
+    """Cast a model's floating-point parameters and buffers, in place. Complex ones stay; `nn.Module.to` would drop their imaginary parts."""
     return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 

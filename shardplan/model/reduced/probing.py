@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-FACTOR = 1e4  # a value that a tolerance hides is far above it after multiplication by this
+FACTOR = 1e4  # multiplied by this, a value that a tolerance hides is far above the tolerance
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the operation, from its operands to its results
 
 
 def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> dict[int, bool]:
-    """Whether the operands at these positions change what an operation gives.
+    """Whether the operands at these positions change the results of an operation.
 
-    Each is multiplied by 1e4, and replaced by random values of its size and of the results' size. Where the result is zero
-    everywhere, operands that are zero everywhere (a gate that is shut) are replaced too: they may be opened.
+    Each is multiplied by 1e4, and is replaced by random values of its own and of the results' magnitude. Where the result is
+    zero everywhere, all-zero operands (a closed gate) are replaced too, as they may be nonzero in other runs.
 
     Args:
         run: the operation. It gets copies, so it may write into them.
-        operands: what it reads.
-        positions: among the operands; an operand that is not floating-point counts as not contributing.
+        operands: the tensors that it reads.
+        positions: positions among the operands; an operand that is not floating-point does not contribute.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -63,10 +63,10 @@ def _size(value: Tensor) -> float:
 
 
 def _run(run: Run, operands: Sequence[Tensor]) -> list[Tensor] | None:
-    """The results; None where it raises (as on indices that do not fit)."""
+    """The results; None where the operation raises (for example, on indices that do not fit)."""
     try:
         return list(run([t.detach().clone() for t in operands]))
-    except Exception:  # whatever the operation raises on other numbers
+    except Exception:  # the operation may raise anything on other numbers
         return None
 
 
@@ -76,5 +76,5 @@ def _differ(before: Sequence[Tensor] | None, after: Sequence[Tensor] | None) -> 
     return any(
         a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
         for a, b in zip(before, after, strict=True)
-        if a.is_floating_point() or a.dtype == torch.bool  # what code asks: a comparison
+        if a.is_floating_point() or a.dtype == torch.bool  # code asks for a comparison
     )

@@ -38,7 +38,7 @@ TELLING = frozenset(
     "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
 
-# Of operations in half precision, relative to the result.
+# The rounding of operations in half precision, relative to the result.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -47,7 +47,7 @@ class OperationRecorder(TorchFunctionMode):
 
     Args:
         model: the model that runs.
-        atoms: modules that are one event; their operations and the modules inside them are not recorded.
+        atoms: modules that count as one event; their operations and the modules inside them are not recorded.
         probes: operation -> the operands for which `Trace.parts` reports whether they contribute to its result.
     """
 
@@ -73,10 +73,10 @@ class OperationRecorder(TorchFunctionMode):
         self._scopes: list[tuple[str, int]] = [("", 0)]
         self._calls: Counter[str] = Counter()
         self._positions: Counter[tuple[str, int]] = Counter()
-        self._inside = 0  # atoms and operations that run now
+        self._inside = 0  # the number of running atoms and operations
         self._entered: list[tuple[int, ...]] = []
-        self._bodies: list[Body] = []  # of autograd.Functions that run now
-        # In torch.vmap, the values that its function reads besides its arguments.
+        self._bodies: list[Body] = []  # of running autograd.Functions
+        # In torch.vmap, the values that its function reads in addition to its arguments.
         self._mapped: dict[int, None] | None = None
         self._failed: tuple[Exception, Event] | None = None
 
@@ -87,19 +87,19 @@ class OperationRecorder(TorchFunctionMode):
     # Methods for subclasses.
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:
-        """Called before each operation that is recorded; may raise an exception for the model's code."""
+        """Called before each recorded operation; it may raise an exception in the model's code."""
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
-        """Change, in place, results that an operation chose by floating-point values (indices, a mask), or cannot know alone."""
+        """Change, in place, results that an operation chose by floating-point values (indices, a mask), or that one rank cannot know."""
 
     def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
-        """The function that runs in place of an operation, under its name."""
+        """The function that runs instead of an operation, under the operation's name."""
         return func
 
     # Values.
 
     def number(self, tensor: Tensor, reading: str | None = None) -> int:
-        """The number of a tensor as it is now; a new one where it was not seen, or was changed in place."""
+        """The number of a tensor's present value; a new number for a tensor that is new or was changed in place."""
         known = self._numbers.get(id(tensor))
         version = _version(tensor)
         if known is not None and known[0] == version:
@@ -116,12 +116,12 @@ class OperationRecorder(TorchFunctionMode):
         return new
 
     def _new(self, tensor: Tensor, made_from: Iterable[int] = (), *, copy: bool = True, computed: bool = False) -> int:
-        """A number for a tensor.
+        """A new number for a tensor.
 
         Args:
-            made_from: values that it was made from.
-            copy: keep a copy of what is in it; else what it is at the end.
-            computed: by an operation, which rounds.
+            made_from: the values from which it was made.
+            copy: keep a copy of its present content; else its content at the end of the run is kept.
+            computed: an operation computed it, and rounded.
         """
         number = len(self.trace.values)
         self.trace.values.append(tensor.detach().clone() if copy else tensor.detach())
@@ -136,16 +136,16 @@ class OperationRecorder(TorchFunctionMode):
         return number
 
     def _told(self, *tensors: Tensor) -> None:
-        """Code learns what is in tensors."""
+        """Record that code reads the content of tensors."""
         known = (self._numbers.get(id(t), (0, -1))[1] for t in tensors)
         self.trace.kept.update(number for number in known if number >= 0)
 
     def note_kept(self) -> None:
-        """After the run: the values that code has kept, which may be read later."""
+        """After the run, note the values that code has kept and may read later."""
         own = Counter(map(id, self._alive))
         held = (
             sys.getrefcount(self._alive[number]) - 1 for number in range(len(self._alive))
-        )  # without the argument's
+        )  # without those of the argument
         self.trace.kept.update(n for n, count in enumerate(held) if count > own[id(self._alive[n])])
 
     def _add(self, event: Event) -> None:
@@ -153,7 +153,7 @@ class OperationRecorder(TorchFunctionMode):
         self.trace.at[event.place] = event
 
     def _position(self) -> int | str:
-        """The place in the code of the module that runs now; in the body of a function, the place in that body."""
+        """The position in the code of the running module or, in the body of an autograd.Function, in this body."""
         scope = self._scopes[-1]
         body = self._bodies[-1] if self._bodies else None
         here = self._positions[scope]
@@ -168,7 +168,7 @@ class OperationRecorder(TorchFunctionMode):
             if not self._inside and name in TELLING:
                 self._told(*tensors_in(args), *tensors_in(kwargs))
             return self._guarded(func, args, kwargs, name)
-        if func is ATTENTION:  # matrices and heads in one: recorded step by step
+        if func is ATTENTION:  # it multiplies matrices and splits heads in one call: recorded step by step
             with self:
                 return attention_of_heads(*args, **kwargs)
         if name == "__get__":
@@ -220,7 +220,7 @@ class OperationRecorder(TorchFunctionMode):
         results = [*tensors_in(result)] or written
         if name in UNFILLED:
             for t in results:
-                t.zero_()  # uninitialised memory would differ between ranks by chance
+                t.zero_()  # uninitialised memory may differ between ranks
         if not results:
             self._told(*operands)
             return
@@ -238,7 +238,7 @@ class OperationRecorder(TorchFunctionMode):
         self._add(Event("op", name, place, inputs, outputs, source=model_line(), writes=bool(written)))
 
     def _probe(self, func: Callable[..., Any], args: tuple, kwargs: dict, operands: list[Tensor]) -> None:
-        """Run the next operation on changed operands, if it must be known which of them contribute."""
+        """Run the next operation on changed operands, if the operands that contribute must be known."""
         place = (*self._scopes[-1], self._position())
         if place not in self.probes:
             return
@@ -252,7 +252,7 @@ class OperationRecorder(TorchFunctionMode):
         self.trace.parts[place] = parts_of(again, operands, self.probes[place])
 
     def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> Event:
-        """The event of an exception, where the model first raised it."""
+        """Record the event of an exception, at the place where the model first raised it."""
         if self._failed is None or self._failed[0] is not error:  # the model may have caught an earlier one
             module, call = self._scopes[-1]
             text = f"{type(error).__name__}: {error}"
@@ -260,14 +260,14 @@ class OperationRecorder(TorchFunctionMode):
             self._failed = (error, event)
         return self._failed[1]
 
-    # Functions that the mode does not see whole.
+    # Functions that the mode does not see as one call.
 
     def scripted_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """A scripted function is one operation."""
+        """Record a scripted function as one operation."""
         return call(*args, **kwargs) if self._inside else self._record(call, name, args, kwargs)
 
     def mapped_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """A call of torch.vmap is one operation of its arguments and of the other values that its function reads."""
+        """Record a call of torch.vmap as one operation on its arguments and on the other values that its function reads."""
         if self._inside:
             return call(*args, **kwargs)
         operands = [*tensors_in(args), *tensors_in(kwargs)]
@@ -285,8 +285,8 @@ class OperationRecorder(TorchFunctionMode):
             return result
 
     def applied_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """An autograd.Function is one operation of its arguments. Where its body runs modules of the model, or reads
-        other values of it, its operations are recorded as if they were in the code around it, and as if its backward
+        """Record an autograd.Function as one operation on its arguments. Where its body runs modules of the model, or reads
+        other values of the model, record the operations of the body as if they were in the code around it, and its backward
         were theirs."""
         if self._inside:
             return call(*args, **kwargs)
@@ -319,7 +319,7 @@ class OperationRecorder(TorchFunctionMode):
         return result
 
     def _close(self, name: str, inputs: tuple[int, ...], result: Any) -> None:
-        """After a body that stays recorded: a result that is another tensor than the body's (a view) has a number too."""
+        """After a body that stays recorded, number results that are other tensors than the body's (views) too."""
         place = (*self._scopes[-1], self._position())
         self._positions[self._scopes[-1]] += 1
         results = [*tensors_in(result)]
@@ -328,7 +328,7 @@ class OperationRecorder(TorchFunctionMode):
             self._add(Event("op", name, place, inputs, outputs, source=model_line()))
 
     def _forget(self, events: int, values: int, alive: int, numbers: dict[int, tuple[int, int]]) -> None:
-        """Drop what was recorded since."""
+        """Drop everything that was recorded since these counts."""
         trace = self.trace
         for event in trace.events[events:]:
             del trace.at[event.place]
@@ -337,14 +337,14 @@ class OperationRecorder(TorchFunctionMode):
         self._numbers = numbers
 
     def _note_captured(self, inputs: Iterable[int]) -> None:
-        """A body that reads values of the model that it was not given is opened, and so are those around it."""
+        """Open a body that reads values of the model that were not passed to it, and the bodies around it."""
         for body in self._bodies:
             if any(i < body.known and i not in body.given and self.trace.requires_grad[i] for i in inputs):
                 body.opened = True
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """While it lasts, nothing is recorded."""
+        """Within this context, nothing is recorded."""
         self._inside += 1
         try:
             yield
@@ -355,7 +355,7 @@ class OperationRecorder(TorchFunctionMode):
 def _version(tensor: Tensor) -> int:
     try:
         return tensor._version
-    except RuntimeError:  # an inference tensor has none
+    except RuntimeError:  # an inference tensor has no version
         return 0
 
 

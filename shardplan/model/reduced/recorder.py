@@ -22,11 +22,11 @@ from .weights import writes_to
 
 
 class Recorder(OperationRecorder):
-    """Records a run of a model. A subclass may move values at the boundaries of modules. The arguments are those of
-    OperationRecorder."""
+    """Records a run of a model. A subclass may move values between layouts at the boundaries of modules. The arguments are
+    those of OperationRecorder."""
 
     def argument_shape(self) -> torch.Size:
-        """The shape of the first argument of the module whose forward runs now."""
+        """The shape of the first argument of the module whose forward is running."""
         return self.trace.values[self._entered[-1][0]].shape
 
     # Methods for subclasses.
@@ -41,7 +41,7 @@ class Recorder(OperationRecorder):
         """New values for some of the tensors in a module's result, by position among them.
 
         Args:
-            results: each with its key or position in what the module returned.
+            results: the tensors, each with its key or position in what the module returned.
         """
         return {}
 
@@ -142,7 +142,7 @@ class Recorder(OperationRecorder):
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
                 continue
-            # Before hooks on results and after those on arguments, as the moves of an applied plan are. Hooks on the
+            # These run before hooks on results and after hooks on arguments, like the moves of an applied plan. Hooks on the
             # model's results belong to its run.
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True, prepend=bool(name)))

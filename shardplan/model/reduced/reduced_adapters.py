@@ -1,4 +1,4 @@
-"""The adapters of a reduced model: of a small rank, on the layers whose originals have them."""
+"""The adapters of a reduced model: they have a small rank, and are on the layers whose originals have adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardplan.model.adapters import adapters_in, unwrapped
 
 from .weights import without_noise
 
-SMALLEST = 2  # rank of an adapter; the next larger rank of the original is one more, and so on
+SMALLEST = 2  # rank of an adapter; each next larger rank in the original becomes one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Adapted:
     """One adapter of one layer.
 
     Args:
-        rank, scaling: as the layer has them.
-        variant: the class of what computes it, where that is not LoRA's own formula.
+        rank, scaling: those of the layer.
+        variant: the class that computes the adapter, where it does not use LoRA's own formula.
     """
 
     rank: int
@@ -37,10 +37,10 @@ class Adapters:
     """The adapters of a model.
 
     Args:
-        configs: by the adapter's name, peft's configuration.
-        active: the names of those that run.
-        layers: layer as rules see it -> adapter -> what it has there.
-        trained: parameter as rules see it -> whether it is trained.
+        configs: the adapter's name -> peft's configuration.
+        active: the names of the adapters that run.
+        layers: layer, by the name that rules match -> adapter -> its settings there.
+        trained: parameter, by the name that rules match -> whether it is trained.
     """
 
     configs: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Adapters:
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
-    """The adapters that peft put into a model; None for a model without."""
+    """The adapters that peft put into a model; None for a model without adapters."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping):
         return None
@@ -103,7 +103,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
     assert isinstance(wrapped.base_model, BaseTuner)
     wrapped.base_model.set_adapter(list(adapters.active))
     result = unwrapped(wrapped)
-    without_noise(result)  # the modules stay, which peft leaves out where the probability is 0
+    without_noise(result)  # afterwards, so that dropout modules exist: peft makes none for the probability 0
     made = {name: {a: one.variant for a, one in _adapted(wrapper)} for name, wrapper in adapters_in(result)}
     if made != {name: {a: one.variant for a, one in layer.items()} for name, layer in wanted.items()}:
         raise ValueError("peft puts adapters into the reduced model that differ from the original's")
@@ -113,7 +113,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
 
 
 def _config(config: Any, adapter: str, wanted: Mapping[str, Mapping[str, Adapted]], adapters: Adapters) -> Any:
-    """peft's configuration of one adapter for exactly these layers, random where the original begins with zeros."""
+    """peft's configuration of one adapter for exactly these layers; weights that would begin with zeros are random."""
     own = {name: layer[adapter] for name, layer in wanted.items() if adapter in layer}
     ranks = {name: reduced_rank(adapters, one.rank) for name, one in own.items()}
     root = (lambda rank: sqrt(rank)) if config.use_rslora else (lambda rank: rank)

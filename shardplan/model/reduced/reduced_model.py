@@ -34,21 +34,21 @@ from .weights import without_noise
 NOT_RUNNING = Code("SP523")
 
 MOST_RUN = (
-    1024  # ranks that run one after the other in one process: each takes about half a second and its results are kept
+    1024  # ranks that run one after the other in one process: each takes about half a second, and its results are kept
 )
 
 
 @dataclass(frozen=True, eq=False)
 class ReducedModel:
-    """A reduced model of the same classes as a large one, for running both sharded and unsharded.
+    """A reduced model with the classes of the original, which can be run sharded and unsharded.
 
     Args:
-        name: the original's.
-        tp: the number of ranks that it was made for.
+        name: the original's name.
+        tp: the number of ranks for which it was made.
         seq_len: the length of its inputs; tp divides it.
         config: the reduced configuration, or None for a module without one.
         kinds: the kinds of inputs that it accepts: "text", "image", "video" and "audio", one of `features.py`, or "own".
-        layers: which of the original's layers it has.
+        layers: the layers of the original that it has.
         maker: builds a model with the reduced model's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
         unseen: why images that the model accepts are not among its inputs.
@@ -70,26 +70,26 @@ class ReducedModel:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around a forward of the unsharded model.
+        """The context for a forward of the unsharded model.
 
         Raises:
-            PlanError: SP523: it raised.
+            PlanError: SP523: the forward raised an exception.
         """
         try:
             with uncompiled():
                 yield
         except PlanError:  # about its inputs
             raise
-        except Exception as error:  # whatever the modelling code raises
+        except Exception as error:  # the modelling code may raise anything
             raise refuse(NOT_RUNNING, f"the reduced model of {self.name} does not run", notes=causes(error)) from error
 
     def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
         """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].
 
         Args:
-            seed: other values for each.
+            seed: each seed gives other values.
             kind: one of `kinds`; None is the first.
-            padding: also give an `attention_mask` that pads the second row on that side.
+            padding: also give an `attention_mask` that pads the second row on this side.
 
         Raises:
             ValueError: the reduced model accepts no inputs of that kind.
@@ -120,31 +120,31 @@ def make_reduced_model(
 ) -> ReducedModel:
     """A reduced model.
 
-    Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query
-    attention stays grouped); every kind of layer is there once, at least two layers; dropout and other noise
-    are off; no parameter is zero or one. Adapters of peft are at the same layers, of a small rank, and what else is
-    frozen stays frozen. A module without a transformers configuration is copied as it is.
+    Counts keep their relation to tp (divisible by it or not, below it or not) and to each other (grouped-query
+    attention stays grouped). There is one layer of each kind, and at least two layers. Dropout and other noise are off.
+    No parameter is zero or one. Adapters of peft are on the same layers, with a small rank; frozen parameters stay
+    frozen. A module without a transformers configuration is copied whole.
 
     Args:
-        model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
+        model: what `find_model` returned, or a module on any device (its weights are read only where it has no
             configuration).
         tp: the number of ranks that it will be split over.
         ep: the number of ranks that its experts will be distributed over.
         seed: the seed of the weights. The same seed gives the same weights in every dtype, up to rounding.
         dtype: the parameters' dtype.
-        tied: whether embedding and head are one Parameter; None: as in the original.
+        tied: whether embedding and head are one Parameter; None is as in the original.
         attn_implementation: "sdpa" or "eager"; None: the class's default.
         experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the
             default.
-        heads_times: how many times as many heads as usual, for models whose plan splits groups of heads.
-        inputs: seed -> keyword arguments of its `forward`; for a transformers model also (seed, reduced configuration) ->.
-        layers: at least so many, as far as the original has them.
-        cp: the number of ranks that a sequence (besides tp) and the heads of a tp rank will be split over.
-        shared: numbers of key-value heads that several cp ranks compute with -> how many a tp rank has.
+        heads_times: the factor by which there are more heads than usual, for models whose plan splits groups of heads.
+        inputs: (seed) -> keyword arguments of its `forward`; for a transformers model also (seed, reduced configuration) -> them.
+        layers: the least number of layers, as far as the original has so many.
+        cp: the number of ranks over which sequences (in addition to tp) and the heads of a tp rank will be split.
+        shared: numbers of key-value heads with which several cp ranks compute -> the number on a tp rank.
 
     Raises:
         PlanError: SP520, SP521, SP522, SP524, SP526.
-        ValueError: `tied` for a model that cannot be so.
+        ValueError: `tied` is not possible for this model.
     """
     check_count("tp", tp, MOST_RANKS)
     reduced = None
@@ -178,7 +178,7 @@ def make_reduced_model(
     config = completed(config, module)
 
     def of_heads(head_dim: int) -> tuple[ReducedModel, bool]:
-        """The reduced model, and whether it runs."""
+        """The reduced model with this head dim, and whether it runs."""
         reduced_config, kept, adapted = reduced_config_of(
             config,
             cls,
@@ -215,8 +215,8 @@ def make_reduced_model(
 
 
 def _first_running(of_heads: Callable[[int], tuple[ReducedModel, bool]]) -> ReducedModel:
-    """The reduced model of the first head dim with which it can be made and runs. Where none runs: the first that can
-    be made; where none can be made: the first refusal."""
+    """The reduced model for the first head dim with which it can be made and runs. Where none runs, the first that can be made;
+    where none can be made, the first refusal is raised."""
     found, refused = None, None
     for head_dim in HEAD_DIMS:
         try:
@@ -234,7 +234,7 @@ def _first_running(of_heads: Callable[[int], tuple[ReducedModel, bool]]) -> Redu
 
 
 def _own_attention(config: PreTrainedConfig | None) -> str | None:
-    """The attention that the model runs with, where the CPU has it and it is not the usual one: its code reads other numbers."""
+    """The model's attention implementation, where it is not the default and runs on the CPU: its code reads other numbers."""
     chosen = getattr(config, "_attn_implementation", None)
     return chosen if chosen == "eager" else None
 
@@ -249,7 +249,7 @@ def _of_named(
     inputs: Inputs | None,
     options: Mapping[str, str],
 ) -> ReducedModel:
-    """The reduced model of a transformers model, named by the user."""
+    """The reduced model of a transformers model, where the user names it."""
     assert isinstance(model, PreTrainedModel), "its root is of the original's class"
     if "attn_implementation" in options:
         model.set_attn_implementation(options["attn_implementation"])
@@ -270,7 +270,7 @@ def _of_module(
     dtype: torch.dtype,
     inputs: Inputs | None,
 ) -> ReducedModel:
-    """The reduced model of a module without configuration: itself with random weights."""
+    """The reduced model of a module without a configuration: the module itself with random weights."""
     build = module_maker(model, name, seed, dtype)
     module = build()
     own = checked(inputs if inputs is not None else inputs_of(module, name, seq_len), name)
@@ -291,6 +291,6 @@ def _tried(model: nn.Module, inputs: Mapping[str, Any]) -> Exception | None:
     try:
         with torch.random.fork_rng(devices=[]):
             model(**inputs)
-    except Exception as error:  # of the user's own forward
+    except Exception as error:  # raised by the user's own forward
         return error
     return None

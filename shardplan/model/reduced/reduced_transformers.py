@@ -31,18 +31,18 @@ from .scale import HEAD_DIMS
 from .shrink import reduced_config
 from .weights import randomise, without_noise
 
-Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a reduced model
+Adapting = Callable[[nn.Module], nn.Module]  # puts a model's adapters into a reduced model
 
 
 def maker(
     cls: type[PreTrainedModel], config: PreTrainedConfig, adapted: Adapting, seed: int, options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """A function that builds models with the same random weights: copies of one model, which cost a third of a new one."""
+    """A function that builds models with the same random weights. They are copies of one model: a copy costs a third of a new model."""
 
     @cache
     def first() -> nn.Module:
         made = adapted(_construct(cls, config, "cpu", seed, **options)).train()
-        without_noise(made)  # also what a class has without a field of its configuration
+        without_noise(made)  # also dropout that no field of the configuration sets
         randomise(made, seed)
         return made
 
@@ -65,16 +65,16 @@ def original_of(
 
 
 def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel], name: str) -> Live | None:
-    """What the model has besides its class and configuration.
+    """What the model has in addition to its class and configuration.
 
     Raises:
-        PlanError: SP520: they build no model; SP524: no reduced model can have the change.
+        PlanError: SP520: class and configuration build no model; SP524: the change cannot be made to a reduced model.
     """
     try:
         return live_of(module, _construct(cls, config, "meta", 0))
     except NotBound as error:
         raise not_carried(name, error) from error
-    except Exception as error:  # of the configuration and the modelling code
+    except Exception as error:  # raised by the configuration or the modelling code
         raise refuse(
             NO_REDUCED_MODEL, f"{name} cannot be built from its class and configuration", notes=causes(error)
         ) from error
@@ -98,8 +98,8 @@ def reduced_config_of(
     cp: int = 1,
     shared: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
-    """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
-    that adds the adapters and the live model's changes to its model."""
+    """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function that
+    adds the adapters and the live model's changes to the reduced model."""
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
@@ -121,7 +121,7 @@ def reduced_config_of(
                 shared=shared,
             )
             if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
-                text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding
+                text_config(reduced).pad_token_id = 0  # such heads look for the last token that is not padding
             adapted = _adapting(adapters, live, lists, kept)
             plain = _construct(cls, reduced, "meta", 0)
             with torch.device("meta"):
@@ -135,7 +135,7 @@ def reduced_config_of(
         if size > LARGEST:
             failures.append(f"the reduced model would have {size:,} parameters, more than {LARGEST:,}")
             continue
-        # A tower with as many layers as the text model keeps others of them.
+        # A tower with the same number of layers as the text model keeps other layers.
         own = [name for name in lists if len(made.children.get(name, ())) == len(kept.layers)]
         if bool(own) == bool(lists) and skeleton(made, own, range(len(kept.layers))) == skeleton(
             tree, own, kept.layers
@@ -168,7 +168,7 @@ def _adapting(adapters: Adapters | None, live: Live | None, lists: tuple[str, ..
 def _construct(
     cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, seed: int, **options: Any
 ) -> PreTrainedModel:
-    """A model from a copy of the configuration; the random state outside is left as it was."""
+    """Build a model from a copy of the configuration; the random state outside stays the same."""
     with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(seed)
         return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})

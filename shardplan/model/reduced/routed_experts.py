@@ -1,4 +1,4 @@
-"""Weights with which every expert of the reduced model gets tokens: an expert without a token would not be proven."""
+"""Weights with which every expert of the reduced model gets tokens, as an expert without tokens would not be proven."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .fields import role
 from .outcome import loss_of
 
 TRIES = 4
-STEP = 7919  # between the seeds that are tried
+STEP = 7919  # the step between the seeds that are tried
 
 Maker = Callable[[], nn.Module]
 
 
 def reaching(make: Callable[[int], Maker], seed: int, inputs: Mapping[str, Any], config: PreTrainedConfig) -> Maker:
-    """The first of a few makers of random weights with which all experts get tokens, or the fewest get none; the first
-    for a model without experts.
+    """Of a few makers of random weights, the first with which all experts get tokens, or else the fewest get none; for a
+    model without experts, the first.
 
     Args:
-        make: a seed -> what builds models with these weights.
+        make: a seed -> a function that builds models with these weights.
         seed: the first to try.
         inputs: keyword arguments of forward.
         config: the reduced model's.
@@ -47,11 +47,11 @@ def reaching(make: Callable[[int], Maker], seed: int, inputs: Mapping[str, Any],
 
 
 def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> int:
-    """How many experts get no gradient, over all stacks of as many as one of `counts`; 0 for a model that does not run."""
+    """The number of experts without a gradient, over all stacks whose length is one of `counts`; 0 for a model that does not run."""
     try:
         with torch.random.fork_rng(devices=[]):
             loss_of(model(**inputs)).backward()
-    except Exception:  # of the modelling code; the next run of the model reports it
+    except Exception:  # raised by the modelling code; the next run of the model reports it
         return 0
     stacks = [p for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts and p.requires_grad]
     return sum(p.shape[0] if p.grad is None else int((p.grad.flatten(1) == 0).all(1).sum()) for p in stacks)

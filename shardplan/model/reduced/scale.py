@@ -1,4 +1,4 @@
-"""The small values chosen for a model: which number becomes which."""
+"""Choosing the small values for a model: the small number for each original number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .pictures import parts
 from .state_spaces import ranks_of_a_group, small_state_heads
 
 READ = "vision_feature_layer"
-# What head dims are at least, in the order in which it is tried: code may divide the hidden size by more than the heads.
+# The lower bounds of head dims, in the order in which they are tried: code may divide the hidden size by more than the heads.
 HEAD_DIMS = (8, 12, 16)
 VOCABULARY = 64  # rows of the small embedding, and at least 16 per rank
 
@@ -30,18 +30,18 @@ class Scale:
     """The small values for one model within a configuration (its text model, its vision tower).
 
     Args:
-        tp, ep: the number of ranks that layers are split over, and experts distributed.
-        seq_len: the length of the sequences that the reduced model is run on.
+        tp, ep: the numbers of ranks over which layers are split and experts distributed.
+        seq_len: the length of the sequences on which the reduced model is run.
         heads, head_dims, widths, vocabulary: original -> small.
         tokens: special token ids, original -> small.
-        kept: the layers kept.
+        kept: the layers that are kept.
         hidden: the original hidden size.
-        rotary: by what rotary dims are multiplied.
-        positions: the most positions, or None to leave them.
+        rotary: the factor for rotary dims.
+        positions: the largest number of positions, or None to leave it.
         state_heads: heads of state space layers, and their groups: original -> small.
-        group_ranks: how many ranks share a group of these heads.
-        head_dim: what head dims are at least.
-        cp: the number of ranks that heads of a rank of tp are shared out to.
+        group_ranks: the number of ranks that share a group of these heads.
+        head_dim: the lower bound of head dims.
+        cp: the number of ranks that share the heads of a tp rank.
     """
 
     tp: int
@@ -74,11 +74,11 @@ def scale_of(
     cp: int = 1,
     shared: Mapping[int, int] = MappingProxyType({}),
 ) -> Scale:
-    """Chooses the small values for the model that `config` describes; token ids are those of the `whole`.
+    """Choose the small values for the model that `config` describes; token ids are those of the `whole`.
 
     Args:
-        heads_times: how many times as many heads as usual.
-        head_dim: what head dims are at least.
+        heads_times: the factor by which there are more heads than usual.
+        head_dim: the lower bound of head dims.
         cp, shared: as for `small_counts`.
     """
     by_role: dict[Role, set[int]] = {}
@@ -139,7 +139,7 @@ def _small_hidden(
     small_dims: Mapping[int, int],
     tp: int,
 ) -> int:
-    """Heads times head dim where the original is that, else on the same side of it as the original."""
+    """The small hidden size: heads x head dim where the original is this product, else above or below it as the original is."""
     if hidden is None:
         return 64
     if not isinstance(heads, int) or not isinstance(head_dim, int) or heads not in small_heads:
@@ -164,15 +164,15 @@ def _small_vocabulary(values: set[int], tp: int) -> dict[int, int]:
 
 
 def _small_tokens(config: PreTrainedConfig, rows: int) -> dict[int, int]:
-    """Ids beyond the small vocabulary move to its end, in order; two ids stay two."""
+    """Move ids beyond the small vocabulary to its end, in order; different ids stay different."""
     ids = {value for name, value in _numbers(config, nested=True) if role(name) == "token" and value >= 0}
     free = iter(i for i in range(rows - 1, -1, -1) if i not in ids)
     return {i: next(free) for i in sorted(ids, reverse=True) if i >= rows}
 
 
 def _numbers(config: PreTrainedConfig, *, nested: bool = False) -> Iterator[tuple[str, int]]:
-    """Integers of a configuration and in its lists, and those of nested configurations that describe no model of their
-    own."""
+    """The integers of a configuration and in its lists, and those of nested configurations that do not describe a model of
+    their own."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig) and (nested or hidden_size(value) is None):
             yield from _numbers(value, nested=nested)
@@ -184,25 +184,25 @@ def _numbers(config: PreTrainedConfig, *, nested: bool = False) -> Iterator[tupl
 
 
 def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """Fields that single layers override, by the layer's index."""
+    """Layer index -> the fields that this layer overrides."""
     return config.to_dict().get("per_layer_config") or {} if getattr(config, "is_heterogeneous", False) else {}
 
 
 def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale) -> Scale:
-    """The small values for a model next to the text model."""
+    """The small values for a model next to the text model, such as a vision tower."""
     kept = tower_layers(config, whole)
     scale = scale_of(config, config, outer.tp, outer.seq_len, kept, WIDTHS_OF_TOWER, head_dim=outer.head_dim)
     return replace(scale, tokens=outer.tokens)
 
 
 def layers_read(whole: PreTrainedConfig) -> list[int]:
-    """The layers of a vision tower whose results are read, where a configuration says it."""
+    """The layers of a vision tower whose results are read, where a configuration names them."""
     found = [config_value(part, READ) for part in parts(whole)]
     return [i for one in found for i in (one if isinstance(one, (list, tuple)) else [one]) if isinstance(i, int)]
 
 
 def tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
-    """Two layers of it: the first, and the first that each list of layers names; as many as are counted from the end."""
+    """The kept layers of a tower: two, its first layers, and the first layer that each list names; enough for indices from the end."""
     count = config_value(config, "num_hidden_layers", config_value(config, "depth"))
     named = [v for n, v in vars(config).items() if role(n) == "layer_indices" and isinstance(v, (list, tuple)) and v]
     read = layers_read(whole)
@@ -214,7 +214,7 @@ def tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
 
 
 def hidden_size(config: PreTrainedConfig) -> int | None:
-    """The width of the model's stream; `hidden_size` is the width of a tower's result where it also has an `embed_dim`."""
+    """The width of the model's residual stream. A tower with an `embed_dim` has this width; its `hidden_size` is the width of its result."""
     hidden = config_value(config, "hidden_size", config_value(config, "d_model", config_value(config, "hidden_dim")))
     inside = vars(config).get("embed_dim")
     if is_size(hidden) and is_size(inside) and "hidden_size" in vars(config):

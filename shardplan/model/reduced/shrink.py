@@ -24,11 +24,11 @@ from .vision_fields import images, read_layers
 CHUNK = 8
 STATE = 8
 EXPERTS = 4
-CHANNELS = 32  # of convolutions; norms have as many groups
+CHANNELS = 32  # of convolutions; norms have the same number of groups
 CODES = 64
-QUERIES = 8  # of a model that asks a picture; its answers take their places
-STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
-# Widths of another model that are the text model's.
+QUERIES = 8  # of a query model, whose answers replace them
+STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, by layer; they follow from the layers
+# Fields of another model whose widths are the text model's.
 OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
 
 
@@ -51,11 +51,11 @@ def reduced_config(
         config: the original; it is not changed.
         tp: the number of ranks; every count keeps its relation to it.
         ep: the number of ranks that experts are distributed over.
-        seq_len: windows are made smaller than this, position tables not.
+        seq_len: windows are made smaller than this; position tables are not.
         kept: the layers of the text model to keep.
-        tied: whether embedding and head share their weight; None: as the original.
-        heads_times: how many times as many heads as usual.
-        head_dim: what head dims are at least.
+        tied: whether embedding and head share their weight; None is as in the original.
+        heads_times: the factor by which there are more heads than usual.
+        head_dim: the lower bound of head dims.
         cp, shared: as for `small_counts`.
 
     Raises:
@@ -79,8 +79,8 @@ def reduced_config(
 
 
 def _with_heads(small: PreTrainedConfig, data: dict[str, Any]) -> None:
-    """Head counts that the class computes from a width (`hidden_size // 64`) and that came out as zero become the small
-    ones, in place."""
+    """Replace, in place, head counts that the class computes from a width (`hidden_size // 64`) and that are zero by the small
+    ones."""
     for name, value in vars(small).items():
         if isinstance(value, PreTrainedConfig) and isinstance(data.get(name), dict):
             _with_heads(value, data[name])
@@ -91,7 +91,7 @@ def _with_heads(small: PreTrainedConfig, data: dict[str, Any]) -> None:
 def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a configuration and of those nested in it, made small."""
     skipped = ("transformers_version", "model_type", *(STAGES if "stage_names" in config.to_dict() else ()))
-    held = vars(config)  # what is written may count in other units (Dory's layers: a half each)
+    held = vars(config)  # the stored value may be in other units (Dory counts each layer as a half)
     data = {
         key: held[key]
         if type(held.get(key)) is int or (type(held.get(key)) is list and _is_plain(held[key]))
@@ -106,7 +106,7 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
         if inner is not scale and scale.hidden is not None:
             widths_of_output = (n for n, v in vars(value).items() if OUTPUT_WIDTHS.fullmatch(n) and v == scale.hidden)
-            own = "hidden_size" if inner.hidden == scale.hidden else ""  # else it is the width of what the tower gives
+            own = "hidden_size" if inner.hidden == scale.hidden else ""  # else it is the width of the tower's result
             data[name] |= {n: scale.widths[scale.hidden] for n in widths_of_output if n != own}
     nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     for name in data.keys() - nested:
@@ -129,13 +129,13 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
 
 
 def _computed(config: PreTrainedConfig) -> set[str]:
-    """Numbers without a role that the class computes from its fields: no argument has their name, and they exist
-    without one. From the small fields it computes others."""
+    """Numbers without a role that the class computes from its fields, as they exist without an argument of their name. It
+    computes others from the small fields."""
     arguments = inspect.signature(type(config).__init__).parameters
     found = {n for n, v in vars(config).items() if n not in arguments and type(v) is int and role(n) in (None, "image")}
     try:
         return found & vars(type(config)()).keys() if found else found
-    except Exception:  # of a class without defaults
+    except Exception:  # raised by a class without defaults
         return set()
 
 
@@ -155,7 +155,7 @@ def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
 def _field(value: Any, scale: Scale, name: str) -> Any:
     """One field made small."""
     what = role(name)
-    if what is not None and isinstance(value, dict):  # one number for each kind of layer
+    if what is not None and isinstance(value, dict):  # a number for each kind of layer
         return {kind: SHRINK[what](item, scale, name) for kind, item in value.items()}
     if what is not None and value is not None:
         return SHRINK[what](value, scale, name)
@@ -167,8 +167,8 @@ def _field(value: Any, scale: Scale, name: str) -> Any:
 
 
 def _rope(value: Any, scale: Scale) -> Any:
-    """Rotary parameters: one factor for each rotary frequency, and sections of them (multimodal rope), get
-    shorter."""
+    """Shorten the rotary parameters: lists with one factor for each rotary frequency, and sections of the
+    frequencies (multimodal rope)."""
     if not isinstance(value, dict):
         return value
     result = {}
@@ -226,12 +226,12 @@ def _layer_indices(value: Any, scale: Scale, name: str) -> Any:
 
 
 def _sparse_layers(value: Any, scale: Scale, name: str) -> Any:
-    """At least one; which layers they are follows from how many there are of all."""
+    """The number of sparse layers, at least one; their number among all layers decides which ones they are."""
     return max(1, value * len(scale.kept.layers) // scale.kept.count) if is_size(value) else value
 
 
 def _share(value: Any, scale: Scale, name: str) -> Any:
-    """The widths of parts that are joined to the hidden size: the same share of it."""
+    """The widths of parts that are joined to the hidden size keep their shares of it."""
     return value if scale.hidden is None else max(1, value * scale.widths[scale.hidden] // scale.hidden)
 
 
@@ -247,12 +247,12 @@ def _experts(value: Any, scale: Scale, name: str) -> Any:
     if not isinstance(value, int) or value <= EXPERTS:
         return value
     ranks = max(scale.tp, scale.ep)
-    at_least = EXPERTS if scale.ep == 1 else max(EXPERTS, 2 * ranks)  # with one on each rank all local numbers are 0
+    at_least = EXPERTS if scale.ep == 1 else max(EXPERTS, 2 * ranks)  # with one on each rank all local ids are 0
     return like(value, ranks, at_least=at_least, multiple_of=2 if value % 2 == 0 else 1)
 
 
 def _state(value: Any, scale: Scale, name: str) -> Any:
-    """Not a number of heads: a reader of the reduced model tells them apart, also where the original has them equal."""
+    """A state size that no number of heads equals, even where one does in the original: so the reduced model's shapes tell them apart."""
     if not is_size(value):
         return value
     step, heads = 4 if value % 4 == 0 else 1, set(scale.state_heads.values())
@@ -273,7 +273,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "sparse_layers": _sparse_layers,
     "heads": _mapped("heads"),
     "head_dim": _mapped("head_dims"),
-    "scalar": _mapped("head_dims"),  # of the scores: mostly a head dim; else no dim of its own
+    "scalar": _mapped("head_dims"),  # scales the scores: usually a head dim, else not a dimension
     "hidden": _mapped("widths"),
     "width": _mapped("widths"),
     "share": _share,
@@ -284,8 +284,8 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "shared_experts": _capped(lambda scale: 2),
     "experts": _experts,
     "top_k": _capped(lambda scale: 2),
-    "selected": _capped(lambda scale: scale.seq_len // 4),  # fewer positions than there are, so that it is a choice
-    "pooled": _capped(lambda scale: 2),  # positions that are selected together; they divide the number selected
+    "selected": _capped(lambda scale: scale.seq_len // 4),  # fewer than all positions, so that some are left out
+    "pooled": _capped(lambda scale: 2),  # positions selected together; divides the number of selected ones
     "groups": _capped(lambda scale: 2),
     "top_groups": _capped(lambda scale: 1),
     "state": _state,

@@ -15,7 +15,7 @@ from shardplan.model.config_numbers import config_value
 from .counts import same_relation, small_counts
 from .fields import Role, role
 
-INNER = "mamba_d_ssm"  # the inner width, where a configuration gives it
+INNER = "mamba_d_ssm"  # the field for the inner width, where a configuration has it
 
 
 def small_state_heads(
@@ -27,12 +27,12 @@ def small_state_heads(
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Small counts of attention heads, and of state space heads and their groups: original -> small.
 
-    They are one table where a configuration has one name for heads: its heads are those that the groups divide.
+    Both tables are one where a configuration has a single field for heads: the groups then divide these heads.
 
     Args:
         by_role: the numbers of the configuration with each role.
         tp: the number of ranks.
-        times: how many times as many heads as usual.
+        times: the factor by which there are more heads than usual.
         cp, shared: as for `small_counts`.
     """
     attention = partial(small_counts, tp=tp, times=times, cp=cp, shared=shared)
@@ -44,7 +44,7 @@ def small_state_heads(
 
 
 def ranks_of_a_group(groups: Iterable[int], tp: int) -> int:
-    """The number of ranks that a group is on: the numbers of its state are shared out to them."""
+    """The number of ranks that share a group: they split the numbers of its state."""
     return max((tp // count for count in groups if count < tp and tp % count == 0), default=1)
 
 
@@ -54,11 +54,11 @@ def state_space_widths(
     """Choose head count and head dim, in place: their product, the inner width, keeps its relation to the hidden size.
 
     Args:
-        data: the fields made small, with the count that is wanted.
+        data: the fields made small, with the wanted count.
         config: the original.
         widths: original -> small.
         hidden: the original hidden size.
-        tp, cp: the number of ranks; cp divides the heads of a rank of tp.
+        tp, cp: the numbers of ranks; cp divides the heads of a tp rank.
     """
     names = {what: name for name in data if (what := role(name)) in ("mamba_heads", "mamba_head_dim", "mamba_groups")}
     if hidden is None or hidden not in widths or not {"mamba_heads", "mamba_head_dim"} <= names.keys():
@@ -84,6 +84,6 @@ def state_space_widths(
 
 
 def _other_width(heads: int, others: Collection[int], hidden: int, *, larger: bool) -> int:
-    """A multiple of the heads that equals no other width, and on the same side of the hidden size if a small one is."""
+    """A multiple of the heads that equals no other width and, if a small multiple can be, is above or below the hidden size as the original is."""
     dims = [d for d in (*range(8, 68, 4), 4, 2, 1) if heads * d not in others]
     return heads * next((d for d in dims if (heads * d > hidden) == larger), dims[0])

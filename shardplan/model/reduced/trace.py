@@ -1,8 +1,8 @@
 """One forward run, operation by operation, as data.
 
-Every torch call with a tensor in its result is an event at a place: (module path, call number of that module, position
-in that call). Two runs of one model, sharded and not, are compared place by place. Modules that are one look-up or
-matrix multiplication are one event.
+Every torch call with a tensor in its result is an event at a place: (module path, number of the module's call, position
+in this call). A sharded and an unsharded run of a model are compared place by place. A module that is a single look-up
+or matrix multiplication is one event.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class SourceLine:
 
 @dataclass(slots=True)
 class Event:
-    """Something that happened in the run.
+    """An event of the run.
 
     Args:
         kind: "op" (a torch call, or a whole look-up or matrix multiplication), "read" (a tensor seen for the first time
             or changed in place since it was last seen), "enter" and "leave" (a module's arguments and results),
             "crash" (an exception).
         name: the torch function's name, or the module's class.
-        place: where; unique in a run.
-        inputs, outputs: values, by number. At "enter" and "leave" the outputs are what the inputs became at the module's
-            boundary, the same numbers where nothing happened.
+        place: its place, unique in a run.
+        inputs, outputs: values, by number. At "enter" and "leave", the outputs are the inputs after the moves at the module's
+            boundary; they have the same numbers where nothing was moved.
         names: the names of the inputs at "enter" (arguments) and "leave" (`loss`, `0`).
         source: the line of the model's code.
         message: the exception's message.
-        writes: it changed an operand in place; the rest of that operand may not be filled yet.
+        writes: it changed an operand in place; other elements of this operand may not be filled yet.
     """
 
     kind: Literal["op", "read", "enter", "leave", "crash"]
@@ -74,15 +74,15 @@ class Trace:
 
     Args:
         events: in order.
-        values: the values, by number; copies, as later in-place operations must not change them.
-        requires_grad: for each value. In the body of an autograd.Function, which runs without gradients: whether one of
-            the operands has one.
+        values: the values, by number; they are copies, so that later in-place operations do not change them.
+        requires_grad: for each value, whether it requires a gradient; in the body of an autograd.Function, which runs without
+            gradients, whether one of its operands does.
         rounding: for each value, the rounding of the half-precision operations that it comes from, relative to the
             value (2^-8 in bfloat16); else 0.
-        parts: operation -> operand -> whether the operand contributes to the result, for those that were requested.
-        parameters: value -> full name, for values that are parameters; `later`: for the values that they have once the forward has changed them.
+        parts: operation -> operand -> whether the operand contributes to the result, for requested operations.
+        parameters: value -> full name, for values that are parameters; `later`: the same for parameters that the forward has changed.
         at: place -> event.
-        kept: values that code read as numbers, or kept after the run (in an attribute), besides its results.
+        kept: values that code read as numbers, or kept after the run (in an attribute); results are not among them.
         written: the parameters that the run changed, by full name.
     """
 
@@ -119,13 +119,13 @@ class Trace:
 
     @property
     def finite(self) -> bool:
-        """Whether all that the model returned is finite."""
+        """Whether all values that the model returned are finite."""
         results = (self.values[number] for event in self.events[-1:] for number in event.inputs)
         return all(bool(value.isfinite().all()) for value in results if value.is_floating_point())
 
     @cached_property
     def empty(self) -> frozenset[str]:
-        """The modules in whose code an operation reads or gives a tensor without elements."""
+        """The modules in whose code an operation reads or returns a tensor without elements."""
         nothing = {number for number, value in enumerate(self.values) if not value.numel()}
         return frozenset(e.module for e in self.events if nothing and not nothing.isdisjoint((*e.inputs, *e.outputs)))
 

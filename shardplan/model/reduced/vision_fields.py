@@ -1,4 +1,4 @@
-"""Fields of vision parts made small: patches, tables by the number of patches, stages of a pyramid, the layers that are read."""
+"""Making the fields of vision parts small: patches, tables by the number of patches, stages of a pyramid, the layers that are read."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .scale import READ, is_size, tower_layers
 
 PATCH = 4  # pixels
 SIDE, ODD_SIDE = 4, 3  # patches
-WINDOW = 2  # patches, in which attention looks around
-BLOCKS = 2  # of each stage: with shifted windows and without
+WINDOW = 2  # the side of an attention window, in patches
+BLOCKS = 2  # of each stage: one with shifted windows, one without
 HEAD_DIM = 8
 
 
 def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
-    """An image becomes 4 x 4 patches (or as few as it had), pooled to 2 x 2 tokens where tokens were
+    """Make an image 4 x 4 patches (or fewer, if it had fewer), pooled to 2 x 2 tokens where tokens were
     pooled.
 
     Args:
-        data: the fields made small; changed.
+        data: the fields made small; they are changed.
         config: the original.
-        alone: it is no part of another. Then an odd side becomes 3 x 3 patches, so that the number of all positions, also those
-            that are no patch, keeps its relation to tp: every odd square is one more than a multiple of eight.
+        alone: the model is not part of another. Then an odd side becomes 3 patches: every odd square is one more than a multiple
+            of eight, so the number of all positions, with those that are not patches, keeps its relation to tp.
     """
     sides: dict[int, int] = {}
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
@@ -62,7 +62,7 @@ def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
 
 
 def read_layers(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """The numbers of the tower layers that are read become their numbers in the reduced model, in place."""
+    """Replace, in place, the numbers of the tower layers that are read by their numbers in the reduced model."""
     vision = next((v for part in parts(config) if (v := getattr(part, "vision_config", None)) is not None), None)
     if vision is not None:
         _renumbered(data, config, tower_layers(vision, config).layers)
@@ -82,7 +82,7 @@ def _renumbered(data: dict[str, Any], config: PreTrainedConfig, layers: tuple[in
 
 
 def _by_patches(data: dict[str, Any], patches: dict[int, int]) -> None:
-    """A table by the number of patches, such as how many tokens they become, keeps what it has for a picture."""
+    """Reduce a table by the number of patches (for example, of the tokens that they become): it keeps its entry for a picture."""
     for name, value in data.items():
         if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
             rows = {patches[int(key)]: item for key, item in value.items() if int(key) in patches}
@@ -91,11 +91,11 @@ def _by_patches(data: dict[str, Any], patches: dict[int, int]) -> None:
 
 
 def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """A pyramid of stages keeps all of them, with fewer blocks and narrower heads; each stage keeps its relation to the others."""
+    """Reduce a pyramid of stages: all stages stay, with fewer blocks and narrower heads, and in the same relation to each other."""
     depths = getattr(config, "depths", None)
     if not isinstance(depths, (list, tuple)) or not all(is_size(depth) for depth in depths):
         return
-    if len(data["depths"]) != len(depths):  # its stages are counted as layers, and some are left out
+    if len(data["depths"]) != len(depths):  # the stages count as layers, and some are left out
         return
     data["depths"] = [min(depth, BLOCKS) for depth in depths]
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == len(depths)}
@@ -121,13 +121,13 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _convolved(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """The width after the last convolutions of a pyramid stays theirs."""
+    """Set the width after the last convolutions of a pyramid to their width."""
     channels, factors = getattr(config, "base_channels", None), getattr(config, "channel_multiplier", None)
     if is_size(channels) and factors and getattr(config, "hidden_size", None) == channels * factors[-1]:
         data["hidden_size"] = data["base_channels"] * factors[-1]
 
 
 def _side(value: Any) -> int | None:
-    """The size in pixels; the first of a list."""
+    """The side in pixels; the first one of a list."""
     value = value[0] if isinstance(value, (list, tuple)) and value else value
     return value if is_size(value) else None

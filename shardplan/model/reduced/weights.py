@@ -1,4 +1,4 @@
-"""Weights that hide no error: no parameter at zero or one, matrices of about unit gain."""
+"""Weights that hide no error: no parameter is zero or one, and matrices have about unit gain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardplan.model.build_tree import kind_of
 
 from .fields import role
 
-NOISE = 0.1  # added to what the model initialises in a structured way: norm weights, biases, decay rates
+NOISE = 0.1  # added to parameters that the model initialises in a structured way: norm weights, biases, decay rates
 
 
 @torch.no_grad()
@@ -22,8 +22,8 @@ def randomise(model: nn.Module, seed: int) -> None:
     """Sets every parameter of a model, in place.
 
     Matrices of linear layers, embeddings and expert stacks are normal with standard deviation 1/sqrt(features
-    in), so that attention and routing are not uniform; they depend on the seed and the parameters' names alone. About half of
-    the rows of a table with `max_norm` are longer than that.
+    in), so that attention and routing are not uniform; they depend only on the seed and the parameters' names. About half of
+    the rows of a table with `max_norm` are longer than this norm.
     Everything else keeps its own initial value plus a little noise: a weight of exactly one or a bias of zero
     would mask wrong gradients with symmetric ones.
     """
@@ -48,9 +48,9 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def fill_zero_buffers(model: nn.Module, seed: int) -> None:
-    """Fills, in place, each buffer that is zero throughout and would mask a wrong value: floating-point ones (a gate of
-    zero) with small positive numbers, tables of experts with different experts in each row. The result depends on the
-    seed and the buffers' names alone."""
+    """Fill, in place, each all-zero buffer that would mask a wrong value: floating-point buffers (a gate of zero) with small
+    positive numbers, tables of experts with different experts in each row. The result depends only on the seed and the
+    buffers' names."""
     for owner_name, owner in model.named_modules():
         experts = next((v for n, v in vars(owner).items() if role(n) == "experts" and type(v) is int), 0)
         for leaf, buffer in owner.named_buffers(recurse=False):
@@ -66,7 +66,7 @@ def fill_zero_buffers(model: nn.Module, seed: int) -> None:
 
 
 def _is_random(parameter: torch.Tensor) -> bool:
-    """Whether it looks drawn from a distribution around zero rather than set to something."""
+    """Whether a parameter looks like random numbers around zero, not like a chosen value."""
     values = parameter.float()
     if not torch.isfinite(values).all():
         return True  # memory that the model left uninitialised
@@ -89,8 +89,8 @@ def without_noise(model: nn.Module) -> None:
 
 
 def writes_to(model: nn.Module) -> Callable[[], frozenset[str]]:
-    """A function that says later which parameters have other values than now, by full name; of a DTensor it reads this
-    rank's part. It compares values: a write through `.data` leaves no trace in a version counter."""
+    """A function that later returns the full names of parameters whose values have changed since now; for a DTensor it reads
+    this rank's part. It compares values, as a write through `.data` does not change the version counter."""
     before = {name: part.clone() for name, part in _local_parameters(model)}
 
     def written() -> frozenset[str]:
