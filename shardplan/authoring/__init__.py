@@ -1,4 +1,4 @@
-"""Plans that are written by the package, from the run of a model."""
+"""Writing plans from the run of a model."""
 
 from .init.cut_parts import cut_parts
 from .init.write import WRAPPING, Heading, plan_document, plan_text

@@ -1,4 +1,4 @@
-"""The section `context_parallel` of a plan, from its section for sequence parallelism and the model's run."""
+"""The section `context_parallel` of a plan, derived from its sequence-parallel section and from the model's run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .hollow_run import reads_shapes_alone
 from .own_tokens_run import losses_are_shares
 from .router_runs import benches_with_routers
 
-RANKS = 2  # on which it is tried
+RANKS = 2  # the cp ranks on which it is tried
 ENTER, MIX, LEAVE, READ = "split_seq_input", "replicate_seq", "gather_seq_output", "gather_seq_input"
 HEADS = "exchange_heads"
 MIXERS = (MIX, HEADS)
@@ -38,11 +38,11 @@ _ON: Overlays = frozenset({"context_parallel"})
 
 @dataclass(frozen=True, slots=True)
 class NoSection:
-    """Why there is none.
+    """Why there is no such section.
 
     Args:
         reason: in words.
-        findings: about the section that was tried, in the names of the reduced model.
+        findings: those about the section that was tried, with the names of the reduced model.
     """
 
     reason: str
@@ -51,8 +51,8 @@ class NoSection:
 
 @reduced_runs()
 def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
-    """The rules for the axis cp. The sequence is split where sequence parallelism splits it. It is whole where that gathers it for a
-    module that is not token-wise, with a share of the heads where the tp rules below say which. Runs show what is right.
+    """The rules for the axis cp. The sequence is split where sequence parallelism splits it. It is whole in a module that is not
+    token-wise and for which sequence parallelism gathers it; where tp rules below name the heads, each cp rank then has a share of them. Runs decide.
 
     Args:
         plan: a plan for the model, without errors.
@@ -94,7 +94,7 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
 
     if findings := wrong(_outermost(rules)):
-        # A module that scatters no result only reads all tokens; one that adds a further argument of the block to it has its own of both.
+        # A module that scatters no result only reads all tokens; if it adds an argument of the block to its result, both have the rank's own tokens.
         leaves = {name for name, one in crossings.items() if V(SEQ) in one.output_destinations}
         reads = {name for name in rules if not any(name in (other, *ancestors(other)) for other in leaves)}
         reading = _with_style(rules, READ, reads)
@@ -106,10 +106,10 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
     handed_out = _handed_out(layouts)
     for pattern in dict.fromkeys(tree.pattern(name) for name, rule in rules.items() if rule.style in MIXERS):
         parts = {name for name in tree.modules if any(tree.pattern(n) == pattern for n in (name, *ancestors(name)))}
-        # An entrance inside it splits again what it gathers.
+        # A rule inside it that splits the input would split again what it gathers.
         fewer = {n: r for n, r in rules.items() if tree.pattern(n) != pattern and (r.style != ENTER or n not in parts)}
         routers = {name: rule for name, rule in handed_out.items() if name in parts and name not in fewer}
-        # What hands its result out by a rule of its own may do so for the module around it.
+        # A module whose own rule lets its result be read outside may do this for the module around it.
         handing = {above for name, rule in fewer.items() if rule.read_outside for above in ancestors(name)}
         inner = {name: rule for name, rule in routers.items() if name not in handing}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
@@ -130,8 +130,8 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
 
 
 def _handed_out(layouts: ModelLayouts) -> dict[str, Rule]:
-    """The outermost modules in blocks with a result that code outside of all blocks reads in every layer where routers
-    return theirs (an auxiliary loss, a recorder's hooks): as token-wise modules whose results are read outside."""
+    """Token-wise rules for the outermost modules in blocks with a result that code outside the blocks reads in every layer
+    when routers return theirs (for an auxiliary loss, or hooks that record them). The rules say that it is read outside."""
     tree, found = layouts.tree, dict[str, set[str]]()
     for bench in benches_with_routers(layouts)[len(layouts.benches) :]:
         events = bench.reference.events
@@ -155,14 +155,14 @@ def _is_end(event: Event) -> bool:
 
 
 def _with_style(rules: Mapping[str, Rule], style: str, names: Container[str] | None = None) -> dict[str, Rule]:
-    """The rules with another style for those that gather and scatter: for some modules, or for all."""
+    """The rules, with another style for those of some modules, or of all, that gather and scatter."""
     chosen = {n for n, rule in rules.items() if rule.style == MIX and (names is None or n in names)}
     return {n: replace(rule, style=style) if n in chosen else rule for n, rule in rules.items()}
 
 
 def _by_parts(rules: Mapping[str, Rule], over_tp: ResolvedPlan) -> dict[str, Rule]:
-    """The rules with each part of a block that tp splits as one that mixes tokens. It replaces what is gathered inside of blocks: after a norm
-    for several parts, whose results tp scatters, or for one matrix, which works token by token."""
+    """The rules with each part of a block that tp splits as a module that mixes tokens. They replace gathers inside blocks: the gather after
+    a norm that several parts read, whose results tp scatters, or the gather for one matrix, which is token-wise."""
     tree = over_tp.tree
     kept = {name: rule for name, rule in rules.items() if rule.style not in (LEAVE, READ) or part(name) is None}
     split = (tree.owner(name) if a.is_parameter else name for name, a in over_tp.assignments.items())
@@ -171,7 +171,7 @@ def _by_parts(rules: Mapping[str, Rule], over_tp: ResolvedPlan) -> dict[str, Rul
 
 
 def _outermost(rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Without those inside of modules that have the whole sequence."""
+    """The rules without those inside modules that have the whole sequence."""
     mixers = {name for name, rule in rules.items() if rule.style in MIXERS}
     return {name: rule for name, rule in rules.items() if mixers.isdisjoint(ancestors(name))}
 
@@ -180,11 +180,11 @@ _NONE = Rule("", "", Location(""))
 _MIXES = replace(_NONE, style=MIX)
 _TOKEN_WISE = replace(
     _NONE, style=TOKENS
-)  # experts, whose code takes those of each expert: one operation, for the check
+)  # experts, whose code picks each expert's tokens: one operation, for the check
 
 
 def _rule(crossing: Boundary, rule: Rule) -> Rule | None:
-    """The cp rule for a rule of sequence parallelism, whatever that does with features."""
+    """The cp rule for a rule of sequence parallelism, whatever the latter does with features."""
     inputs, output = crossing.inputs, crossing.output
     split = V(SEQ)
     if any(one.destination == split and split not in one.sources for one in inputs):
@@ -206,7 +206,7 @@ def _over_cp(rule: Rule, style: str) -> Rule:
 
 
 def _written(layouts: ModelLayouts, rules: Mapping[str, Rule]) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """The rules as a plan has them: an entrance's by its name, others by the pattern of their names."""
+    """The rules for a plan file: a rule that splits an input has the module's name as its key, other rules have its pattern."""
     tree = layouts.tree
     elsewhere = {tree.pattern(name) for name in tree.modules if name not in rules}
     for name, rule in rules.items():

@@ -1,4 +1,4 @@
-"""Whether a model runs with hollow arguments of the modules whose heads are exchanged over cp."""
+"""Running a model with hollow arguments for the modules whose heads are exchanged over cp."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shardplan.torchlib.hollow import Hollow
 
 
 def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) -> bool:
-    """Whether the code of these modules reads only the shapes of their arguments, and leaves the values to the projections below,
-    which read nothing but these and values that have all tokens. It is tried on one rank, which has all tokens.
+    """Whether the code of these modules reads only the shapes of their arguments, and only the projections below read the values.
+    Other values that the projections read must have all tokens. It is tried on one rank, which has all tokens.
 
     Args:
         programs: the modules' programs for the cp rules.
@@ -35,7 +35,7 @@ def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) 
     try:
         with torch.no_grad():
             model(**bench.inputs)
-    except Exception:  # of code that reads values, or cannot go on without them
+    except Exception:  # raised by code that reads values, or cannot run without them
         return False
     return True
 
@@ -43,7 +43,7 @@ def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) 
 def changed_argument(
     name: str, change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, kwargs: dict
 ) -> Any:
-    """A pre-hook, with its first two arguments given: the arguments of a call with a named one changed, wherever it is."""
+    """A pre-hook (with its first two arguments bound) that changes the named argument of a call, positional or not."""
     if name in kwargs:
         return args, {**kwargs, name: change(kwargs[name])}
     at = arguments_of(module).index(name)
@@ -51,7 +51,7 @@ def changed_argument(
 
 
 class _Run:
-    """The values that replace arguments; the length of the sequence is that of the last hollow one."""
+    """Makes the values that replace arguments. The sequence length is that of the last hollow argument."""
 
     length = 0
 

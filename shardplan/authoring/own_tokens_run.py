@@ -1,4 +1,4 @@
-"""Whether a model's results are those of the tokens that its head reads."""
+"""Running a model to find whether its results are only those of the tokens that its head reads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RANKS = 2
 
 
 def losses_are_shares(bench: Workbench, exits: Mapping[str, Rule]) -> bool:
-    """Whether a model whose head reads a part of the tokens, with labels that were shifted before they were cut, computes the loss of this
-    part: the mean of all ranks' losses is the whole loss. It is tried with parts that have different numbers of labels.
+    """Whether a model whose head reads a part of the tokens, with labels that were shifted and then cut, computes the loss of this part,
+    so that the mean of all ranks' losses is the whole loss. It is tried with parts that have different numbers of labels.
 
     Args:
         exits: the rules that would make the sequence whole after the blocks, by module.
@@ -42,7 +42,7 @@ def losses_are_shares(bench: Workbench, exits: Mapping[str, Rule]) -> bool:
         with torch.no_grad():
             whole = results_of(copied(bench.model)(**{**bench.inputs, "labels": labels}))
             parts = [results_of(_cut(bench.model, exits, rank)(**_own(bench, labels, rank))) for rank in range(RANKS)]
-    except Exception:  # of code that needs all tokens, or takes no labels that were shifted
+    except Exception:  # raised by code that needs all tokens, or cannot take shifted labels
         return False
     return "loss" in whole and all(_same(value, [part.get(name) for part in parts]) for name, value in whole.items())
 
@@ -62,7 +62,7 @@ def _same(whole: Tensor, parts: list[Tensor | None]) -> bool:
 
 
 def _cut(model: nn.Module, exits: Mapping[str, Rule], rank: int) -> nn.Module:
-    """A copy that has a rank's tokens after its exits."""
+    """A copy of the model that has only a rank's tokens after its exits."""
     model = copied(model)
     for name, rule in exits.items():
         module, crossing = model.get_submodule(name), boundary(rule).on(Axis.CP)

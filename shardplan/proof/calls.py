@@ -1,5 +1,5 @@
-"""The calls of a model in the steps of a proof: the plain call, one with every switch of its forward and padding, one with embeddings
-instead of ids."""
+"""The calls of a model in the steps of a proof: the plain call, a call with padding and every switch of the forward, and a call with
+embeddings instead of ids."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Calls:
     Args:
         inputs: seed -> the plain call.
         second: name -> change, for the call of the last plain step.
-        third: the same for one more step.
-        left_out: the changes that the unsharded model does not run with, and why.
+        third: the changes for one more step.
+        left_out: the changes with which the unsharded model does not run, and why.
     """
 
     kind: str
@@ -70,8 +70,8 @@ class Calls:
         """The keyword arguments of every step.
 
         Args:
-            replica: the data-parallel rank. Ranks other than 0 have other tokens and other numbers of labels; with text, their
-                last plain step has a batch of one repeated token, which goes to few experts.
+            replica: the data-parallel rank. Ranks differ in their tokens and numbers of labels. With text, ranks other than 0 have a
+                batch of one repeated token in the last plain step, which goes to few experts.
         """
         return [self._batch(step, replica) for step in range(self.steps)]
 
@@ -134,7 +134,7 @@ def calls_of(
     The changes of one call are tried together on the unsharded model, and one by one only if that does not run.
 
     Args:
-        under: checkpoints that the unsharded model must also run with: the second run of a module does not find a cache as the first run did.
+        under: checkpoints with which the unsharded model must run too: a recomputed module does not find the cache that its first run found.
         only: the changes to the plain call; None: all.
     """
     if only is not None and not only:
@@ -161,7 +161,7 @@ def calls_of(
 
 
 def _inputs_of(reduced_model: ReducedModel, kind: str) -> Callable[[int], Inputs]:
-    feed = reduced_model.feeder  # the reduced model is the key of the cache of this
+    feed = reduced_model.feeder  # the reduced model is the key of this function's cache
     return lambda seed: feed(kind, seed, None)
 
 
@@ -241,7 +241,7 @@ def _running(
     alone = {name: obstacle([change]) for name, change in changes.items()}
     left_out |= {name: why for name, why in alone.items() if why}
     kept: dict[str, Change] = {}
-    for name, change in reversed(list(changes.items())):  # padding before switches
+    for name, change in reversed(list(changes.items())):  # padding is tried before switches
         if alone[name]:
             continue
         if why := obstacle([*kept.values(), change]):

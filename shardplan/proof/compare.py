@@ -13,7 +13,7 @@ from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
 from .rank import Left
 from .steps import Steps
 
-NEGLIGIBLE = 1e-12  # times the model's largest gradient: a reference that is smaller everywhere proves nothing
+NEGLIGIBLE = 1e-12  # x the model's largest gradient: a reference that is smaller everywhere proves nothing
 ALL = "all ranks"
 
 Ranked = Iterable[tuple[str, Tensor]]  # (the rank in words, its tensor, whole)
@@ -28,7 +28,7 @@ def compare(
         values: a tensor that several ranks share is compared once.
         floor: a reference with a largest value of at most this proves nothing, if the values are also no larger than
             rounding could make them.
-        alike: the text in place of a rank if several ranks have the same error.
+        alike: the text instead of a rank, where several ranks have the same error.
     """
     dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
     values, scale = list(values), magnitude(reference)

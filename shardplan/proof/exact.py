@@ -1,4 +1,4 @@
-"""Runs in float64 from end to end."""
+"""Running a model in float64 from end to end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AS_WRITTEN: list[None] = []  # one entry for each running call that keeps its o
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the precisions of its code, for kernels that only take float32."""
+    """The function, run with the precisions of its code; for kernels that only take float32."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ def _of_backward(
 
 
 def _started_under(mode: TorchFunctionMode, function: Any) -> Callable[..., Any]:
-    """A copy of a function of torch.autograd whose engine starts while the mode is active. Torch leaves a mode before it calls the
-    function, but the engine keeps the modes of its start for all its calls: hooks, backwards in Python, the second run of a
-    checkpoint. It is a copy because ranks that are threads share torch's own. It finds itself by its name, as it passes itself to
-    the other active modes."""
+    """A copy of a function of torch.autograd that starts the engine while the mode is active. Torch leaves a mode before it calls the
+    function, but the engine keeps the modes of its start for everything that it calls: hooks, backwards in Python, the recomputation of
+    a checkpoint. It is a copy because ranks that are threads share torch's own function. It finds itself by its name, as it passes
+    itself to the other active modes."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode:

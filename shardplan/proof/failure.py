@@ -1,4 +1,4 @@
-"""A sharded run that raises: a finding, unless the exception is our own mistake."""
+"""A sharded run that raises: a finding, unless the exception is an error in shardplan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
     """Wraps the sharded run of a reduced model whose unsharded run succeeded.
 
     Args:
-        known: the findings of the layout check, which explain more than the exception.
+        known: the findings of the layout check; they explain more than the exception.
 
     Raises:
         PlanError: SP422: the run raised; or the findings of the layout check, if there are any.

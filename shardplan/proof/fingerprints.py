@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
-# Reads and calls by names that are made while the code runs, and reads of files.
+# Reads and calls whose names are made while the code runs, and reads of files.
 UNSEEN = frozenset(("eval", "exec", "globals", "locals", "__import__", "import_module", "open"))
 INSTALLED = (str(Path(logging.__file__).parent.parent), str(Path(__file__).parents[1]), "<frozen")
 PACKAGES = ("/site-packages/", "/dist-packages/")
-HOOKS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))  # torch's own, by numbers of a process
+HOOKS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))  # torch's own, by process numbers
 _CODES: dict[int, tuple[int, CodeType]] = {}
 
 
 class NotStable(Exception):
-    """A value that cannot be shown to be the same another time."""
+    """A value that cannot be shown to be the same later."""
 
 
 class Fingerprint:
@@ -46,7 +46,7 @@ class Fingerprint:
         return self._digest.hexdigest()
 
     def add(self, *values: Any) -> None:
-        """Add values, of any types.
+        """Add values of any types.
 
         Raises:
             NotStable: one of them holds something that cannot be read: a file, a lock, code that evaluates a text.
@@ -123,7 +123,7 @@ def _tensor(value: Tensor) -> Iterator[Any]:
 
 
 def _hooks(hooks: Mapping[int, Any] | None) -> list[Any]:
-    """Hooks without their numbers, which are used once in a process."""
+    """Hooks without their numbers, as a process uses each number only once."""
     return list((hooks or {}).values())
 
 
@@ -208,7 +208,7 @@ def is_own(file: str) -> bool:
 
 
 def _in_a_target(file: Path) -> bool:
-    """Whether `pip install --target` wrote it: then a list of files, next to its outermost package folder, names that folder."""
+    """Whether `pip install --target` wrote a file: a list of files next to its outermost package folder then names this folder."""
     outermost = file
     while (outermost.parent / "__init__.py").is_file():
         outermost = outermost.parent

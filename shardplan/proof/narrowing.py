@@ -1,4 +1,4 @@
-"""Which of a call's changes (a switch, padding, embeddings in place of ids) makes a sharded model differ, or raise."""
+"""Finding which of a call's changes (a switch, padding, embeddings instead of ids) makes a sharded model differ or raise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Run = Callable[[OnRanks, Collection[str]], Sequence[Comparison]]
 
 
 def only_with(run: Run, changes: Sequence[str], ranks: int) -> str:
-    """Which calls of the model show what a proof found: each single change that does, or, if none does alone, the smallest set of
-    them. Empty where the plain call is wrong too.
+    """The calls of the model that show what a proof found: each single change that does or, if none does alone, the smallest set
+    of changes. Empty where the plain call is wrong too.
 
     Args:
         run: the sharded steps, with only these changes to the call.

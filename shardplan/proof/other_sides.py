@@ -26,7 +26,7 @@ from shardplan.model.reduced import ReducedModel
 from .fingerprints import is_own
 
 UNTAKEN = Code("SP423")
-ROUNDS = 3  # a branch may be inside of another one
+ROUNDS = 3  # a branch may be inside another one
 OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -121,10 +121,10 @@ class _Side:
 
 
 def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
-    """Reduced models that take the branches which this one does not take, as far as they run.
+    """Reduced models that take the branches that this one does not take, where they run.
 
     Args:
-        built: the model that it builds; it is not changed.
+        built: the model that `model` builds; it is not changed.
     """
     unread = _unread(built)
     if not _instrument(built, {}, shrunk=model.config is not None, in_place=False):
@@ -206,7 +206,7 @@ def _functions(module: nn.Module, *, unwrapped: bool = False) -> Iterator[tuple[
     """The user's own functions among a module's methods and attributes.
 
     Args:
-        unwrapped: include those inside of decorators.
+        unwrapped: include functions inside decorators.
     """
     found: dict[str, Any] = {}
     for base in reversed(type(module).__mro__):
@@ -272,7 +272,7 @@ def _written(code: CodeType) -> frozenset[str]:
 def _changed(
     function: FunctionType, found: list[_Side], counters: frozenset[str], *, shrunk: bool
 ) -> FunctionType | None:
-    """The same function with a call of a `_Side` in place of each comparison with a constant.
+    """The same function with a call of a `_Side` instead of each comparison with a constant.
 
     Args:
         counters: attributes that the module's functions change.
@@ -366,8 +366,8 @@ class _Comparisons(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _constancy(self, node: ast.AST) -> int:
-        """3: a number in the code, or a name that the function only reads; 2: a number of the module; 1: one that it changes; 0: a
-        computed value."""
+        """3: a number in the code, or a name that the function only reads; 2: a number of the module; 1: a number that the module
+        changes; 0: a computed value."""
         if isinstance(node, ast.Constant):
             return 3 * (type(node.value) in (int, float))
         if isinstance(node, ast.Name):
@@ -408,7 +408,7 @@ def _parts(node: ast.Compare) -> ast.BoolOp | None:
 
 
 def _dim(node: ast.AST) -> bool | None:
-    """Whether an expression is the last dim of a tensor; None where it is no dim. `x.shape` is all dims."""
+    """Whether an expression is the last dim of a tensor; None where it is not a dim. `x.shape` is all dims."""
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
         return ast.unparse(node.slice) == "-1"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":

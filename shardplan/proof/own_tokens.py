@@ -20,7 +20,7 @@ from .steps import Steps, made
 
 
 class OwnTokens:
-    """Calls the model inside of `context_parallel`, and makes its outputs whole: the loss is the mean of the ranks' losses.
+    """Calls the model inside `context_parallel`, and makes its outputs whole: the loss is the mean of the ranks' losses.
 
     Args:
         mesh: one with a cp axis.

@@ -1,5 +1,5 @@
-"""The proof of pipeline stages: the run-time's own stages on every rank of a mesh, sharded by the plan, in a schedule, compared with
-the unsharded model on the same micro-batches. The ranks are threads, or processes."""
+"""The proof of pipeline stages. The stages of a real run, sharded by the plan, run in a schedule on every rank of a mesh, and are compared
+with the unsharded model on the same micro-batches. The ranks are threads or processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Scheduled:
     """A schedule and its stages for a proof.
 
     Args:
-        cut: the reduced model's, with the schedule's number of stages.
+        cut: the cut of the reduced model, with the schedule's number of stages.
         kinds: the kinds of inputs whose tensors have one row for each row of the batch.
     """
 
@@ -72,8 +72,8 @@ def scheduled_for(
 
     Args:
         layouts: those of a reduced model with a block for each of the schedule's stages on all ranks.
-        staged: without errors.
-        micro_batches: None: twice the number of stages.
+        staged: the plan's stages, without errors.
+        micro_batches: their number; None is twice the number of stages.
 
     Raises:
         PlanError: SP438: no kind of input can be divided into micro-batches.
@@ -89,7 +89,7 @@ def scheduled_for(
 
 
 def kinds_with_rows(layouts: ModelLayouts) -> tuple[str, ...]:
-    """The kinds of inputs that can be divided into micro-batches. Raises PlanError where there are none: SP438."""
+    """The kinds of inputs that can be divided into micro-batches. Raises PlanError (SP438) where there are none."""
     kinds = rowwise_kinds(layouts.reduced_model)
     if not kinds:
         raise PlanError((_no_rows(layouts),))
@@ -117,8 +117,8 @@ class ScheduledCase:
     Args:
         build: makes the unsharded model, the same everywhere.
         inputs: (seed, kind) -> one micro-batch.
-        program: the whole model's; each stage's is a part of it.
-        sizes: the mesh's, with pp.
+        program: the program of the whole model; each stage's is a part of it.
+        sizes: those of the mesh, with pp.
     """
 
     build: Callable[[], nn.Module]
@@ -133,7 +133,7 @@ class ScheduledCase:
         return self.of_rank(self.expected(STEPS), self.built(), AXES)
 
     def simulated(self, on_ranks: OnRanks) -> tuple[Comparison, ...]:
-        """The run on ranks that are threads; each row is the worst of them. One step, unless a forward changes a buffer."""
+        """The run on ranks that are threads; each row is the worst of all ranks. It has one step, unless a forward changes a buffer."""
         expected, first = self.expected(1), self.built()
         models = [first, *(copy_of(first, expected.written) for _ in range(self.sizes.world_size - 1))]
         axes = [axis for axis in AXES if axis is Axis.PP or self.sizes.of(axis) > 1]
@@ -142,7 +142,7 @@ class ScheduledCase:
             with CheckedSizes():
                 return self.of_rank(expected, models[rank], axes)
 
-        silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # warns about slow whole tensors
+        silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # it warns about slow moves
         with silent, common_to_ranks(expected.models[0]):
             return worst_of(row for rows in on_ranks(run) for row in rows)
 
@@ -153,7 +153,7 @@ class ScheduledCase:
         """The unsharded model's results on the micro-batches. If it draws random numbers, it runs once more with the ranks' draws.
 
         Args:
-            steps: the least number; STEPS where a forward changes buffers or parameters.
+            steps: the least number of steps; there are STEPS where a forward changes buffers or parameters.
         """
         batches = MicroBatches(self.inputs, self.scheduled.micro_batches, self.sizes.replicas, self.dtype)
         before = torch.get_rng_state()
@@ -181,7 +181,7 @@ class ScheduledCase:
         """Apply the program to the stages of this rank, run the steps, evaluate, and compare. All ranks call it together.
 
         Args:
-            model: this rank's own; it is used up.
+            model: this rank's own copy; it is used up.
             axes: as in `mesh_of`.
         """
         mesh = mesh_of(self.sizes, axes)
@@ -217,7 +217,7 @@ class ScheduledCase:
     def _whole(
         self, part: nn.Module, of: Callable[[nn.Parameter], Tensor | None], names: Container[str] | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """A whole tensor for some parameters each. A collective over the ranks of the stage."""
+        """The whole tensors for some parameters. A collective over the ranks of the stage."""
         packed, tp = packed_parameters(self.program), self.sizes.tp or 1
         for name, parameter in part.named_parameters(remove_duplicate=False):
             if names is None or name in names:
@@ -309,11 +309,11 @@ class _Expected:
 
 
 def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
-    """Each rank differentiates its share times the number of ranks, and the gradients are averaged, as data parallelism does it: code
-    that changes a gradient inside the model (clips, normalises it) sees the same one as in training.
+    """One step: each rank differentiates its share x the number of ranks, and the gradients are averaged, as in data parallelism. So code
+    in the model that changes a gradient (clips or normalises it) sees the same gradient as in training.
 
     Args:
-        models: one for each data-parallel rank, with the same weights: each has its own buffers.
+        models: one for each data-parallel rank, with the same weights, as each has its own buffers.
     """
     gradients: dict[str, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64)
@@ -345,11 +345,11 @@ def _evaluation(models: Sequence[nn.Module], batches: MicroBatches, *, own: bool
 
 @dataclass(frozen=True)
 class ScheduledRecipe:
-    """The cases, one for each kind of input: each process makes the reduced model anew.
+    """Makes the cases, one for each kind of input: each process makes the reduced model anew.
 
     Args:
         source: the model itself.
-        heads_times, blocks: of its reduced model.
+        heads_times, blocks: options of its reduced model.
     """
 
     source: Model

@@ -51,7 +51,7 @@ class AnyCase(Protocol):
     """The data that one process needs to run a proof."""
 
     def rows(self) -> tuple[Comparison, ...]:
-        """Run it on this rank, and compare. All ranks call it together."""
+        """Run the proof on this rank, and compare. All ranks call it together."""
         ...
 
 
@@ -85,14 +85,14 @@ class Case:
 
 
 class _NamesAlone(ForkingPickler):
-    """Pickles everything but tensors: their memory would be moved to where other processes see it."""
+    """Pickles everything except tensors, as their memory would be moved to shared memory."""
 
     def persistent_id(self, value: Any) -> str | None:
         return "tensor" if isinstance(value, torch.Tensor) else None
 
 
 def check_sendable(source: Model) -> None:
-    """Raise ValueError where other processes cannot find a model: its class, or its inputs', is not in a module under its name."""
+    """Raise ValueError where other processes cannot find a model: the class of the model or of its inputs is not in a module under its name."""
     sent = io.BytesIO()
     try:
         _NamesAlone(sent).dump(source)
@@ -136,7 +136,7 @@ def _result(folder: str, rank: int) -> Path:
 
 
 def _last_line(trace: str) -> str:
-    """The exception at the end of a trace, whose message may have further lines, and the last line of a model's code in the trace."""
+    """The exception at the end of a trace (its message may have several lines), and the trace's last line of model code."""
     lines = trace.splitlines()
     named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
     code = [(line, after) for line, after in pairwise(lines) if re.match(r'  File ".*/modeling_\w+\.py", line', line)]
@@ -166,4 +166,4 @@ def _rows(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
 def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
-    return worst_of(row for rows in gathered for row in rows)  # by name: ranks may have other tensors
+    return worst_of(row for rows in gathered for row in rows)  # by name: ranks may have different tensors

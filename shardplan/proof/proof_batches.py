@@ -23,13 +23,13 @@ Inputs = dict[str, Any]
 
 
 def rowwise_kinds(model: ReducedModel) -> tuple[str, ...]:
-    """The kinds of inputs that can be joined to a batch: each tensor has a row for each row of the batch, and all else is the same
-    in all micro-batches."""
+    """The kinds of inputs that can be joined to a batch: each tensor has a row for each row of the batch, and everything else is
+    the same in all micro-batches."""
     return tuple(kind for kind in model.kinds if _joined([model.inputs(seed=seed, kind=kind) for seed in (0, 1)]))
 
 
 def _joined(parts: Sequence[Inputs]) -> Inputs:
-    """Join several batches into one; empty where there is none."""
+    """Join several batches into one; empty where this is not possible."""
     first = parts[0]
     rows = {x.shape[0] if x.ndim else 0 for value in first.values() for x in _tensors(value)}
     if len(rows) != 1 or rows == {0} or any(part.keys() != first.keys() for part in parts):
@@ -58,7 +58,7 @@ class MicroBatches:
 
     Args:
         inputs: seed -> one micro-batch; each has another seed.
-        count: of one step, on each data-parallel rank.
+        count: their number in one step, on each data-parallel rank.
         replicas: the number of data-parallel ranks.
     """
 
@@ -68,8 +68,8 @@ class MicroBatches:
     dtype: torch.dtype
 
     def one(self, step: int, replica: int, part: int) -> Inputs:
-        """A micro-batch, which the caller may change. Some labels are left out here and there, so that micro-batches have different
-        numbers of labels."""
+        """A micro-batch, which the caller may change. Some labels are left out, so that micro-batches have different numbers of
+        labels."""
         place = (step, replica, part)
         # Once, in one thread: making inputs may draw from a generator that all ranks share.
         if place not in self._made:
@@ -85,7 +85,7 @@ class MicroBatches:
         ids, labels = made.get("input_ids"), made.get("labels")
         if isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape and ids.ndim == 2:
             labels = labels.clone()
-            counted = 1 + (labels[0, 1:] != IGNORED).nonzero().flatten()  # besides labels that the inputs leave out
+            counted = 1 + (labels[0, 1:] != IGNORED).nonzero().flatten()  # without labels that the inputs leave out
             labels[0, counted[: 1 + (replica + part) % (labels.shape[1] // 2)]] = IGNORED
             made["labels"] = labels
         return made
@@ -110,8 +110,8 @@ class MicroBatches:
         """The share of one micro-batch in the loss of a step, by the unsharded model.
 
         Args:
-            own: the model's loss, averaged over the micro-batches; the result of its `loss_function`, a mean over tokens, is weighted
-                by their number. Else `objective`, averaged over the micro-batches.
+            own: use the model's loss, averaged over the micro-batches; the result of its `loss_function`, a mean over tokens, is
+                weighted by the number of tokens. Else use `objective`, averaged over the micro-batches.
         """
         given, shares = self.one(step, replica, part), self.count * self.replicas
         if not own:
@@ -123,7 +123,7 @@ class MicroBatches:
 
 
 def _read(output: Any) -> Any:
-    """The input of a pipeline's loss function."""
+    """The part of an output that a pipeline's loss function reads."""
     return output.logits if hasattr(output, "logits") else output
 
 

@@ -19,14 +19,14 @@ from .reach import touched
 DIFFERS = Code("SP420")
 UNREACHED = Code("SP421")
 
-MOST_ROWS = 5  # of the rows that differ, in a finding's notes
+MOST_ROWS = 5  # differing rows in a finding's notes
 ORDER = {"output": 0, "buffer": 1, "parameter": 2, "gradient": 3}
 
 
 def findings_of(
     proven: Proven, reduced: ModelLayouts, *, allow_unproven: bool = False
 ) -> dict[Overlays, tuple[Diagnostic, ...]]:
-    """Variant -> findings about what differs, and about what is split but was not reached.
+    """Variant -> findings about differences, and about parts that are split but were not reached.
 
     Args:
         reduced: the reduced model that ran.

@@ -55,7 +55,7 @@ class Proven:
         proof: the comparisons.
         programs: variant -> its program for the reduced model, on the first mesh.
         missing: variant -> the parts that no run reached, in the names of the reduced model.
-        only_with: variant that differs -> the calls of the model that show it, if the plain call is right.
+        only_with: variant that differs -> the calls of the model that show the difference, if the plain call is right.
     """
 
     proof: NumericProof
@@ -67,10 +67,10 @@ class Proven:
 def compile_for(
     reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays], *, asked: bool = False
 ) -> Variants:
-    """The variants of a plan for a reduced model: compiled as for the model itself, whatever findings its layouts have.
+    """The variants of a plan, compiled for a reduced model as for the model itself, whatever findings its layouts have.
 
     Args:
-        asked: whether the mesh is the plan's own; else it represents it, and data parallelism changes no number.
+        asked: whether the mesh is the one to prove the plan for; else it represents that mesh, and data parallelism changes no number.
 
     Raises:
         PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
@@ -112,7 +112,7 @@ def prove(
     Args:
         reduced: layouts of the reduced model of `source`, at the sizes of tp and ep of the first mesh (`proof_meshes`), or of `sizes` for
             processes.
-        sizes: the mesh's; its pp axis is used only with `scheduled`. Processes are its ranks; a simulated mesh represents it.
+        sizes: those of the mesh; its pp axis is used only with `scheduled`. Processes are its ranks; a simulated mesh represents it.
         variants: the plan's variants to prove.
         scheduled: a pipeline's schedule, which runs in the processes.
         allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
@@ -130,7 +130,7 @@ def prove(
     programs: dict[Overlays, Program] = {}
     wrong_with: dict[Overlays, list[str]] = {on: [] for on in variants}
     every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
-    rounds = False  # whether float32 settles nothing
+    rounds = False  # whether float32 cannot decide
     for mesh in every:
         progress("building a reduced model")
         of_mesh = reduced if processes else reduced_for(reduced, mesh)
@@ -156,7 +156,7 @@ def prove(
                 for on, trial in zip(on_it, trials, strict=True):
                     shown = variant_words(variant_name(on))
                     progress(f"{shown}, {mesh.shown}: comparing with the unsharded model")
-                    # float64 at once if a variant of the same model differed in float32
+                    # float64 at once, if a variant of the same model differed in float32
                     rounds = rounds or any(row.dtype == "float64" for rows in made for row in rows)
                     made.append(trial.settled(on_ranks, at_once=rounds))
         except PlanError as error:
@@ -204,13 +204,13 @@ def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
     if section is None:
         return resolved
     kept = section.reshard_after_forward
-    kept = kept if isinstance(kept, bool | str) else True  # a number of ranks refers to the requested mesh
+    kept = kept if isinstance(kept, bool | str) else True  # a number of ranks is for the requested mesh
     section = replace(section, mixed_precision=None, cpu_offload=False, reshard_after_forward=kept)
     return replace(resolved, data_parallel=section)
 
 
 def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> tuple[MeshSizes, ...]:
-    """The meshes on which a variant is simulated. On a mesh with ep or cp, a variant without its rules is proven for tp alone."""
+    """The meshes on which a variant is simulated. On a mesh with ep or cp, a variant without rules for this axis is proven only for tp."""
     if ("expert_parallel" not in on and sizes.ep > 1) or ("context_parallel" not in on and sizes.cp > 1):
         return (MeshSizes(tp=sizes.tp),)
     section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
@@ -270,7 +270,7 @@ def steps_of(
 
 def _rounds(reduced_model: ReducedModel, under: Checkpointed) -> bool:
     """Whether the unsharded model itself differs between float32 and float64 by more than the tolerance for float32: then a run of all
-    ranks in float32 settles nothing. False for a model that does not run in float64."""
+    ranks in float32 cannot decide. False for a model that does not run in float64."""
     for kind in reduced_model.kinds:
         _, single = steps_of(reduced_model, kind, torch.float32, under=under)
         try:
@@ -311,7 +311,7 @@ class Trial:
 
     Args:
         case: the case for processes.
-        ranks: the number of simulated ranks; None: processes.
+        ranks: the number of simulated ranks; None for processes.
         known: the findings of the layout check.
     """
 
@@ -349,7 +349,7 @@ class Trial:
         return worst_of(rows)
 
     def wrong_with(self, dtype: torch.dtype = torch.float64) -> str:
-        """The calls with which the variant is wrong, if the plain one is right (`only_with`); empty for processes, which take long to
+        """The calls with which the variant is wrong, if the plain call is right (`only_with`); empty for processes, which take long to
         start."""
         if self.ranks is None:
             return ""
@@ -382,7 +382,7 @@ def settle(run: Callable[[torch.dtype], tuple[Comparison, ...]], *, at_once: boo
 
 
 def _counts(model: nn.Module, modules: Mapping[str, ModuleProgram]) -> tuple[int, int]:
-    """(elements of all parameters, elements of split parameters); tied ones count once."""
+    """(elements of all parameters, elements of split parameters); tied parameters count once."""
     split = {
         full_name(module.name, p.name) for module in modules.values() for p in module.parameters if p.dim is not None
     }

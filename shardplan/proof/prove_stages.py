@@ -42,8 +42,8 @@ from .threads import OnRanks, rank_threads
 
 STAGES = Code("SP436")
 
-MOST_ROWS = 5  # of the rows that differ, in a finding's notes
-ONE_EACH = SCHEDULES["1f1b"]  # a stage on each rank
+MOST_ROWS = 5  # differing rows in a finding's notes
+ONE_EACH = SCHEDULES["1f1b"]  # one stage on each rank
 
 
 @reduced_runs()
@@ -54,14 +54,14 @@ def with_pipeline(
     wanted: Sequence[Overlays],
     schedule: Schedule | None = None,
 ) -> tuple[NumericProof, tuple[Diagnostic, ...]]:
-    """A proof extended by that of the plan's pipeline stages, and its findings.
+    """A proof, extended by the proof of the plan's pipeline stages, and the findings of the latter.
 
     Args:
-        proof: of the same plan.
-        asked: its reduced model is for a mesh with several pp ranks.
-        staged: without errors.
+        proof: the proof of the same plan.
+        asked: the question; its reduced model is for a mesh with several pp ranks.
+        staged: the plan's stages, without errors.
         wanted: the plan's variants to prove.
-        schedule: the user's, if known. If the reduced model has no block for each of its stages, ranks have one stage each.
+        schedule: the user's, if known. If the reduced model has too few blocks for its stages, ranks have one stage each.
     """
     schedule = schedule or ONE_EACH
     start = time.monotonic()
@@ -92,7 +92,7 @@ def _on_mesh(
     asked: Question, staged: StagedPlan, mesh: MeshSizes, wanted: Sequence[Overlays], schedule: Schedule
 ) -> PipelineProof:
     reduced, cut, schedule = _cut_for(asked, staged, mesh, schedule)
-    if mesh.tp == 1:  # both are one program
+    if mesh.tp == 1:  # the sections give one program
         wanted = tuple(dict.fromkeys(map(without_sequence, wanted)))
     return prove_pipeline(replace(asked, reduced=reduced), cut, wanted, schedule, mesh)
 
@@ -114,7 +114,7 @@ def _cut_for(
 
 
 def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedule) -> str | None:
-    """The digest of a proof of one variant's stages (`digest_of`); also None where there is nothing to prove."""
+    """The digest of the proof of one variant's stages (`digest_of`); None also where there is nothing to prove."""
     parts: list[str] = []
     try:
         for mesh in _meshes(asked, staged, multiple=schedule.multiple):
@@ -130,7 +130,7 @@ def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedul
 
 
 def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic, ...]:
-    """Findings for parts that the plan touches, and that only inputs reach which cannot be divided into micro-batches."""
+    """Findings for parts that the plan touches and that are reached only by inputs that cannot be divided into micro-batches."""
     reduced, kinds = asked.reduced, kinds_with_rows(asked.reduced)
     if kinds == reduced.reduced_model.kinds:
         return ()
@@ -164,7 +164,7 @@ def prove_stages_on_first_rank(
 
 
 def reduced_cut(staged: StagedPlan, stages: int) -> PipelineCut:
-    """The cut of the reduced model that represents a cut into this many stages: as many, as far as it has blocks."""
+    """The cut of the reduced model that represents a cut into so many stages: it has the same number, as far as there are blocks."""
     assert staged.resolved is not None and staged.ok, staged.findings
     blocks = len(staged.resolved.pp_blocks)
     return pipeline_cut(staged.resolved, even_sizes(blocks, min(stages, blocks)))
@@ -181,7 +181,7 @@ def prove_pipeline(
     """Run the stages of the reduced model on simulated ranks, a micro-batch for each, and compare them with the whole model.
 
     Args:
-        mesh: the ranks; None: those of tp and ep that the reduced model is for, with pp.
+        mesh: the ranks; None is the tp and ep ranks of the reduced model, with pp.
 
     Raises:
         PlanError: SP436: a stage raises, but the whole model does not; SP438: no kind of input can be divided into micro-batches.

@@ -48,9 +48,9 @@ class StepQuestion:
     Args:
         script: the path of the user's file.
         reduced: the reduced model's layouts for the mesh.
-        sizes: of the mesh.
+        sizes: those of the mesh.
         on: the variant of the plan.
-        schedule, micro_batches: a pipeline's, with several pp ranks.
+        schedule, micro_batches: those of a pipeline, with several pp ranks.
     """
 
     script: str
@@ -119,7 +119,7 @@ class StepTask:
 
 @reduced_runs()
 def alone_on(task: StepTask) -> tuple[Alone, bool]:
-    """The script's results in this one process, and whether it draws."""
+    """The script's results in this one process, and whether it draws random numbers."""
 
     def flat(steps: Sequence[Sequence[list[Batch]]]) -> list[list[Batch]]:
         return [[batch for share in step for batch in share] for step in steps]
@@ -140,7 +140,7 @@ def alone_on(task: StepTask) -> tuple[Alone, bool]:
 
 @reduced_runs()
 def rank_of(task: StepTask, drew: bool) -> tuple[list[Ran], list[Ran]]:
-    """Its results on this rank; if it draws, once with draws that depend on shapes alone, and once with its own."""
+    """The script's results on this rank; if it draws random numbers, once with draws that depend only on shapes, and once with its own."""
     own = data_parallel_rank(mesh_of(task.sizes, APPLIED if task.staged is None else AXES))
     batches = [step[own] for step in task.batches(alike=False)]
     found = run_trial(task.trial(batches, alone=False, alike=drew))[0]

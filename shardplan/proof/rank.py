@@ -50,7 +50,7 @@ def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
     """A mesh over all ranks. All ranks call it together.
 
     Args:
-        axes: its axes besides tp, whatever their sizes. A data-parallel one is left out without dp_shard, which FSDP2 needs.
+        axes: its axes other than tp, of any size. A data-parallel axis is left out where dp_shard, which FSDP2 needs, is not among them.
     """
     there = {*axes, Axis.TP} | ({Axis.DP_SHARD} if {*axes} & {*DATA_PARALLEL} else set())
     names = [axis for axis in Axis if axis in there and axis is not Axis.EP]
@@ -79,9 +79,9 @@ def rank_steps(
 
     Args:
         model: on the CPU, with the weights of the reference; it is used up.
-        batches: this rank's own.
-        joined: whether the caller joins the ranks' parts of a gradient or a parameter; else these are made whole here, like all
-            other tensors.
+        batches: this rank's batches.
+        joined: whether the caller joins the ranks' parts of a gradient or a parameter; else these are made whole here, as all
+            other tensors are.
     """
     apply_program(model, mesh, program, src_data_rank=0)
     given = iter(reference.directions)

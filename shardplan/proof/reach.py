@@ -15,8 +15,8 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps], kinds: Co
     """Parameters that `runs`, on these kinds of input, do not reach: nothing reads them, or they are trained and their gradient is exactly
     zero. Parameters without elements are excluded.
 
-    A parameter that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and cannot be
-    trained."""
+    A parameter that is read and has no gradient at all is reached: it decides a choice (such as the top scores), and cannot be trained
+    by gradients."""
     learned = {name for run in runs for name in run.gradients if name not in run.zero}
     stuck = {name for run in runs for name in run.zero} - learned
     read = _read(reduced, kinds)
@@ -45,7 +45,7 @@ def _read(reduced: ModelLayouts, kinds: Collection[str], *, computing: bool = Fa
 
 
 def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
-    """Groups of parameters in one place, only one at a time (an adapter's trained copy, and the original)."""
+    """Groups of parameters of which only one is used at a time (an adapter's trained copy, and the original)."""
     for copies in tree.copies.values():
         first = full_name(copies[0], "")
         for name in tree.parameters:

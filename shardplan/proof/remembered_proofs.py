@@ -1,4 +1,4 @@
-"""Proofs that this process has made, by a digest of their subject."""
+"""The proofs that this process has made, by a digest of their subject."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def digest_of(
     and names (`Fingerprint`). Of its runs: every operation with its line of code, and on each kind of input the inputs, outputs, gradients
     and buffers.
 
-    None: some part cannot be read, so nothing shows that another model has the same one; the proof is not remembered.
+    None where some part cannot be read, so that nothing shows that another model is the same; the proof is then not remembered.
     """
     digest = Fingerprint()
     model = reduced.reduced_model
@@ -53,7 +53,7 @@ def digest_of(
 
 
 def known(digest: str | None) -> tuple[Diagnostic, ...] | None:
-    """The findings of the proof of a digest; None if it was not made."""
+    """The findings of the proof with this digest; None if it was not made."""
     return None if digest is None else _KNOWN.get(digest)
 
 

@@ -101,7 +101,7 @@ def _parts(value: DTensor) -> bool:
 
 
 def _joined(ranks: Sequence[Mapping[str, Tensor]], packed: Mapping[str, Packing], tp: int) -> list[dict[str, Tensor]]:
-    """Each rank's tensors, whole: ranks with parts of one tensor share the result."""
+    """Make each rank's tensors whole; ranks with parts of the same tensor share the result."""
     whole: list[dict[str, Tensor]] = [{} for _ in ranks]
     others = cache(_others)
     for name in dict.fromkeys(name for mine in ranks for name in mine):
@@ -163,7 +163,7 @@ def _put_together(
 
 
 def copy_of(model: nn.Module, written: Collection[str]) -> nn.Module:
-    """A copy that shares the memory of the trained parameters, except those that a forward changes. Applying leaves each rank its part."""
+    """A copy that shares the memory of trained parameters, except those that a forward changes. Applying a plan gives each rank its own part."""
     own = {
         id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written or not p.requires_grad
     }

@@ -1,4 +1,4 @@
-"""The proof as the last stage of `validate`, and before `apply_plan` touches a model."""
+"""The proof as the last stage of `validate`, and as the step of `apply_plan` before it changes a model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Question:
     Args:
         reduced: the reduced model, as for `prove`.
         source: the model that it represents.
-        plan: without findings of the earlier stages.
+        plan: the plan, without findings of the earlier stages.
         logits: as for `compile_plan`.
         allow_unproven: as for `validate`.
-        mesh: the mesh to prove it for; None: the smallest with the axes of the reduced model.
+        mesh: the mesh to prove it for; None is the smallest with the axes of the reduced model.
         processes: use real processes instead of a simulation.
-        scheduled: gives a pipeline's run for the processes. Raises PlanError where the reduced model has no inputs for it.
+        scheduled: returns a pipeline's run for the processes. Raises PlanError where the reduced model has no inputs for it.
     """
 
     reduced: ModelLayouts
@@ -93,7 +93,7 @@ def prove_stage(
 
 
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
-    """Findings in the other branches of the user's own code, for the variants that are right in the branches taken first."""
+    """Findings for the other branches of the user's own code, for the variants that are right in the first branches."""
     sides = other_sides(asked.reduced.reduced_model, asked.reduced.benches[0].model)
     for model in sides.models:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
@@ -124,8 +124,8 @@ def nothing_proven(proof: NumericProof | None) -> Diagnostic:
 
 @reduced_runs()
 def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
-    """The findings of the proof of one variant, and in words how they are known. The first rank of the mesh looks them up or
-    proves, and sends the result to the others."""
+    """The findings of the proof of one variant, and in words how they are known. The mesh's first rank looks them up or proves
+    the variant, and sends the result to the others."""
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)

@@ -1,4 +1,4 @@
-"""Why a value of a user's step differs from one process: what its numbers show, and what to write then."""
+"""Why a value of a user's step differs from one process: what its numbers show, and what to write instead."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Difference:
 
     Args:
         message: what differs, where, and by how much.
-        help: what to write; None: the numbers do not show it.
-        line: the script's line; None: unknown.
+        help: what to write; None where the numbers do not show it.
+        line: the script's line; None where unknown.
     """
 
     message: str
@@ -39,8 +39,8 @@ class Alone:
 
     Args:
         same: with the micro-batches of all ranks, one after the other.
-        parts, joined: with micro-batches (that differ only in their labels if losses of rows depend on other rows), and with one batch of all
-            their rows; empty if the step draws random numbers.
+        parts, joined: with micro-batches, and with one batch of all their rows; empty if the step draws random numbers. The micro-batches
+            differ only in their labels, if the loss of a row depends on other rows.
         pieces: with each of these micro-batches alone, if parts and joined differ.
         shares: the first step with the micro-batches of each data-parallel rank alone.
     """
@@ -69,8 +69,8 @@ UNLIKE = (
 
 
 def off(own: Tensors, one: Tensors) -> dict[str, float]:
-    """The tensors that differ, and by how much; a missing tensor counts as completely different. A tensor that is only
-    rounding compared with the largest one, such as the gradient of a bias before a softmax, must be that in `own` too."""
+    """The tensors that differ, and by how much; a missing tensor counts as completely different. A tensor that is only rounding
+    noise next to the largest one, such as the gradient of a bias before a softmax, must be only noise in `own` too."""
     largest, found = max(map(magnitude, one.values()), default=0.0), {}
     for name, value in one.items():
         mine = own.get(name)
@@ -95,10 +95,10 @@ def counted(names: Mapping[str, float], of: Mapping[str, Tensor]) -> str:
 
 
 def after_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran]) -> Difference:
-    """Explain wrong gradients after backward. If some are right, it names the last wrong one: an error goes from the loss to the inputs.
+    """Explain wrong gradients after backward. If some are right, name the wrong one nearest to the loss: errors spread from there to the inputs.
 
     Args:
-        alone: in the first step, in which all runs have the same parameters.
+        alone: the results of the first step, in which all runs have the same parameters.
     """
     wrong = off(own.backward, one.backward)
     name = next(iter(wrong)) if len(wrong) == len(one.backward) else [*wrong][-1]
@@ -226,7 +226,7 @@ def of_parameters(own: Ran, one: Ran) -> Difference:
 
 
 def of_updates(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
-    """Whether optimizers step as often as on one process."""
+    """Explain optimizers that step more or less often than on one process."""
     if own.updates == one.updates:
         return None
     text, line = f"optimizers step {own.updates} times, on one process {one.updates}", own.lines.get("update")
@@ -274,13 +274,13 @@ def of_loss(own: Ran, one: Ran, ranks: Sequence[Ran]) -> Difference | None:
 
 
 def times(own: Tensors, one: Tensors) -> float | None:
-    """The number by which all of `own` is a multiple of `one`; None if there is none."""
+    """The factor by which all tensors of `own` are multiples of those of `one`; None if there is none."""
     found = weights_of(own, [one])
     return found[0] if found and found[0] else None
 
 
 def weights_of(own: Tensors, given: Sequence[Tensors]) -> list[float] | None:
-    """The weights with which all of `own` is a weighted sum of `given`; None if there are none."""
+    """The weights with which all tensors of `own` are weighted sums of those of `given`; None if there are none."""
     names = [name for name in own if all(name in each for each in given)]
     if not names or not given:
         return None

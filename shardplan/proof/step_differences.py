@@ -1,4 +1,4 @@
-"""Compares a user's step on ranks with one process on the same global batch: the first value that differs, and why."""
+"""Comparing a user's step on ranks with one process on the same global batch: the first value that differs, and why."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def not_compared(alone: Alone, ranks: Sequence[Sequence[Ran]]) -> tuple[str, ...
 
 
 def among_ranks(ranks: Sequence[Sequence[Ran]], tp: int) -> Difference | None:
-    """The first loss that differs within a tp group, or parameter that differs between ranks: they drew different numbers for a whole
-    value."""
+    """The first loss that differs within a tp group, or the first parameter that differs between ranks, which then drew different numbers
+    for a whole value."""
     for rank, run in enumerate(ranks):
         for step, (own, first, whole) in enumerate(zip(run, ranks[rank // tp * tp], ranks[0], strict=True), 1):
             if not all(isclose(a, b, rel_tol=LIMIT) for a, b in zip(own.roots, first.roots, strict=False)):

@@ -1,4 +1,4 @@
-"""Values that a user's script keeps from step to step besides the model: a model's, a rank's own, and those not compared."""
+"""Values other than the model that a user's script keeps from step to step: a model's, a rank's own, and those not compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kept:
     """The tensors and numbers that `make` returned, and their later values.
 
     Args:
-        parameters: the model's, as this rank has them.
+        parameters: the model's parameters on this rank.
         packed: parameter -> how its rows are packed.
     """
 
@@ -48,7 +48,7 @@ class Kept:
         }
 
     def note(self, ran: Ran) -> None:
-        """Write the kept values into a step's record: parts of a rank as tensors of the whole."""
+        """Write the kept values into a step's record; a rank's parts are written as parts of the whole tensor."""
         now = self._now()
         for name, of in self._copies.items():
             x, before = now.get(name), self._before[name]
@@ -73,7 +73,7 @@ class Kept:
         ran.firm -= ran.parts.keys()
 
     def _part_of(self, name: str, x: Tensor) -> str:
-        """The parameter that this may be a rank's part of: by its name or, in a list, its place, else the first one of its shape."""
+        """The parameter of which a value may be a rank's part: found by its name, by its position in a list, or else by its shape."""
         alike = [of for of, part in self._parts.items() if part.shape == x.shape and x.ndim > 0]
         place = re.search(r"\[(\d+)\]$", name)
         every = list(self._parameters)
@@ -96,8 +96,8 @@ class Kept:
 def _walk(
     value: Any, model: nn.Module | Pipeline, path: str, depth: int, seen: set[int]
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """The tensors and numbers in what `make` returned, without the model's and its optimizers'; and whether each belongs to a module or a
-    schedule, and so is the same on all ranks."""
+    """The tensors and numbers in what `make` returned, without those of the model and its optimizers; and whether each belongs to a module
+    or a schedule, and so must be the same on all ranks."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield path, value, False
@@ -180,7 +180,7 @@ def _of_all(name: str, right: Tensor, ranks: Sequence[Ran]) -> str | None:
 
 
 def apart(one: Ran, ranks: Sequence[Ran]) -> dict[str, str]:
-    """The kept values that differ from one process and are no errors, in words."""
+    """The kept values that differ from one process without being errors, in words."""
     found: dict[str, str] = {}
     for name, right in one.state.items():
         every = [run.state.get(name) for run in ranks]
@@ -199,7 +199,7 @@ def apart(one: Ran, ranks: Sequence[Ran]) -> dict[str, str]:
 
 
 def in_words(found: Mapping[str, str]) -> tuple[str, ...]:
-    """A line for each list or object with such values."""
+    """One line for each list or object with such values."""
     kinds: dict[str, str] = {}
     for name, why in found.items():
         kinds.setdefault(re.sub(r"(\[\d+\])+$", "", name), why)

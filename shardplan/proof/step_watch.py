@@ -1,4 +1,4 @@
-"""Watches a user's training step on a rank: backwards, optimizers' steps, forwards of the model, collectives of the script."""
+"""Watching a user's training step on a rank: backwards, optimizers' steps, forwards of the model, collectives of the script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 Tensors = dict[str, Tensor]
-WHOLE = ("backward", "update", "begun", "stepped", "after", "state")  # of Ran: made whole from all ranks' parts
+WHOLE = ("backward", "update", "begun", "stepped", "after", "state")  # of Ran: made whole from the ranks' parts
 
 
 @dataclass
@@ -36,14 +36,14 @@ class Ran:
     Attributes:
         loss: the step's result; None if there is none.
         lines: the script's lines, by what they called: backward, update (the optimizer's step), reduced (a collective on a gradient).
-        forwards, reached: training forwards of the model, and those whose result got a gradient.
-        roots: the values that backward started from.
-        offsets: how many positions a target is after its token -> the number of tokens that show this.
+        forwards, reached: the training forwards of the model, and those whose result got a gradient.
+        roots: the values from which backward started.
+        offsets: the distance from a token to its target -> the number of tokens that show this distance.
         zeroed: whether gradients were lost between two backwards.
-        updates: how often optimizers stepped.
-        backs: how often the script called backward.
+        updates: the number of optimizers' steps.
+        backs: the number of the script's calls of backward.
         options: (number of the optimizer's step, parameter, or group if the parameter is not the model's) -> the numbers of its group.
-        scheduled: how often schedules have stepped.
+        scheduled: the number of schedules' steps.
         backward: the gradients after the last backward; `update`: before the optimizer's step; `after`: the parameters at the end.
         begun, stepped: the parameters before an optimizer's first step, and after its last one.
         state: the other values that the script keeps.
@@ -51,9 +51,9 @@ class Ran:
         parts: names of values in it that are a rank's part -> the part's shape.
         averages: the names of values that began as a copy of parameters, and follow them.
         buffers: the model's buffers that changed after its last forward and backward.
-        factor, factors: the factor of this rank's parts of the gradients, in all and of each, between backward and the optimizer's step;
-            None: not a single number.
-        square: the square of their norm after backward.
+        factor, factors: the factor by which this rank's parts of the gradients changed between backward and the optimizer's step, for all
+            and for each; None where it is not a single number.
+        square: the squared norm of this rank's parts of the gradients after backward.
     """
 
     loss: float | None = None
@@ -114,7 +114,7 @@ class Watch(TorchFunctionMode):
         self.script, self.model, self.ran = script, model, Ran()
         record = applied(model)
         for part in record.parts if isinstance(record, AppliedParts) else (record,):
-            part.reshard()  # between forward and backward, FSDP2 has replaced these by gathered parameters
+            part.reshard()  # between forward and backward, gathered parameters replace them in FSDP2
         self.parameters = {_own(name): p for name, p in model.named_parameters()}
         self._inside, self._versions, self._buffers = False, list[int](), self._buffers_now()
 
@@ -123,7 +123,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         before, self._inside = self.ran.backward, True
         now = _gradients(self.parameters)
-        again = not self.ran.updates and self._versions == self._versions_now()  # not another pass, at other parameters
+        again = not self.ran.updates and self._versions == self._versions_now()  # not a pass with other parameters
         if again and any(x.any() and not _any(now.get(name)) for name, x in local_of(before).items()):
             self.ran.zeroed = True
         try:
@@ -147,7 +147,7 @@ class Watch(TorchFunctionMode):
         return {_own(name): x.detach().clone() for part in parts for name, x in part.named_buffers()}
 
     def written_buffers(self) -> Tensors:
-        """The buffers that the script wrote. Changes by forwards, also of checkpoints in backward, depend on each rank's own batches."""
+        """The buffers that the script wrote. Changes by forwards (checkpoints recompute them in backward) depend on each rank's own batches."""
         own = self._buffers
         return {name: x for name, x in self._buffers_now().items() if name not in own or not torch.equal(x, own[name])}
 
@@ -195,7 +195,7 @@ class Watch(TorchFunctionMode):
         return step
 
     def _lost(self, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The loss of a micro-batch in the last stage; its logits are those of a forward of the model."""
+        """Record the loss of a micro-batch in the last stage; its logits are those of a forward of the model."""
 
         def of(loss: StepLoss, run: Callable[[dict[str, Any]], Any], inputs: dict[str, Any]) -> Tensor:
             def watched(given: dict[str, Any]) -> Any:
@@ -215,7 +215,7 @@ class Watch(TorchFunctionMode):
             self.ran.lines[what] = frame.f_lineno
 
     def _updated(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Before an optimizer's step; if the step calls a closure, after the closure, which makes the gradients."""
+        """Called before an optimizer's step or, if the step calls a closure, after the closure, which makes the gradients."""
         self._note("update")
         self.ran.updates += 1
         if self.ran.updates == 1:
@@ -297,8 +297,8 @@ def _any(gradient: Tensor | None) -> bool:
 
 
 def _count_offsets(gradient: Tensor, ids: Tensor, offsets: dict[int, int]) -> None:
-    """Record where a loss has its targets. The gradient of a log-probability has one sign at the predicted token, and the other sign at all
-    others."""
+    """Record where a loss has its targets. The gradient of a log-probability has one sign at the predicted token, and the opposite sign at
+    all others."""
     positive, negative = (gradient > 0).sum(-1), (gradient < 0).sum(-1)
     for sign, alone in ((1, (positive == 1) & (negative > 1)), (-1, (negative == 1) & (positive > 1))):
         target = (gradient * sign).argmax(-1)

@@ -123,13 +123,13 @@ def run_steps(
     directions: Callable[[Mapping[str, Tensor]], Directions],
     call: Call = plain_call,
 ) -> list[Mapping[str, Tensor]]:
-    """Forward and backward for each batch; gradients accumulate. Returns the outputs of each, detached.
+    """Run forward and backward for each batch; gradients accumulate. Returns the detached outputs of each batch.
 
-    The first step differentiates the model's own loss, if there is one; every other step all differentiable outputs,
-    each times its direction: callers may read any of them.
+    The first step differentiates the model's own loss, if there is one. Every other step differentiates all differentiable
+    outputs, each times its direction, as callers may read any of them.
 
     Args:
-        directions: of a step's outputs.
+        directions: the factors of a step's outputs.
         call: how the model is called.
     """
     outputs: list[Mapping[str, Tensor]] = []
@@ -152,15 +152,15 @@ def made(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def own_copy(batch: Batch) -> dict[str, Any]:
-    """A copy of a batch for a forward, which may change it: CTRL multiplies the embeddings that it gets, in place."""
+    """A copy of a batch for a forward, which may change it: CTRL multiplies the given embeddings in place."""
     return private("tree_map")(lambda x: x.clone() if isinstance(x, Tensor) else x, dict(batch))
 
 
 def separate(model: nn.Module) -> None:
-    """Give each gradient of a plain parameter its own memory. Autograd keeps views of one gradient as the gradients of two
-    parameters (`a.flatten() + b.flatten()`), and adds the next step's to both twice: that is no reference.
+    """Give each gradient of a plain parameter its own memory. For `a.flatten() + b.flatten()`, autograd keeps views of one tensor as
+    the gradients of both parameters, and then adds the next step's gradient twice, which would be a wrong reference.
 
-    Gradients of DTensors stay as a planned model has them.
+    Gradients that are DTensors stay as they are in a planned model.
     """
     seen: set[int] = set()
     for parameter in model.parameters():
@@ -174,7 +174,7 @@ def separate(model: nn.Module) -> None:
 
 
 def objective_of(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
-    """A scalar: the sum of all outputs, each times its direction; only of differentiable ones if gradients are recorded.
+    """A scalar: the sum of all outputs, each times its direction; if gradients are recorded, only of differentiable outputs.
 
     Raises:
         ValueError: there is no such output.

@@ -19,7 +19,7 @@ from shardplan.torchlib.private import private
 from shardplan.torchlib.rank_group import BACKEND, RankGroup, compared_collectives
 
 T = TypeVar("T")
-OFTEN = 0.1  # seconds between two checks whether ranks wait for one that has ended
+OFTEN = 0.1  # seconds between checks whether ranks wait for a rank that has ended
 
 Calls = SimpleQueue[tuple[Callable[[int], Any], "Future[Any]"] | None]  # of one rank; None ends it
 
@@ -36,12 +36,12 @@ def rank_threads(ranks: int) -> Iterator[OnRanks]:
     remembers by thread, such as how DTensor does an operation. Calls run one after the other; a call that raises is the last.
 
     Each thread has its own torch modes and process groups; the groups of the process are hidden until the context ends. Ranks
-    share everything outside of their own modules (globals of the code, the default dtype).
+    share everything outside their own modules (globals of the code, the default dtype).
 
     The yielded object calls a function of the rank on every rank, and returns all results; the default process group exists
     while it runs. It raises:
         RuntimeError: all ranks that have not ended wait for others; or a sent tensor is not received.
-        Exception: that of the first rank that raised.
+        Exception: the exception of the first rank that raised.
     """
     calls: list[Calls] = [SimpleQueue() for _ in range(ranks)]
     keep_device_guard()  # DTensor makes tensors without memory
@@ -110,9 +110,7 @@ def _threaded_groups() -> Iterator[None]:
     # Installing it makes autograd run in one thread; torch 2.11 does not undo that.
     with torch.autograd.set_multithreading_enabled(False):
         world = install()
-        if not hasattr(
-            world, "comms"
-        ):  # of torchcomms: torch 2.11 has no list in this world, and reads it nevertheless
+        if not hasattr(world, "comms"):  # of torchcomms: torch 2.11 reads this list, which this world does not have
             world.comms = []
         isolate(True)
         try:

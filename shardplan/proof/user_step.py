@@ -40,8 +40,8 @@ MAKE, STEP, LOSS = "make", "step", "loss_fn"
 
 
 def dealt(feed: Callable[[int], Batch], step: int, shares: int, *, alike: bool, masked: bool) -> list[list[Batch]]:
-    """The micro-batches of each data-parallel rank: with unequal numbers of labels, in the last step a micro-batch without any,
-    padding if the model takes masks, and a rank with mostly one token.
+    """The micro-batches of each data-parallel rank. They have unequal numbers of labels, padding if the model takes masks, in the last
+    step a micro-batch without labels, and a rank with mostly one token.
 
     Args:
         feed: seed -> the model's inputs.
@@ -85,10 +85,10 @@ class Trial:
     """A run of the script.
 
     Args:
-        build: the unsharded model, the same in every process.
-        program: on `sizes`.
+        build: makes the unsharded model, the same in every process.
+        program: the program on `sizes`.
         batches: the batches of each step.
-        alike: draws depend on shapes alone (`DrawnAlike`).
+        alike: whether draws depend only on shapes (`DrawnAlike`).
         staged: how its pipeline runs.
     """
 
@@ -104,7 +104,7 @@ class Trial:
         """The model that the script gets.
 
         Args:
-            loss: the script's, for a pipeline.
+            loss: the script's loss function, for a pipeline.
         """
         if self.staged is None:
             return apply_program(self.build(), mesh, self.program, src_data_rank=0, seed=0, kind="model")
@@ -180,7 +180,7 @@ def _factor(before: Tensors, after: Tensors) -> tuple[float | None, float]:
 
 
 def _whole(tensors: Tensors, stage: int, packed: Mapping[str, Any], tp: int) -> Tensors:
-    """The whole tensors, in one order, of those that all ranks with the same stages have. A collective."""
+    """Make whole the tensors that all ranks with the same stages have, in one order. A collective."""
     boxes: list[Any] = [None] * dist.get_world_size()
     own = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
     dist.all_gather_object(boxes, (stage, own))

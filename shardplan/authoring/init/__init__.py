@@ -1,1 +1,1 @@
-"""Making a plan for a model."""
+"""Deriving a plan for a model."""

@@ -1,4 +1,4 @@
-"""Biases, masks and decays of all heads that a module is given, or keeps as buffers: each rank reads its share."""
+"""Biases, masks and decays for all heads that a module gets as arguments, or keeps as buffers: each rank reads its share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KNOWN = ("num_attention_heads", "num_key_value_heads")  # the likeliest names fo
 
 
 def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleTree) -> Iterator[Draft]:
-    """Drafts in which a module reads its share of all that has a place for each head. How many heads there are, one of
-    its numbers says or, where none does, the places of an argument or buffer.
+    """Drafts in which a module reads its share of the values with an entry for each head. The number of heads is one of the
+    module's numbers or, where none fits, the size of a dim of an argument or buffer.
 
     Args:
         flow: the reduced model's.
-        draft: the numbers that its rule divides come first.
-        module: its name.
-        tree: the model's own.
+        draft: the draft; the numbers that its rule divides are tried first.
+        module: the module's name.
+        tree: the tree of the model itself.
     """
     info, pattern = flow.tree.modules[module], flow.tree.pattern(module)
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
@@ -48,7 +48,7 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
 
 
 def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of a call's arguments after the first: of numbers and masks, not of positions."""
+    """The shapes of a call's arguments after the first: those with numbers or masks, but not positions."""
     given = list(zip(called.names, (flow.run.values[number] for number in called.inputs), strict=True))[1:]
     return {n: tuple(value.shape) for n, value in given if value.is_floating_point() or value.dtype == torch.bool}
 
@@ -56,7 +56,7 @@ def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
 def _with_heads(
     shapes: Mapping[str, tuple[int, ...]], heads: int, batch: int, words: str | None
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """The shares of arguments that have a dim for the heads, or for the heads of each sequence of the batch."""
+    """The shares of arguments with a dim for the heads, or for the heads of all sequences of the batch."""
     for name, shape in shapes.items():
         if heads in shape:
             yield {name: {"dim": shape.index(heads)}}
@@ -65,7 +65,7 @@ def _with_heads(
 
 
 def _words(heads: int, reduced: ModuleTree, tree: ModuleTree) -> str | None:
-    """A number of the configuration that says how many heads there are; for a model without configuration, how many."""
+    """The configuration's number of heads, by its name; for a model without a configuration, the number itself."""
     if not tree.numbers:
         return str(heads)
     names = (name for name in (*KNOWN, *reduced.numbers) if name in reduced.numbers and name in tree.numbers)

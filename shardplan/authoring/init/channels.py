@@ -1,4 +1,4 @@
-"""Where the features of a result go in the model's code: into which parts they are cut, and into how many heads each part."""
+"""Following the features of a result through the model's code: into which parts, and these into how many heads, they are cut."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardplan.model.reduced.trace import Event
 
 from .flow import MATMULS, Flow
 
-POSITION_OF_CHANNELS = 1  # [batch, channels, positions], as convolutions have them
-MOST_DIMS = 5  # of a value whose dims are permuted
+POSITION_OF_CHANNELS = 1  # in [batch, channels, positions], the layout of convolutions
+MOST_DIMS = 5  # of a value whose permuted dims are recognised
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Neighbouring features that the code takes out of a result together.
+    """Adjacent features that the code takes out of a result together.
 
     Args:
-        length: how many.
-        heads: into how many heads the code splits them; None where it does not.
+        length: their number.
+        heads: the number of heads into which the code splits them; None where it does not.
     """
 
     length: int
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Features of the result from `start` on, in one dim of a value."""
+    """Features of the result, from `start` on, that are in one dim of a value."""
 
     number: int
     dim: int
@@ -40,10 +40,10 @@ class _Span:
 
 
 def parts_of(flow: Flow, number: int, dim: int) -> tuple[Part, ...]:
-    """The parts of the features that one dim of a value has, in their order; one part where they are not cut.
+    """The parts of the features in one dim of a value, in order; one part where they are not cut.
 
-    It follows operations that keep the features apart: element-wise ones, cuts, permuted dims, depthwise convolutions.
-    The groups of a norm are no heads.
+    It follows operations that do not mix features: element-wise operations, cuts, permutations, depthwise convolutions.
+    The groups of a norm are not heads.
     """
     size = flow.run.values[number].shape[dim]
     ends, heads = {0, size}, dict[tuple[int, int], int]()
@@ -68,15 +68,15 @@ def parts_of(flow: Flow, number: int, dim: int) -> tuple[Part, ...]:
 
 
 def _like_others(parts: list[Part], length: int) -> int | None:
-    """The heads of a part, told by another part: one of the same length, as factors of an element-wise product have the
-    same heads; or one with as many heads as this one has features."""
+    """The heads of a part, from another part: one of the same length (factors of an element-wise product have the same
+    heads), or one whose number of heads is this part's number of features."""
     same = max((one.heads for one in parts if one.length == length and one.heads), default=None)
     return same or (length if any(one.heads == length for one in parts) else None)
 
 
 def _heads(flow: Flow, span: _Span, output: int) -> int | None:
-    """How many heads the features become where a result is a value with one dim as two or more; None where it is not.
-    The dims before may become one."""
+    """The number of heads where a result is a value with the features' dim split into two or more; None where it is not.
+    The dims before it may be joined."""
     whole, result = flow.run.values[span.number], flow.run.values[output]
     if result.numel() != whole.numel():
         return None
@@ -94,7 +94,7 @@ def _heads(flow: Flow, span: _Span, output: int) -> int | None:
 
 
 def _carried(flow: Flow, span: _Span, event: Event, output: int) -> Iterator[_Span]:
-    """Where the features are in a result of an operation."""
+    """The features' spans in a result of an operation."""
     whole, result = flow.run.values[span.number], flow.run.values[output]
     if event.name in MATMULS:
         if (
@@ -127,7 +127,7 @@ def _but(value: torch.Tensor, dim: int) -> tuple[int, ...]:
 
 
 def _turned(span: _Span, whole: torch.Tensor, result: torch.Tensor) -> int | None:
-    """The dim of the features in a result that is a value with its dims in another order."""
+    """The features' dim in a result that is a value with permuted dims."""
     if whole.ndim > MOST_DIMS or sorted(whole.shape) != sorted(result.shape):
         return None
     for order in permutations(range(whole.ndim)):

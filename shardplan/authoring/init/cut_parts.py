@@ -1,4 +1,4 @@
-"""Results that the code of a model cuts into parts."""
+"""Finding the outputs that a model's code cuts into parts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .feature_cuts import cut
 from .flow import Flow
 from .parts import features, packed
 
-TP = 2  # the size for which the reduced model is made; what is cut does not depend on it
+TP = 2  # the size for which the reduced model is made; the cuts do not depend on it
 
 
 def cut_parts(found: FoundModel, patterns: Iterable[str]) -> dict[str, int | list[str]]:
-    """Pattern -> the number of parts, or their sizes, that the model's code cuts the output of its modules into: a
-    rule's `packed`. Modules whose output is not cut are left out.
+    """Pattern -> the parts into which the model's code cuts the output of its modules, as their number or their sizes, for
+    a rule's `packed`. Modules whose output is not cut are left out.
 
     Args:
         found: what `Model.find` returned.
     """
     try:
         bench = ModelLayouts(found, TP).benches[0]
-    except PlanError:  # without a run nothing is known of cuts; validating a plan says what prevents it
+    except PlanError:  # without a run, cuts are unknown; validating a plan says what prevents the run
         return {}
     flow, parts = Flow(bench.reference, bench.tree), {}
     for pattern in patterns:

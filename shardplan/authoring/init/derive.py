@@ -1,4 +1,4 @@
-"""A tensor-parallel plan for any model, from its structure and its run."""
+"""Deriving a tensor-parallel plan for any model, from the model's structure and its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .solve import Solved, Solver
 HALF_COVERED = (half_covered.SIBLING, half_covered.PARAMETER)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 ELSEWHERE = "is at another place of its list in the model than in the reduced model, which has fewer layers"
-LARGE = 0.05  # the share of all parameters from which a matrix that stays whole is told
+LARGE = 0.05  # a matrix with at least this share of all parameters is reported where it stays whole
 HEAD: Options = {"style": "colwise_gather_output", "optional": True}
 
 
@@ -42,8 +42,8 @@ class Whole:
     """A part of the model that stays whole on every rank.
 
     Args:
-        patterns: its matrices.
-        forbidden: what forbids splitting them.
+        patterns: those of its matrices.
+        forbidden: the reason against splitting them.
     """
 
     patterns: tuple[str, ...]
@@ -56,12 +56,12 @@ class Derived:
 
     Args:
         draft: the rules, which pass the layout check.
-        tree: the reduced model that they were tried on.
-        whole: what could not be split.
-        gathered: what could not be split through: its matrices are split, and gathered one after the other.
-        tries: how many runs of drafts it took.
-        no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
-        no_experts: the reason against expert parallelism, likewise.
+        tree: the tree of the reduced model on which they were tried.
+        whole: the parts that could not be split.
+        gathered: the parts whose matrices are split but gathered one by one, as what is between them could not be split.
+        tries: the number of runs of drafts.
+        no_overlay: why no sequence parallelism was found, where it was wanted.
+        no_experts: why no expert parallelism was found, where it was wanted.
         pipeline: the fields of `pipeline_parallel`; None where the model cannot be cut into stages.
     """
 
@@ -83,12 +83,12 @@ def derive(
     expert_parallel: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Derived:
-    """Find a plan: split every region for which rules are found that are right, leave the rest whole.
+    """Find a plan: split every region for which right rules are found, and leave the rest whole.
 
     Args:
-        tp: the size for which it is tried; what divides is kept in its relation to it in the reduced model.
-        sequence_parallel: find an overlay too.
-        expert_parallel: find rules that distribute the experts too.
+        tp: the size for which it is tried; the reduced model keeps the divisibility of its numbers by it.
+        sequence_parallel: also find a sequence-parallel section.
+        expert_parallel: also find rules that distribute the experts.
         progress: called with what is being tried.
 
     Raises:
@@ -120,7 +120,7 @@ def derive(
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """The findings with one way to name the layers, as the fields of `Derived`."""
+    """The results for one way of naming the layers, as the fields of `Derived`."""
 
     draft: Draft
     whole: tuple[Whole, ...]
@@ -137,7 +137,7 @@ def _with_kinds(
     *,
     sequence_parallel: bool,
 ) -> tuple[Board, Searched]:
-    """The findings with kinds of layers told apart, where that makes one plan; else without.
+    """The results with separate patterns for kinds of layers, where they make one plan; else those without.
 
     Args:
         reduced: the tree of the reduced model.
@@ -176,7 +176,7 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
             draft = more
             gathered += [] if solved.forbidden is None else [_whole(group, solved.forbidden)]
         elif len(group.regions) > 1:
-            # What does not go together may go alone, where nothing split it before.
+            # A group that is wrong together with others may be right alone, where nothing has split it yet.
             groups += [Group((region,)) for region in group.regions if region.row not in draft.tensor_parallel]
         else:
             whole.append(_whole(group, more))
@@ -192,11 +192,11 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
 
 
 def _alone(flow: Flow, tree: ModuleTree, draft: Draft, told: Collection[str]) -> Iterator[Whole]:
-    """Large matrices that stay whole because nothing reads their results by parts.
+    """The large matrices that stay whole because nothing reads their results in parts.
 
     Args:
         tree: the model's own.
-        told: patterns that another finding explains already.
+        told: patterns for which another finding says why they stay whole.
     """
     everything = sum(parameter.numel for _, parameter in tree.parameters.values())
     for pattern in dict.fromkeys(flow.tree.pattern(product.name) for product in flow.products.values()):
@@ -213,7 +213,7 @@ def _alone(flow: Flow, tree: ModuleTree, draft: Draft, told: Collection[str]) ->
 
 
 def _whole(group: Group, why: Forbidden) -> Whole:
-    """The parts that a group of one kind of layers leaves whole, with patterns as a plan has them."""
+    """The parts that stay whole in a group of one kind of layers, with a plan's patterns."""
     matrices = dict.fromkeys(map(plain, (*group.columns, *group.rows)))
     return Whole(tuple(matrices), why)
 
@@ -225,7 +225,7 @@ def _is_right(board: Board, draft: Draft) -> bool:
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
-    """The draft with a rule for each module that stays whole next to split ones, so that a reader sees that it is meant."""
+    """The draft with a rule for each module that stays whole next to split ones, to show that this is intended."""
     plan = draft.plan()
     if plan is None or not draft.tensor_parallel:
         return draft
@@ -235,7 +235,7 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
 
 
 def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden:
-    """The draft with the rules of a group too, or what forbids them."""
+    """The draft with the rules of a group added, or the reason that forbids them."""
     if solved.draft is None:
         assert solved.forbidden is not None
         return solved.forbidden
@@ -244,8 +244,8 @@ def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden
 
 
 def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:
-    """The inputs, first the one that runs all modules of the first one and more of the same blocks: cross-attention
-    runs where a decoder is given an encoder's states."""
+    """The inputs; first comes one that runs all modules of the first kind of input and more of the same blocks (for example
+    cross-attention, which runs where a decoder gets an encoder's states)."""
     first, *others = ({e.module for e in bench.reference.events if e.kind == "op"} for bench in benches)
     blocks = set(map(block, first))
     for number, ran in enumerate(others, 1):
@@ -255,7 +255,7 @@ def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:
 
 
 def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
-    """The draft with the token embedding and the output head split too, as far as that is right."""
+    """The draft with the token embedding and the output head split too, where this is right."""
     rows = board.tree.numbers.get("vocab_size") or _largest_table(board)
     embeddings, heads = [], []
     for product in dict.fromkeys(flow.products.values()):
@@ -267,7 +267,7 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
             continue
         pattern = board.tree.pattern(product.name)
         if pattern != product.name and block(product.name) != product.name:
-            continue  # a layer's
+            continue  # it belongs to a layer
         if module.kind == "embedding":
             embeddings.append(pattern)
         elif module.kind == "linear":
@@ -288,7 +288,7 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
 
 
 def _largest_table(board: Board) -> int:
-    """The rows of the longest table outside the blocks: that of the tokens."""
+    """The number of rows of the longest table outside the blocks, which is that of the tokens."""
     tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and board.tree.pattern(name) == name)
     weights = (module.parameter("weight") for module in tables)
     return max((weight.shape[0] for weight in weights if weight is not None), default=0)
@@ -301,9 +301,9 @@ def tied_to(board: Board, head: str) -> tuple[str, ...]:
 
 
 def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
-    """The draft with one block input around the readers of each value that several move on their own."""
+    """The draft with one block input around modules that read the same value and each move it themselves."""
     report = board.report(draft)
-    if report is None:  # no rule, so that there is no plan to look at
+    if report is None:  # there is no rule, so no plan to check
         return draft
     block_inputs: dict[str, Options] = {}
     for read in report.reads:
@@ -312,7 +312,7 @@ def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
         if rule["style"] == "replicate" or rule == PARTIAL:
             argument = argument_of_input(board, read.module, read.argument)
             block_inputs[pattern] = {"style": BLOCK_INPUT, **(argument or moved_alike(flow, pattern))}
-        if rule == PARTIAL:  # a block input says nothing of the module's own parameters
+        if rule == PARTIAL:  # a block input does not concern the module's own parameters
             own = partial_gradients(pattern, board.tree.modules[read.module])
             block_inputs |= {name: options for name, options in own.items() if name not in draft.tensor_parallel}
     draft = board.fixed(draft.with_rules(block_inputs)) or draft
@@ -325,13 +325,13 @@ def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
 
 
 def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
-    """Parts of blocks with a matrix that moves its own input. A block input around the part may do so as well: the
-    sequence is gathered there, and a reader looks for it there."""
+    """Parts of blocks with a matrix that moves its own input. A block input at the part may do this instead: the sequence
+    is gathered there, and people look for it there."""
     found: dict[str, None] = {}
     for name in board.tree.modules:
         around_it = part(name)
         rule = draft.tensor_parallel.get(board.tree.pattern(name))
-        if around_it in (None, name) or board.tree.modules[around_it].kind == "list":  # it is not called
+        if around_it in (None, name) or board.tree.modules[around_it].kind == "list":  # a list is not called
             continue
         if rule is not None and R in STYLES[rule["style"]].input_sources:
             around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
@@ -341,12 +341,12 @@ def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
 
 
 def moved_alike(flow: Flow, pattern: str) -> Options:
-    """The option of a block input that moves further arguments with the first, where they are the same tensor."""
+    """The block input's option that moves the arguments that are the same tensor as the first."""
     alike = dict.fromkeys(flow.alike(pattern), BLOCK_INPUT)
     return {"arguments": alike} if alike else {}
 
 
 def argument_of_input(board: Board, module: str, argument: str | None) -> Options:
-    """The option that says which argument a block input moves, where it is not the first."""
+    """The option that names the argument that a block input moves, where it is not the first."""
     first = board.first_argument(module)
     return {} if argument == first else {"argument": argument}

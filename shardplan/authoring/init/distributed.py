@@ -14,13 +14,13 @@ from shardplan.styles import NONE
 
 from .draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
 
-STACKED = 2  # matrices of a module of experts, at least
+STACKED = 2  # the least number of matrices in a module of experts
 WITHOUT: Rules = {}
 
 
 def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
-    """The draft with a section that passes the layout check, with the overlay of the sequence and without; else the
-    first candidate's reason.
+    """The draft with a section that passes the layout check, both with and without sequence parallelism; else the reason
+    against the first candidate.
 
     Args:
         layouts: the reduced model on a mesh with an axis ep.
@@ -43,7 +43,7 @@ def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
 
 
 def _together(each: Sequence[Sequence[Mapping[str, Rules]]]) -> Iterator[dict[str, Rules]]:
-    """The first sections of each kind of experts together, then the second, and so on; a kind that has no more gives its last."""
+    """The first sections of all kinds of experts together, then the second ones, and so on; a kind without more gives its last."""
     for number in range(max(map(len, each))):
         chosen = [candidates[min(number, len(candidates) - 1)] for candidates in each]
         yield {section: {p: o for one in chosen for p, o in one[section].items()} for section in chosen[0]}
@@ -58,7 +58,7 @@ def _is_stack(tree: ModuleTree, module: ModuleInfo) -> bool:
 
 
 def _reason(layouts: ModelLayouts, tree: ModuleTree, draft: Draft) -> str | None:
-    """The first thing that is wrong with a draft in its variants with the experts distributed."""
+    """The first error of a draft, among its variants with distributed experts."""
     plan = draft.plan()
     assert plan is not None
     wanted: list[Overlays] = [
@@ -75,7 +75,7 @@ def _reason(layouts: ModelLayouts, tree: ModuleTree, draft: Draft) -> str | None
 
 
 class Distribution:
-    """Reads the section off the rules of a draft.
+    """Makes the section from the rules of a draft.
 
     Args:
         tree: the reduced model's.
@@ -90,7 +90,7 @@ class Distribution:
         self._modules = {tree.pattern(name) for name in tree.modules}
 
     def candidates(self) -> Iterator[dict[str, Rules]]:
-        """Sections that may be right, the one that communicates least first."""
+        """Sections that may be right; those that communicate least come first."""
         own: Rules = {self.tree.pattern(self.experts): {"style": "ep_dispatch"}}
         if self.block is not None:
             inside = {**self._without_block_input(), **own, **self._token_wise()}
@@ -107,8 +107,8 @@ class Distribution:
         return {"expert_parallel": {**sums, **rules}, "expert_parallel.sequence_parallel": sequence}
 
     def _apart(self, rules: Rules) -> Rules:
-        """The norm no longer gathers the sequence for the block and other parts; the other parts gather it themselves:
-        tokens are sent from their slices."""
+        """Where a norm gathers the sequence for the experts' block and for other parts, let the other parts gather it
+        themselves: tokens are sent to experts from the slices."""
         found: dict[str, Options] = {}
         for norm, parts in self.draft.together.items():
             gathers = (self.draft.sequence_parallel or {}).get(norm, {}).get("output") == "gather"
@@ -121,7 +121,7 @@ class Distribution:
         return pattern in self.draft.tensor_parallel or pattern in (self.draft.sequence_parallel or {})
 
     def _without_block_input(self) -> Rules:
-        """Tokens are sent from where they are. Layers without experts keep the block's input and its reduction."""
+        """Remove the block's input move, as tokens are sent from the rank that has them. Layers without experts keep it."""
         assert self.block is not None
         pattern, child = self.tree.pattern(self.block), self.experts.removeprefix(f"{self.block}.")
         alike = [name for name in self.tree.modules if self.tree.pattern(name) == pattern]
@@ -129,7 +129,7 @@ class Distribution:
         return {pattern: {"style": NONE} if everywhere else {"style": NONE, "having": child}}
 
     def _token_wise(self) -> Rules:
-        """Modules next to the experts whose gradients are partial sums where the experts are split."""
+        """Token-wise rules for the modules next to the experts whose gradients are partial sums while experts are split."""
         patterns = {self.tree.pattern(name) for name in self.tree.modules if name.startswith(f"{self.block}.")}
         return {
             pattern: {"style": "token_wise", **{k: v for k, v in options.items() if k == "read_outside"}}
@@ -138,7 +138,7 @@ class Distribution:
         }
 
     def _shared(self) -> tuple[str, ...]:
-        """Children of the block that are split, and have no input and reduction of their own."""
+        """Split children of the block that have no input move and reduction of their own."""
         assert self.block is not None
         found = []
         for child in self.tree.children[self.block]:
@@ -149,14 +149,14 @@ class Distribution:
         return tuple(found)
 
     def _reduced(self, shared: str) -> Options:
-        """The input of a child and, unless its last matrix reduces its result itself, its reduction."""
+        """The rule for a child's input move and, unless its last matrix reduces its result itself, for its reduction."""
         rules = (rule for rule in self.draft.tensor_parallel if rule.startswith(f"{shared}."))
         if any(self.draft.tensor_parallel[rule]["style"] == "rowwise" and rule in self._modules for rule in rules):
             return {"style": BLOCK_INPUT}
         return {"style": BLOCK_INPUT, "output": "all_reduce"}
 
     def _whole(self, shared: tuple[str, ...]) -> Rules:
-        """Children that get tokens in one row, which cannot be gathered along the sequence: whole, on a rank's tokens."""
+        """Rules for children that get all tokens in one row, which cannot be gathered by sequence: whole, on a rank's own tokens."""
         rules: dict[str, dict[str, str]] = {}
         parameters = {self.tree.pattern(full): owner.name for full, (owner, _) in self.tree.parameters.items()}
         for pattern in shared:
@@ -170,5 +170,5 @@ class Distribution:
         return rules
 
     def _sums(self) -> tuple[str, ...]:
-        """Blocks whose experts give complete results: nothing is left to reduce together."""
+        """Blocks whose experts return complete results, so that nothing is left to reduce together."""
         return tuple(dict.fromkeys(pattern for rules in self.draft.sums.values() for pattern in rules))

@@ -1,4 +1,4 @@
-"""Plans in the making: rules by pattern, and what the layout check finds in them."""
+"""Drafts of plans: rules by pattern, and what the layout check finds in them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Rules = Mapping[str, Options]
 
 Entry = TypeVar("Entry")
 
-FURTHER = "#"  # no name has it
+FURTHER = "#"  # no module name contains it
 BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
 MOST_TRIES = 1000
-FIXABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
+FIXABLE = ("partial", "complete", "meeting", "output")  # of gradients of whole values: the sharding fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Draft:
 
     Args:
         tensor_parallel, sequence_parallel: pattern -> style and options.
-        together: norms that gather the sequence for several parts of a block -> the rules of the norm and of these where
-            each gathers it itself.
+        together: norms that gather the sequence for several parts of a block -> the rules of norm and parts if each part
+            gathers it itself.
         sums: section -> pattern -> `sum_outputs`, and `optional`.
         distributed: section -> the rules of expert parallelism.
     """
@@ -53,11 +53,11 @@ class Draft:
     distributed: Mapping[str, Rules] = field(default_factory=dict)
 
     def with_rules(self, rules: Rules) -> Draft:
-        """The draft with more rules under `tensor_parallel`; options of existing rules are joined."""
+        """The draft with more rules in `tensor_parallel`; for existing rules, the options are joined."""
         return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
 
     def addressed(self, tree: ModuleTree) -> Draft:
-        """The draft with the patterns that a plan file has for the model of a tree."""
+        """The draft with the patterns that a plan file has for a tree's model."""
 
         def named(rules: Rules) -> Rules:
             return {tree.address(pattern): options for pattern, options in rules.items()}
@@ -70,23 +70,23 @@ class Draft:
 
     @property
     def sections(self) -> Mapping[str, Rules]:
-        """The rules of each section, those with `sum_outputs` among them."""
+        """The rules of each section, including those with `sum_outputs`."""
         overlay = _laid_over(self.sequence_parallel or {}, self.tensor_parallel)
         rules = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": overlay, **self.distributed}
         return {section: _joined(found, self.sums.get(section, {})) for section, found in rules.items()}
 
     def document(self, name: str = "draft") -> dict[str, Any]:
-        """As a plan file has it."""
+        """The draft as the data of a plan file."""
         return {"version": "1", "name": name, **section_documents(self.sections)}
 
     def plan(self) -> PlanFile | None:
-        """None where it is not well formed."""
+        """The draft as a plan; None where it is not well-formed."""
         parsed = parse_plan(self.document(), name="draft")
         return None if parsed.plan is None or any(d.is_error for d in parsed.diagnostics) else parsed.plan
 
 
 def section_documents(sections: Mapping[str, Rules]) -> dict[str, Any]:
-    """The sections as a plan file has them."""
+    """The sections as the data of a plan file."""
     document: dict[str, Any] = {}
     for section, rules in sections.items():
         if rules:
@@ -97,7 +97,7 @@ def section_documents(sections: Mapping[str, Rules]) -> dict[str, Any]:
 
 
 def _laid_over(rules: Rules, under: Rules) -> Rules:
-    """The rules of an overlay without what they keep of the rules under them."""
+    """The rules of an overlay, without options that equal those of the rules under them."""
     found: dict[str, Options] = {}
     for pattern, options in rules.items():
         below = under.get(pattern, {})
@@ -115,28 +115,28 @@ def _joined(rules: Rules, more: Rules) -> Rules:
 
 
 def partial_gradients(pattern: str, module: ModuleInfo) -> Rules:
-    """Rules for the parameters of a module of a pattern that are whole, and whose gradients are partial sums."""
+    """Rules for a module's parameters that are whole and whose gradients are partial sums."""
     return {full_name(pattern, parameter.name): PARTIAL for parameter in module.parameters}
 
 
 def alternative(pattern: str) -> str:
-    """Another pattern for the same modules: its rule replaces that of the plain one for some of them, and comes after it."""
+    """Another pattern for the same modules. Its rule comes after that of the plain pattern, and replaces it for some of them."""
     around, _, last = pattern.rpartition(".")
     return f"{around}.{{{last}}}"
 
 
 def further(pattern: str, number: int) -> str:
-    """A key for one of several rules that replace a pattern's rule for some of its modules: a plan has them as a list."""
+    """A key for one of several rules that replace a pattern's rule for some of its modules; in a plan they are a list."""
     return f"{pattern}{FURTHER}{number}"
 
 
 def is_alternative(pattern: str) -> bool:
-    """Whether it is a pattern that `alternative` or `further` returns."""
+    """Whether a pattern is one that `alternative` or `further` returns."""
     return pattern.endswith("}") or FURTHER in pattern
 
 
 def listed(rules: Mapping[str, Entry]) -> dict[str, list[Entry]]:
-    """The rules of each key of a plan."""
+    """A plan's keys -> their rules."""
     found: dict[str, list[Entry]] = {}
     for pattern, entry in rules.items():
         found.setdefault(pattern.partition(FURTHER)[0], []).append(entry)
@@ -144,7 +144,7 @@ def listed(rules: Mapping[str, Entry]) -> dict[str, list[Entry]]:
 
 
 def _entry(rules: Sequence[Options]) -> Any:
-    """What a plan has for the rules of one key."""
+    """The value in a plan for the rules of one key."""
     if len(rules) > 1:
         return [dict(options) for options in rules]
     return rules[0]["style"] if rules[0].keys() == {"style"} else dict(rules[0])
@@ -154,12 +154,12 @@ class Board:
     """Tries drafts on a reduced model.
 
     Args:
-        benches: the copy with each kind of input.
+        benches: the reduced model with each kind of input.
         tp: the size of the axis.
-        tree: the copy's. The patterns of drafts have no prefix.
+        tree: the reduced model's. The patterns of drafts have no prefix.
 
     Attributes:
-        left: how many runs of drafts may still be tried. The bound is a count, so that every machine finds the same plan.
+        left: the number of runs of drafts that may still be tried. It is a count, so that every machine finds the same plan.
     """
 
     def __init__(self, benches: tuple[Workbench, ...], tp: int, tree: ModuleTree | None = None):
@@ -173,7 +173,7 @@ class Board:
         return argument_names(self.benches[0].model.get_submodule(module))[0]
 
     def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
-        """The draft bound to the copy; None where binding or the structural checks have an error."""
+        """The draft bound to the reduced model; None where binding or the structural checks have an error."""
         plan = draft.plan()
         if plan is None:
             return None
@@ -185,7 +185,7 @@ class Board:
         return resolved, [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
 
     def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:
-        """How the first kind of input runs; None also where nothing more may be tried."""
+        """The layout check of a run with the first kind of input; None also where nothing more may be tried."""
         key = repr((draft, overlay))
         if key not in self._proofs:
             resolved = self.bound(draft, overlay=overlay)
@@ -196,7 +196,7 @@ class Board:
         return self._proofs[key]
 
     def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
-        """What is wrong with all kinds of inputs; None also where nothing more may be tried."""
+        """The layout check over all kinds of inputs; None also where nothing more may be tried."""
         resolved = self.bound(draft, overlay=overlay)
         if resolved is None or self.over:
             return None
@@ -213,7 +213,7 @@ class Board:
         return self.left <= 0
 
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
-        """The first thing that is wrong with a draft that is not right."""
+        """The first error of a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
         resolved, errors = self._checked(plan, overlay)
@@ -241,8 +241,8 @@ class Board:
         return None
 
     def summed(self, draft: Draft) -> Draft | None:
-        """The draft with the gradients of whole parameters summed where they are partial sums; None where it is not
-        right then."""
+        """The draft with the gradients of whole parameters summed where they are partial sums; None where it is still not
+        right."""
         proof = self.proof(draft)
         found = () if proof is None else (f.subject for f in proof.findings if f.kind == "partial")
         owners = (self.tree.parameters[name][0].name for name in found if name in self.tree.parameters)
@@ -251,7 +251,7 @@ class Board:
         return more if report is not None and report.ok else None
 
     def _changed(self, draft: Draft, repair: Repair, overlay: bool) -> Draft:
-        """The draft with a change, made for each pattern by itself; a change for the overlay's sake is made there."""
+        """The draft with a change, made for each pattern separately; a change for the overlay is made in the overlay."""
         section = "sequence_parallel" if overlay else repair.section
         rules = dict(getattr(draft, section) or {})
         literal = repair.pattern in repair.names
@@ -266,15 +266,15 @@ class Board:
 
 
 def divided(options: Options) -> list[str]:
-    """The numbers that a rule of a draft divides."""
+    """The numbers that a draft's rule divides."""
     return [one for one in options.get("shares", ()) if isinstance(one, str)]
 
 
 def sharing(options: Options, shares: Sequence[Any]) -> Options:
-    """A rule of a draft with further shares: names of numbers, and mappings."""
+    """A draft's rule with further shares: names of numbers, and mappings."""
     return {**options, "shares": [*options.get("shares", ()), *shares]} if shares else options
 
 
 def options_of(rule: Rule) -> Options:
-    """A rule's style and those options that it states."""
+    """A rule's style, and the options that it states."""
     return {"style": rule.style, **stated_options(rule)}

@@ -1,4 +1,4 @@
-"""Where the sequence is split before the blocks of a list, and gathered after them."""
+"""Finding where the sequence is split before the blocks of a list, and gathered after them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardplan.core.tree import ancestors, parent
 from .draft import Draft, Options, Rules, partial_gradients
 from .flow import Flow, Product
 
-MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
+MOST_AROUND = 2  # how many modules around a list may return the blocks' output
 GATHERS: Options = {"style": "gather_seq_input"}
 GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # after a module that works on slices
-COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
+COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel section has no block input here
 
 
 class Ends:
-    """Reads them off the unsharded run.
+    """Finds both ends in the unsharded run.
 
     Args:
         flow: the run.
@@ -30,12 +30,12 @@ class Ends:
 
     @cached_property
     def called(self) -> frozenset[str]:
-        """The modules that are called."""
+        """The called modules."""
         return frozenset(event.module for event in self.flow.run.events if event.kind == "leave")
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """Each module whose own code ran -> the number of its first operation."""
+        """Modules whose own code ran -> the number of the first operation."""
         first: dict[str, int] = {}
         for number, event in enumerate(self.flow.run.events):
             if event.kind == "op":
@@ -44,7 +44,7 @@ class Ends:
 
     @cached_property
     def order(self) -> dict[str, int]:
-        """Each module that ran -> the number of its last operation."""
+        """Modules that ran -> the number of the last operation."""
         last: dict[str, int] = {}
         for number, event in enumerate(self.flow.run.events):
             if event.kind == "op":
@@ -54,7 +54,7 @@ class Ends:
 
     @property
     def first(self) -> str:
-        """The block that runs first, where there is one."""
+        """The block that runs first; empty where none runs."""
         return self.blocks[0]
 
     @cached_property
@@ -65,7 +65,7 @@ class Ends:
 
     @property
     def length(self) -> int:
-        """The positions that the first block reads; 0 where it reads no sequence."""
+        """The number of positions that the first block reads; 0 where it reads no sequence."""
         value = self._stream
         return 0 if value is None else self.flow.run.values[value].shape[1]
 
@@ -78,12 +78,12 @@ class Ends:
 
     @property
     def pairs(self) -> Iterator[tuple[Rules, Rules]]:
-        """Rules before and after the blocks that may go together, those that communicate least first."""
+        """Rules before and after the blocks that may belong together; those that communicate least come first."""
         for leave in self.exits:
             for enter in self.entrances:
                 yield enter, leave
         norm = self.flow.last_norm(self.first)
-        if norm is not None:  # the code between the blocks may need all of the sequence
+        if norm is not None:  # the code between the blocks may need the whole sequence
             yield {self.tree.pattern(self.first): {"style": "split_seq_input"}}, {self.tree.pattern(norm): GATHERED}
 
     @property
@@ -100,7 +100,7 @@ class Ends:
 
     @property
     def _norm_in_front(self) -> str | None:
-        """The norm whose result the first block reads, with only element-wise operations between."""
+        """The norm whose result the first block reads, with only element-wise operations in between."""
         number = self._stream
         while number is not None and (made := self.flow.producers.get(number)) is not None:
             module = self.tree.modules.get(made.module)
@@ -112,7 +112,7 @@ class Ends:
 
     @cached_property
     def partial(self) -> Rules:
-        """Look-ups before the blocks that stay partial sums until they are split."""
+        """Rules for look-ups before the blocks whose results stay partial sums until they are split."""
         split = {p for p, o in self.draft.tensor_parallel.items() if o["style"] == "embedding_rowwise"}
         if not split:
             return {}
@@ -125,7 +125,7 @@ class Ends:
 
     @property
     def _before(self) -> Iterator[Product]:
-        """The multiplications and look-ups that the first block's hidden states come from."""
+        """The multiplications and look-ups from which the first block's hidden states come."""
         queue = [] if self._stream is None else [self._stream]
         for number in queue:
             if (made := self.flow.products.get(number)) is not None:
@@ -145,7 +145,7 @@ class Ends:
             for name in outer:
                 yield {**self._by_token(name), name: GATHERED}
         reader = self._reader
-        if reader:  # unlike a module around the blocks, it is called too where a call's switch runs them one by one
+        if reader:  # it is called even where a switch runs the blocks one by one, unlike a module around the blocks
             yield {reader: GATHERS}
             yield {reader: COMPLETE}
         around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
@@ -176,15 +176,15 @@ class Ends:
         return name if name and self.tree.pattern(name) == name and not any(m.parameters for m in below) else ""
 
     def _exit(self, name: str) -> Rules:
-        """How a module gathers the sequence: a norm at its output, the head at its input."""
+        """The rule by which a module gathers the sequence: a norm at its output, the head at its input."""
         head = self.draft.tensor_parallel.get(name)
         if head is not None and head["style"] == "colwise_gather_output":
             return {name: {**head, "style": "colwise_seq_gather_output"}}
         if self.tree.modules[name].kind in ("linear", "conv1d"):
-            return {name: {**COMPLETE, "optional": True}}  # classes with another head, or none, lack it
+            return {name: {**COMPLETE, "optional": True}}  # optional, for classes with another head or none
         return {name: GATHERED}
 
     def _by_token(self, name: str) -> Rules:
-        """The modules below another one that work on a slice of the sequence."""
+        """Rules for the modules below a module, which work on a slice of the sequence."""
         below = (m for other, m in self.tree.modules.items() if other.startswith(f"{name}."))
         return {self.tree.pattern(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}

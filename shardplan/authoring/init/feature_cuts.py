@@ -1,4 +1,4 @@
-"""Where the model's code cuts the result of a matrix into parts."""
+"""Finding where the model's code cuts the result of a matrix into parts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ UNKNOWN = -1  # for a feature
 
 
 def cut(flow: Flow, made: Product) -> tuple[int, ...]:
-    """The lengths of the parts that a result is cut into along its features, its last dim; empty where it is not cut.
+    """The lengths of the parts into which a result is cut along its last dim, the features; empty where it is not cut.
 
-    The code may do something with all of it before: clamp it, give its features more dims, move these to the front
-    (`qkv.reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)[0]`). Parts are told by their numbers, so that all ways of cutting
-    are one: chunk, split, unbind, indices. Or it cuts the matrix, and multiplies by each part (nn.MultiheadAttention).
+    Before, the code may change the whole result: clamp it, give its features more dims, move these to the front
+    (`qkv.reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)[0]`). Parts are recognised by their numbers, so all ways of cutting
+    are the same: chunk, split, unbind, indices. Or the code cuts the matrix, and multiplies by each part (nn.MultiheadAttention).
     """
     value = flow.run.values[made.outputs[0]]
     width = value.shape[-1] if value.ndim else 0
@@ -32,8 +32,8 @@ def _cut(flow: Flow, start: int, features: Tensor, width: int) -> tuple[int, ...
     """As `cut`, for a value.
 
     Args:
-        features: the feature of each number of the value.
-        width: how many it has.
+        features: the feature of each number in the value.
+        width: the number of features.
     """
     wholes = {start: features}
     queue, places = list(wholes), set[tuple[int, int]]()
@@ -58,16 +58,16 @@ def _cut(flow: Flow, start: int, features: Tensor, width: int) -> tuple[int, ...
 
 
 def _carried(whole: Tensor, features: Tensor, value: Tensor) -> Tensor | None:
-    """The feature of each number of a value that has as many as another whole; None where that cannot be told."""
+    """The feature of each number in a value with the same number of elements as another; None where this is unknown."""
     moved = _found(whole, features, value)
     if moved is not None:
         return moved
-    return features if value.shape == whole.shape else None  # a function of each number by itself
+    return features if value.shape == whole.shape else None  # an element-wise function
 
 
 def _found(whole: Tensor, features: Tensor, part: Tensor) -> Tensor | None:
-    """The feature of each number of a part of a value, UNKNOWN where several features hold that number; None where it has
-    others."""
+    """The feature of each number in a part of a value, UNKNOWN where several features have this number; None where the
+    part has other numbers."""
     numbers, group = whole.flatten().unique(return_inverse=True)
     at = torch.searchsorted(numbers, part.flatten()).clamp(max=numbers.numel() - 1)
     if not torch.equal(numbers[at], part.flatten()):
@@ -80,8 +80,8 @@ def _found(whole: Tensor, features: Tensor, part: Tensor) -> Tensor | None:
 
 
 def _place(features: Tensor | None, width: int) -> tuple[int, int] | None:
-    """The first of the features that a part consists of, and that after the last; None where it has all of them, or
-    they are not adjacent."""
+    """The first feature of a part, and the feature after its last; None where the part has all features, or they are not
+    adjacent."""
     found = None if features is None else features[features != UNKNOWN].unique()
     if found is None or not found.numel():
         return None
@@ -91,7 +91,7 @@ def _place(features: Tensor | None, width: int) -> tuple[int, int] | None:
 
 
 def _lengths(places: set[tuple[int, int]], width: int) -> tuple[int, ...]:
-    """The lengths of adjacent parts; none where they do not make up the whole."""
+    """The lengths of adjacent parts; empty where they are not the whole."""
     ends: dict[int, int] = {}
     for first, end in places:
         ends[first] = max(end, ends.get(first, 0))

@@ -1,4 +1,4 @@
-"""Which matrix multiplications of a run feed which."""
+"""How the matrix multiplications of a run feed each other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TURNS = frozenset(("t", "transpose", "swapaxes", "permute", "T.__get__", "mT.__g
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A multiplication by a matrix, or a look-up, of the model.
+    """A multiplication by one of the model's matrices, or a look-up in one.
 
     Args:
-        name: the module's that does nothing else (nn.Linear), or the parameter's where code multiplies by it.
-        module: the module whose code does it.
+        name: the name of a module that does nothing else (nn.Linear), or of the parameter by which code multiplies.
+        module: the module whose code multiplies.
         inputs: the values that it reads, without its own parameters.
         outputs: its results.
-        turned: the parameter is stored [in, out], not [out, in] as nn.Linear's.
-        left: the parameter is the first factor: it mixes positions.
+        turned: the parameter is stored [in, out]; nn.Linear's is [out, in].
+        left: the parameter is the first factor, and so mixes positions.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Product:
 
 
 class Flow:
-    """Looks along an unsharded run.
+    """Follows values through an unsharded run.
 
     Args:
         run: the run.
-        tree: the model's picture.
+        tree: the model's tree.
     """
 
     def __init__(self, run: Trace, tree: ModuleTree):
@@ -51,7 +51,7 @@ class Flow:
 
     @cached_property
     def products(self) -> Mapping[int, Product]:
-        """The multiplications, by each value that they give."""
+        """Value -> the multiplication that returns it."""
         found: dict[int, Product] = {}
         for event in self.run.events:
             product = self._product(event)
@@ -61,7 +61,7 @@ class Flow:
 
     @cached_property
     def producers(self) -> Mapping[int, Event]:
-        """The operation that gives a value."""
+        """Value -> the operation that returns it."""
         found: dict[int, Event] = {}
         for event in self.run.events:
             for number in event.outputs:
@@ -71,7 +71,7 @@ class Flow:
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[Event]]:
-        """The operations that read a value."""
+        """Value -> the operations that read it."""
         found: dict[int, list[Event]] = {}
         for event in self.run.events:
             if event.kind == "op":
@@ -98,12 +98,12 @@ class Flow:
         return Product(name, event.module, given, event.outputs, turned=turned, left=left)
 
     def _contracts(self, event: Event) -> bool:
-        """Whether an einsum sums over a dim of its operands: else it multiplies number by number, as by decays of each channel."""
+        """Whether an einsum sums over a dim of its operands; else it multiplies element-wise, for example by decays of each channel."""
         out = Counter(self.run.values[event.outputs[0]].shape)
         return any(Counter(self.run.values[number].shape) - out for number in event.inputs)
 
     def depthwise(self, event: Event) -> str | None:
-        """The module whose channels an operation convolves, each by itself: that mixes no features, and is no product."""
+        """The module whose channels an operation convolves separately: this mixes no features, and is not a product."""
         if event.kind != "op" or not event.name.startswith("conv"):
             return None
         found = (self._matrix(i) for i in event.inputs)
@@ -111,7 +111,7 @@ class Flow:
         return next((owner.name for owner in owners if owner.kind == "depthwise"), None)
 
     def _matrix(self, number: int) -> tuple[str, int] | None:
-        """The parameter of two or more dims that a value is, or is cut from, and how often it was transposed."""
+        """The parameter with two or more dims that a value is or is cut from, and the number of transpositions."""
         turns = 0
         while number not in self.run.parameters:
             event = self.producers.get(number)
@@ -129,7 +129,7 @@ class Flow:
         return [e for e in self.run.events if e.kind == "enter" and self.tree.pattern(e.module) == pattern]
 
     def last_norm(self, module: str) -> str | None:
-        """The name of the norm below a module that gives what the module returns in its first call."""
+        """The name of the norm below a module whose result the module returns in its first call."""
         event = next((e for e in self.run.events if e.kind == "leave" and e.module == module), None)
         made = self.producers.get(event.inputs[0]) if event is not None and event.inputs else None
         norm = None if made is None else self.tree.modules[made.module]
@@ -137,8 +137,8 @@ class Flow:
         return norm.name if norm is not None and below else None
 
     def alike(self, pattern: str) -> tuple[str, ...]:
-        """The further arguments of the modules of a pattern that are the same tensor as the first in each call (keys and values of
-        attention to itself)."""
+        """The further arguments of a pattern's modules that are the same tensor as the first in each call (keys and values of
+        self-attention)."""
         events = self.entries(pattern)
         calls = [dict(zip(e.names, e.inputs, strict=True)) for e in events]
         names = {
@@ -147,8 +147,8 @@ class Flow:
         return tuple(name for e in events[:1] for name in e.names[1:] if name in names)
 
     def feeding(self, product: Product) -> tuple[frozenset[Product], bool]:
-        """The multiplications that a product's operands come from, with only other operations between, and whether all
-        of them do: no value has another origin (the model's inputs apart)."""
+        """The multiplications from which a product's operands come, with only other operations in between; and whether these are
+        the operands' only origins, apart from the model's inputs."""
         found: set[Product] = set()
         complete = True
         seen, queue = set(product.inputs), list(product.inputs)

@@ -1,4 +1,4 @@
-"""Why code cannot be split: the line that forbids it, and what to change in it."""
+"""Why code cannot be split: the line that forbids it, and how to change it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Forbidden:
 
     Args:
         reason: in words, with the line.
-        change: what to write there; None where that is not known.
+        change: what to write instead; None where this is unknown.
     """
 
     reason: str
@@ -29,7 +29,7 @@ class Forbidden:
 
 
 def forbidden(board: Board, draft: Draft) -> Forbidden:
-    """What is wrong with a draft that is not right."""
+    """The first error of a wrong draft, with the line of code and how to change it."""
     proof, resolved = board.proof(draft), board.bound(draft)
     hard = [found for found in (() if proof is None else proof.findings) if found.kind not in FIXABLE]
     if not hard or resolved is None:
@@ -41,7 +41,7 @@ def forbidden(board: Board, draft: Draft) -> Forbidden:
 
 
 def _uneven(board: Board, module: str) -> str | None:
-    """The tp to take, where a module counts heads that it does not divide."""
+    """Advice on tp, where a module counts heads that tp does not divide."""
     numbers = board.tree.modules[module].numbers
     counted = next((n for n, size in numbers.items() if role(n) == "heads" and size % board.tp), None)
     if counted is None:
@@ -52,7 +52,7 @@ def _uneven(board: Board, module: str) -> str | None:
 
 
 def _change(found: Finding) -> str | None:
-    """What to write in the line of a finding."""
+    """How to change the line of a finding."""
     if found.source is None:
         return None
     name, line = found.operation.strip("_"), found.source.short

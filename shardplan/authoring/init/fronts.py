@@ -1,4 +1,4 @@
-"""One block input before a part in place of several inside it, where it reduces less."""
+"""Replacing several block inputs inside a part by one before it, where this reduces less."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .parts import features
 
 
 def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
-    """The draft with a block input before each part that reduces the gradients of several values inside, which together
-    are wider than the part's input. The gradients of whole matrices in between are then partial sums.
+    """The draft with a block input before each part that reduces the gradients of several values inside, where these are
+    wider in total than the part's input. The gradients of whole matrices in between are then partial sums.
 
-    So latent attention keeps its block inputs after the latents, unless something else reads the hidden state too, or
-    they are wider than it.
+    So latent attention keeps its block inputs after the latents, unless something else also reads the hidden state, or
+    the latents are wider than it.
 
     Args:
         flow: the unsharded run.
-        tree: the model's own, for the widths.
+        tree: the tree of the model itself, for the widths.
     """
     report = board.report(draft)
     for pattern, moved in ({} if report is None else _moved(board, tree, draft, report)).items():
@@ -36,7 +36,7 @@ def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Dra
 
 
 def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -> dict[str, dict[str, int]]:
-    """Parts of blocks without a block input of their own -> what is reduced inside: the matrix that reads it -> its width."""
+    """Parts of blocks without a block input of their own -> the values reduced inside: the matrix that reads it -> its width."""
     found: dict[str, dict[str, int]] = {}
     for name in board.tree.modules:
         around, pattern = part(name), board.tree.pattern(name)
@@ -56,7 +56,7 @@ def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -
 
 
 def _width(board: Board, flow: Flow, tree: ModuleTree, pattern: str) -> int | None:
-    """The width of what a part reads; None where no matrix in it reads the same."""
+    """The width of a part's input; None where no matrix in the part reads this input."""
     for event in flow.run.events:
         if event.kind == "enter" and board.tree.pattern(event.module) == pattern:
             for product in flow.products.values():
@@ -66,7 +66,7 @@ def _width(board: Board, flow: Flow, tree: ModuleTree, pattern: str) -> int | No
 
 
 def _features(tree: ModuleTree, pattern: str) -> int | None:
-    """The input features of a matrix of the model's own."""
+    """The input features of a matrix in the model itself."""
     module = next((m for name, m in tree.modules.items() if tree.pattern(name) == pattern), None)
     if module is None:
         return None

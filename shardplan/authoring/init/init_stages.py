@@ -1,4 +1,4 @@
-"""The section of a plan that cuts a model into pipeline stages, from the recorded runs of its reduced model."""
+"""The section of a plan that cuts a model into pipeline stages, derived from recorded runs of the reduced model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardplan.core.tree import ModuleTree, parent
 
 
 def pipeline_section(benches: Sequence[Workbench], tree: ModuleTree) -> dict[str, Any] | None:
-    """The fields of `pipeline_parallel`: the blocks, what must be carried, and where parts belong that no run reads; None
-    where the runs do not show that the model can be cut.
+    """The fields of `pipeline_parallel`: the blocks, the values to carry, and the stage of parts that no run reads. None where
+    the runs do not show that the model can be cut.
 
     Args:
         benches: the reduced model, with each kind of input.
-        tree: the model's own.
+        tree: the tree of the model itself.
     """
     reduced = benches[0].tree
     home = next((parent(name) for name in blocks_of(tree)), None)

@@ -1,4 +1,4 @@
-"""Partial sums that a block adds up: `sum_outputs` at the block, so that they are reduced together."""
+"""Partial sums that a block adds up: `sum_outputs` at the block lets them be reduced together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .draft import Board, Draft, Options
 
 
 def with_sums(board: Board, draft: Draft) -> Draft:
-    """The draft with the sums that the layout check sees, where they pass the check."""
+    """The draft with the sums that the layout check finds, where the result passes the check."""
     whole = _declared(board, draft, overlay=False)
     if not draft.tensor_parallel:
         return draft
@@ -29,7 +29,7 @@ def with_sums(board: Board, draft: Draft) -> Draft:
 
 
 def _declared(board: Board, draft: Draft, *, overlay: bool) -> Mapping[str, Options]:
-    """Block -> what its rule says. One sum of a block, and only where all blocks of its kind have it."""
+    """Block -> its rule's options. Each block has at most one sum, and only one that all blocks of its kind have."""
     report, tree = board.report(draft, overlay=overlay), board.tree
     found: dict[str, Options] = {}
     if report is None:
@@ -40,7 +40,7 @@ def _declared(board: Board, draft: Draft, *, overlay: bool) -> Mapping[str, Opti
         if pattern not in found and in_every_block(report.sums, blocks) and _only_dropouts(board, one):
             inside = f"{block(one.closer)}."
             found[pattern] = {"sum_outputs": [name.removeprefix(inside) for name in one.members]}
-            if one.through:  # in a model whose dropouts drop something they are kept apart
+            if one.through:  # with active dropouts, the sums are reduced separately
                 found[pattern] = {**found[pattern], "optional": True}
     return found
 

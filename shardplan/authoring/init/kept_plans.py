@@ -1,4 +1,4 @@
-"""Plans that were derived before, as files in the user's cache folder. What is read there is parsed and proven as any plan."""
+"""A cache of derived plans, as files in the user's cache folder. Their content is parsed and proven like any plan."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardplan.language.parsing import parse_text
 from shardplan.language.plan_files import read_text
 from shardplan.model import FoundModel
 
-MARK = "# sha256 "  # of the lines below
+MARK = "# sha256 "  # the digest of the lines below
 
 
 def cache_folder() -> Path:
-    """`shardplan` in the cache folder that the user has chosen (`XDG_CACHE_HOME`), as torch and huggingface_hub choose theirs."""
+    """The folder `shardplan` in the user's cache folder (`XDG_CACHE_HOME`), as for torch and huggingface_hub."""
     chosen = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(chosen, "shardplan", "derived")
 
 
 def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool, expert_parallel: bool) -> str | None:
-    """All that decides which plan is derived: the code of the model's classes, its modules, parameters and
-    configuration, the plan's purpose, and the versions. None where some of the code is in no file, or the configuration
-    is not data: such a plan is not kept.
+    """A digest of everything that decides which plan is derived: the code of the model's classes, the modules, parameters and
+    configuration, the plan's purpose, and versions. None where code has no file, or the configuration is not data: then the
+    plan is not cached.
 
     Args:
         tp, sequence_parallel, expert_parallel: as for `new_plan`.
@@ -58,19 +58,19 @@ def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool, expert_par
 
 
 def _code_of(cls: type) -> str:
-    """A class by its name, and the text of its file.
+    """The name of a class, and the text of its file.
 
     Raises:
-        OSError, TypeError: there is no such file.
+        OSError, TypeError: the class has no file.
     """
     return f"{cls.__module__}.{cls.__qualname__} {_text_of(cls)}"
 
 
 def _code_of_function(function: Callable[..., object]) -> str:
-    """A function by its place, and the text of its file.
+    """The place of a function, and the text of its file.
 
     Raises:
-        OSError, TypeError: there is no such file, or the function depends on more than its code.
+        OSError, TypeError: the function has no file, or depends on more than its code.
     """
     if not inspect.isfunction(function) or function.__closure__ is not None:
         raise TypeError(f"{function!r} is more than its code")
@@ -91,7 +91,7 @@ def _pictured(tree: ModuleTree) -> Iterator[object]:
 
 
 def kept(digest: str) -> str | None:
-    """The text of a plan that was kept; None where there is none, or the file is damaged."""
+    """The text of a cached plan; None where there is none, or the file is damaged."""
     with suppress(CannotRead, OSError):
         mark, _, text = read_text(_file(digest)).partition("\n")
         if mark == MARK + _sum(text) and parse_text(text).plan is not None:
@@ -100,7 +100,7 @@ def kept(digest: str) -> str | None:
 
 
 def keep(digest: str, text: str) -> str | None:
-    """Keep a plan: the file is there whole or not at all. Returns why it cannot be written, or None."""
+    """Cache a plan; the file is written completely or not at all. Returns the reason why it cannot be written, or None."""
     try:
         file = _file(digest)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def keep(digest: str, text: str) -> str | None:
 
 
 def _file(digest: str) -> Path:
-    """Raises OSError where the user has no cache folder (no home, or a relative path)."""
+    """The cache file. Raises OSError where the user has no cache folder (no home, or a relative path)."""
     if not cache_folder().is_absolute():
         raise OSError("not an absolute path")
     return cache_folder() / f"{digest}.yaml"

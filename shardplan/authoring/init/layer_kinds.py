@@ -1,4 +1,4 @@
-"""Layers with a state and layers of another kind under one name: each kind has its own rules while a plan is searched."""
+"""Layers with a state and layers of another kind that have the same pattern: each kind has its own rules while a plan is searched."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ NUMBERS = re.compile(r"\{\d+(,\d+)*\}")
 
 @dataclass(frozen=True)
 class KindedTree(ModuleTree):
-    """A tree whose patterns tell parts of blocks of several classes apart: `model.layers.{0,2}.mixer.in_proj`, by the
-    numbers that such layers have in the reduced model.
+    """A tree whose patterns distinguish parts of blocks with several classes, by the numbers of these layers in the reduced
+    model: `model.layers.{0,2}.mixer.in_proj`.
 
     Args:
-        kinds: a part -> its pattern.
+        kinds: part -> its pattern.
     """
 
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     def pattern(self, name: str) -> str:
-        """As that of `ModuleTree`."""
+        """As `ModuleTree.pattern`."""
         plain, names = super().pattern(name), name.split(".")
         for length in range(1, len(names) + 1):
             own = self.kinds.get(".".join(names[:length]))
@@ -36,7 +36,7 @@ class KindedTree(ModuleTree):
 
 
 def kinded(reduced: ModuleTree, tree: ModuleTree) -> tuple[ModuleTree, ModuleTree]:
-    """The tree of the reduced model and the model's own, which tell kinds of layers apart where one of them has a state."""
+    """The trees of the reduced model and of the model itself; they distinguish kinds of layers where one of these has a state."""
     classes: dict[str, dict[str, list[str]]] = {}
     for name, module in reduced.modules.items():
         if element(parent(name)):
@@ -52,7 +52,7 @@ def kinded(reduced: ModuleTree, tree: ModuleTree) -> tuple[ModuleTree, ModuleTre
 
 
 def _numbered(names: Iterable[str]) -> str:
-    """`model.layers.{0,2}.mixer` for parts of elements of one list."""
+    """A name such as `model.layers.{0,2}.mixer` for parts of elements of one list."""
     split = [(*name.rpartition(".")[0].rpartition("."), name.rpartition(".")[2]) for name in names]
     above, _, _, last = split[0]
     return full_name(above, f"{{{','.join(number for _, _, number, _ in split)}}}.{last}")
@@ -65,7 +65,7 @@ def _has_state(tree: ModuleTree) -> Callable[[str], bool]:
         return (
             any(module.kind == "depthwise" for module in below)
             or any(len(p.shape) == 1 for p in own.parameters)
-            or any(own.buffers.values())  # decays by heads
+            or any(own.buffers.values())  # decays for each head
         )
 
     return has_state
@@ -81,12 +81,12 @@ def _told(tree: ModuleTree, patterns: Mapping[tuple[str, str], str]) -> KindedTr
 
 
 def plain(pattern: str) -> str:
-    """A pattern as a plan for all layers has it."""
+    """The pattern in a plan for all layers."""
     return NUMBERS.sub("*", pattern)
 
 
 def together(draft: Draft, tree: ModuleTree) -> Draft | None:
-    """The draft with one rule for all kinds of layers where they have the same, else with `having`; None where no name tells them apart.
+    """The draft with one rule for all kinds of layers where theirs are equal, else with `having`; None where no name distinguishes them.
 
     Args:
         tree: the reduced model's, as `kinded` returns it.
@@ -106,10 +106,10 @@ def together(draft: Draft, tree: ModuleTree) -> Draft | None:
 
 
 def _joined(rules: Rules, otherwise: Rules, tree: KindedTree) -> Rules | None:
-    """Rules for all kinds.
+    """The rules for all kinds.
 
     Args:
-        otherwise: those that a module has without one of these.
+        otherwise: the rules of modules that `rules` does not have.
     """
     whole: Options = {"style": "replicate"}
     named: dict[str, dict[str, str]] = {}  # pattern -> pattern of each kind -> a part of it
@@ -130,7 +130,7 @@ def _joined(rules: Rules, otherwise: Rules, tree: KindedTree) -> Rules | None:
                 both = (item for item in alike[0].items() if all(item in one.items() for one in alike))
                 shares = [one for one in _shares(alike[0]) if all(one in _shares(other) for other in alike)]
                 found[key] = {**dict(both), **({"shares": shares} if shares else {})}
-                others = {}  # the layers tell how many heads they have
+                others = {}  # each layer's code has its number of heads
             for number, (kind, other) in enumerate(others.items()):
                 below = _alone(tree, named[key], kind, key)
                 if below is None:
@@ -145,7 +145,7 @@ def _shares(options: Options) -> Sequence[Any]:
 
 
 def _alone(tree: KindedTree, parts: Mapping[str, str], kind: str, key: str) -> str | None:
-    """A name that exists below the parts of this kind alone; None also where the rule is not for the part itself."""
+    """A name that exists only below the parts of this kind; None also where the rule is not for the part itself."""
     if plain(tree.kinds[parts[kind]]) != key:
         return None
     others = {name for other, part in parts.items() if other != kind for name in _below(tree, tree.modules[part])}

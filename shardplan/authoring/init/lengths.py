@@ -1,4 +1,4 @@
-"""The lengths of a packed matrix's parts: expressions over the numbers of a configuration that hold for the reduced
+"""The lengths of a packed matrix's parts, as expressions over the numbers of a configuration that hold for the reduced
 model and for the model itself."""
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from shardplan.core.tree import ModuleInfo, ModuleTree, is_count
 
 from .channels import Part
 
-MOST_WORDS = 6  # that one number may be called
-MOST_CHOICES = 4000  # of words for all parts of a matrix
+MOST_WORDS = 6  # expressions for one number
+MOST_CHOICES = 4000  # of expressions for all parts of a matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A number with what a plan calls it.
+    """A number, and the expression for it in a plan.
 
     Args:
         words: an expression over the numbers of the configuration.
         reduced, full: its values in the reduced model and in the model itself.
-        likeness: how likely the words are: 1 where the shape depends on the number, plus the likeness to the name of an
-            attribute with these values, from 0 to 1.
+        likeness: how likely the words are: 1 where the shape depends on the number, plus their likeness (0 to 1) to the name
+            of an attribute with these values.
     """
 
     words: str
@@ -36,12 +36,12 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A part with its expressions.
+    """A part and its expressions.
 
     Args:
-        part: as it was seen.
-        heads: how many heads it has; None where none were seen.
-        size: the features of one head; for a part without heads, all of them.
+        part: the part that was found.
+        heads: the number of its heads; None where none were found.
+        size: the number of features of a head; for a part without heads, of the part.
     """
 
     part: Part
@@ -50,7 +50,7 @@ class Sized:
 
     @property
     def full(self) -> int:
-        """The length in the model itself."""
+        """The part's length in the model itself."""
         return (self.heads.full if self.heads else 1) * (self.size.full if self.size else 1)
 
     @property
@@ -66,8 +66,8 @@ class Lengths:
     """Finds expressions.
 
     Args:
-        reduced_tree, tree: the reduced model's, and the model's own.
-        owners: modules whose code uses the numbers, as each of the two has them.
+        reduced_tree, tree: those of the reduced model and of the model itself.
+        owners: modules whose code uses the numbers, from both trees.
         shapes: the parameter shapes of the reduced model with a number of its configuration changed; None where they are not known.
     """
 
@@ -82,7 +82,7 @@ class Lengths:
 
     @cached_property
     def attributes(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
-        """The attributes of the owners, by their values in the reduced model and in the model itself."""
+        """The values in the reduced model and in the model itself -> the attributes of the owners with these values."""
         found: dict[tuple[int, int], dict[str, None]] = {}
         for reduced, full in self.owners:
             for name, value in reduced.numbers.items():
@@ -91,11 +91,11 @@ class Lengths:
         return {pair: tuple(names) for pair, names in found.items()}
 
     def parts(self, parts: Sequence[Part], size: int, of: str) -> Iterator[tuple[Sized, ...]]:
-        """Expressions for the parts of a matrix, the likeliest first.
+        """Expressions for the parts of a matrix, the most likely first.
 
         Args:
-            size: the length of all of them in the model itself.
-            of: the matrix, by its full name.
+            size: their total length in the model itself.
+            of: the full name of the matrix.
         """
         kinds = list(dict.fromkeys(parts))
         choices = [list(self._sized(part, of)) for part in kinds]
@@ -116,11 +116,11 @@ class Lengths:
         yield from (Sized(part, count, one) for count in self.called(part.heads, of) for one in widths)
 
     def called(self, value: int, of: str) -> Iterable[Length]:
-        """What a number of the reduced model may be called, the likeliest first; a number of a model without a configuration is
-        written as it is.
+        """The expressions for a number of the reduced model, the most likely first; for a model without a configuration, it is the
+        number itself.
 
         Args:
-            of: the full name of a parameter. Numbers on which its shape depends are likelier than others of the same value.
+            of: the full name of a parameter. Numbers on which its shape depends are more likely than others with the same value.
         """
         single = [self._length(name, value, of) for name, known in self._numbers.items() if known == value]
         if not self._numbers:

@@ -1,4 +1,4 @@
-"""A new plan file for a model."""
+"""Making a new plan file for a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE = Code("SP532")
 NO_EXPERTS_FOUND = Code("SP533")
 GATHERED = Code("SP534")
 
-SHOWN = "<init>"  # what findings call the plan that is not written yet
+SHOWN = "<init>"  # the plan's file name in findings, before it is written
 
 VOCABULARY = (EMBEDDING["style"], HEAD["style"])
 
@@ -38,11 +38,11 @@ class NewPlan:
 
     Args:
         text: the file, YAML.
-        document: the same as data.
-        diagnostics: what stays whole (SP532), or is computed whole between split matrices (SP534); an error where an overlay was wanted and
-            none was found (SP531): the plan is without.
-        tries: how many runs of drafts it took.
-        sources: what the findings point into.
+        document: the plan as data.
+        diagnostics: what stays whole (SP532), or is computed whole between split matrices (SP534); an error (SP531) where a sequence-parallel
+            section was wanted but none was found, so that the plan has none.
+        tries: the number of runs of drafts.
+        sources: the texts that findings point into.
     """
 
     text: str
@@ -62,20 +62,20 @@ def new_plan(
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
-    """Find a plan and write it down.
+    """Find a plan, and write it as a plan file.
 
     Args:
         found: the model.
-        tp: the size for which it is tried.
-        sequence_parallel: with an overlay.
-        expert_parallel: with a section that distributes the experts.
-        context_parallel: with rules for the axis cp; it needs the overlay.
-        name: the plan's name; without it the model's type.
+        tp: the tp size at which it is tried.
+        sequence_parallel: find a sequence-parallel section.
+        expert_parallel: find a section that distributes the experts.
+        context_parallel: find rules for the axis cp; they need the sequence-parallel section.
+        name: the plan's name; None is the model's type.
         progress: called with what is being done.
 
     Raises:
         PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); rules for the axis cp
-            are wanted and none are found (SP531); the experts cannot be distributed (SP533).
+            are wanted but none are found (SP531); the experts cannot be distributed (SP533).
     """
     with uncompiled():
         derived = derive(
@@ -100,7 +100,7 @@ def new_plan(
 
 
 def rules_over_cp(found: FoundModel, plan: PlanFile) -> Rules:
-    """The rules for the axis cp that follow from a plan's overlay.
+    """The rules for the axis cp that follow from a plan's sequence-parallel section.
 
     Raises:
         PlanError: there are none (SP531); there is no reduced model, or it does not run.
@@ -119,7 +119,7 @@ def written(
     """The derived plan as a plan file.
 
     Args:
-        more: sections besides, with the names that plans have.
+        more: other sections, by their names in plans.
     """
     kept = kept_whole(found, derived)
     model = found.tree.model_type or found.tree.class_names[0]
@@ -156,7 +156,7 @@ def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
 
 
 def refused_overlays(model: str, findings: Mapping[Overlays, Sequence[Diagnostic]]) -> tuple[Diagnostic, ...]:
-    """SP531 or SP533 where the proof refuses what was found, and nothing of it without that overlay.
+    """SP531 or SP533, where the proof refuses the plan that was found but accepts it without the overlay.
 
     Args:
         model: its name.
@@ -174,7 +174,7 @@ def refused_overlays(model: str, findings: Mapping[Overlays, Sequence[Diagnostic
 
 
 def no_overlay(model: str, reason: str) -> Diagnostic:
-    """SP531, for the sequence.
+    """The finding SP531 for sequence parallelism.
 
     Args:
         model: its name.
@@ -189,7 +189,7 @@ def _has_rules(unit: str, derived: Derived) -> bool:
 
 
 def _description(derived: Derived) -> str:
-    """Which parts of its blocks are split."""
+    """The plan's description: which parts of the blocks are split."""
     rules = [
         p
         for p, options in derived.draft.tensor_parallel.items()
@@ -207,7 +207,7 @@ def _description(derived: Derived) -> str:
 
 
 def _part(pattern: str) -> str:
-    """The part of a block that a pattern, relative to the block, is about; in a list of parts, the element (T5's `layer.*.SelfAttention`)."""
+    """The part of a block to which a pattern, relative to the block, belongs; in a list of parts, the element (T5's `layer.*.SelfAttention`)."""
     first, *others = pattern.split(".")
     if first.isdigit() and others:
         return others[0]

@@ -1,4 +1,4 @@
-"""The sequence-parallel overlay of a draft: between its blocks each rank holds a slice of the sequence."""
+"""The sequence-parallel overlay of a draft: between blocks, each rank holds a slice of the sequence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .ends import COMPLETE, GATHERED, GATHERS, Ends
 from .flow import Flow
 from .layer_kinds import plain
 
-FIXABLE = 4  # reasons; with more of them the candidate itself is wrong
-MOST_FIXED = 4  # candidates, those with the fewest reasons
+FIXABLE = 4  # errors; with more, the candidate itself is wrong
+MOST_FIXED = 4  # candidates, those with the fewest errors
 MOST_WHOLE = 4  # parts of a block
 GATHERING = ("gather_seq_input", "colwise_seq")
 
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
-    """The draft with a sequence-parallel section that passes the layout check; else the check's reason."""
+    """The draft with a sequence-parallel section that passes the layout check; else the check's error."""
     reasons = []
     for listing in lists_of_blocks(board, flow, draft):
         found = _with_list(board, flow, draft, listing)
@@ -38,7 +38,7 @@ def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
 
 
 def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
-    """The lists whose elements are called and have split parts, outermost ones, in the order of the model: an encoder's and a decoder's."""
+    """The outermost lists whose elements are called and have split parts, in the model's order: for example an encoder's and a decoder's."""
     ran = {event.module for event in flow.run.events if event.kind == "enter"}
     split = {name for name in board.tree.modules if name in ran and element(name) and _split_below(board, draft, name)}
     found = dict.fromkeys(parent(name) for name in board.tree.modules if name in split)
@@ -47,7 +47,7 @@ def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
 
 def _split_below(board: Board, draft: Draft, name: str) -> bool:
     pattern = board.tree.pattern(name)
-    alike = pattern.endswith("*")  # unlike elements are no blocks
+    alike = pattern.endswith("*")  # elements with different patterns are not blocks
     rules = map(plain, draft.tensor_parallel)
     return alike and any(rule == pattern or rule.startswith(f"{pattern}.") for rule in rules)
 
@@ -63,7 +63,7 @@ def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | 
             report = board.report(candidate, overlay=True)
             if report is not None and report.ok:
                 return candidate
-    counts: dict[int, int] = {}  # candidate -> what is wrong with it
+    counts: dict[int, int] = {}  # candidate -> the number of its errors
     for number, candidate in enumerate(candidates):
         report = board.report(candidate, overlay=True)
         if report is not None and report.ok:
@@ -82,11 +82,11 @@ def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | 
 
 
 def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
-    """The draft with the sequence gathered before and split after those parts of blocks that do not fit between slices
-    of it. Inside they are as without sequence parallelism. Values that a block's own code combines with whole ones are
-    gathered too. None where that does not suffice."""
+    """The draft with the sequence gathered before, and split after, the parts of blocks that cannot work with slices of it.
+    Inside, these parts run as without sequence parallelism. Values that a block's own code combines with whole ones are
+    gathered too. None where this is not enough."""
     for _ in range(MOST_WHOLE):
-        assert draft.sequence_parallel is not None  # it is the draft of an overlay
+        assert draft.sequence_parallel is not None  # the draft has an overlay
         proof = board.proof(draft, overlay=True)
         if proof is None:
             return None
@@ -107,7 +107,7 @@ def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
 
 
 def gathered_around(board: Board, draft: Draft, found: str) -> Rules | None:
-    """Rules that make a part of a block compute with the whole sequence; None where it does already, or is split."""
+    """Rules that make a part of a block compute with the whole sequence; None where it already does, or is split."""
     rules, pattern = draft.sequence_parallel or {}, board.tree.pattern(found)
     options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
     if rules.get(pattern, {}).get("style") == "replicate_seq" or options["style"] != "replicate":
@@ -117,8 +117,8 @@ def gathered_around(board: Board, draft: Draft, found: str) -> Rules | None:
 
 
 def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None:
-    """Rules for the code of a block that combines a module's result with values of the whole sequence (vectors of each
-    token for each layer): the sequence is gathered after that module, and split before the next one."""
+    """Rules where a block's own code combines a module's result with values for the whole sequence (such as vectors of each
+    token for each layer): the sequence is gathered after this module, and split before the next one."""
     if finding.kind != "crash" or not element(finding.module):
         return None
     inside = [n for one in finding.operands for n in one.origins if n.startswith(f"{finding.module}.")]
@@ -136,20 +136,20 @@ def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None
 
 
 def reads(style: str) -> bool:
-    """Whether a style is for the module that reads the values before a split part."""
+    """Whether a style is for a module that reads the input of a split part."""
     return R in STYLES[style].input_sources
 
 
 class Overlay:
-    """Reads an overlay off the structure of the run.
+    """Makes an overlay from the structure of the run.
 
     Args:
-        board: where it is tried.
+        board: the board on which it is tried.
         flow: the unsharded run.
         draft: the tensor-parallel rules, and the sequence-parallel rules for other lists.
         listing: the list of the blocks.
-        by_token: parts of several modules that stay whole compute with a slice of the sequence (small matrices between streams), not
-            with all of it.
+        by_token: whole parts of several modules compute with a slice of the sequence, as small matrices between streams do, and not
+            with the whole sequence.
     """
 
     def __init__(self, board: Board, flow: Flow, draft: Draft, listing: str, *, by_token: bool = False):
@@ -157,7 +157,7 @@ class Overlay:
         self.ends = Ends(flow, draft, listing)
 
     def candidates(self) -> Iterator[Draft]:
-        """Drafts with sections that may be right, the one that communicates least first."""
+        """Drafts with sections that may be right; those that communicate least come first."""
         seen: list[Rules] = []
         others = self.draft.sequence_parallel or {}
         for (enter, leave), together in product(self.ends.pairs, (self.together, {})):
@@ -178,8 +178,8 @@ class Overlay:
         return rules
 
     def _parts(self, name: str) -> Iterator[str]:
-        """The parts of a block that ran. For sublayers in a list that is not called, as in T5: the parts of those that
-        have a residual of their own."""
+        """The parts of a block that ran. Sublayers in a list that is not called (T5) are replaced by their parts, where they
+        have a residual connection of their own."""
         for child in (c for c in self.tree.children[name] if c in self.ends.order):
             if self.tree.modules[child].kind != "list" or child in self.ends.called:
                 yield child
@@ -188,15 +188,15 @@ class Overlay:
                 yield from self._parts(inner) if self._has_residual(inner) else (inner,)
 
     def _has_residual(self, name: str) -> bool:
-        """Whether a module adds to what it reads."""
+        """Whether a module adds to its input."""
         read = {number for e in self.flow.run.events if e.kind == "enter" and e.module == name for number in e.inputs}
         own = (e for e in self.flow.run.events if e.kind == "op" and e.module == name and "add" in e.name)
         return any(read.intersection(event.inputs) for event in own)
 
     @cached_property
     def together(self) -> Mapping[str, Rules]:
-        """Norms that several split parts of a block read -> the rules of the norm and of these parts; each part gathers
-        the sequence itself."""
+        """Norms that several split parts of a block read -> the rules of the norm and of these parts, where each part gathers the
+        sequence itself."""
         found: dict[str, Rules] = {}
         for name in self.ends.blocks:
             parts = self.tree.children[name]
@@ -215,7 +215,7 @@ class Overlay:
         return found
 
     def _shared(self, together: Mapping[str, Rules]) -> Rules:
-        """Norms that gather the sequence once for all that read them, in place of their block inputs."""
+        """Norms that gather the sequence once for all their readers, instead of the readers' block inputs."""
         rules: dict[str, Options] = {}
         for norm, parts in together.items():
             rules |= {pattern: self._without_block_input(pattern) for pattern in parts if pattern != norm}
@@ -224,7 +224,7 @@ class Overlay:
         return rules
 
     def _needs_all(self, name: str) -> bool:
-        """Whether a part gathers the sequence, or is split and reads all of it (there is no `packed_colwise` that gathers)."""
+        """Whether a part gathers the sequence, or is split and reads the whole sequence (no `packed_colwise` gathers it)."""
         pattern = self.tree.pattern(name)
         if pattern in self.within:
             return self.within[pattern]["style"] in GATHERING
@@ -246,7 +246,7 @@ class Overlay:
         return any(o == PARTIAL and rule.startswith(f"{pattern}.") for rule, o in self.draft.tensor_parallel.items())
 
     def _part(self, child: str) -> Rules:
-        """One part of a block: split, a token-wise module, or one that needs all of the sequence and stays whole."""
+        """The rules of a block's part: a split part, a token-wise module, or a whole part that needs the whole sequence."""
         pattern = self.tree.pattern(child)
         inside = {
             rule: options
@@ -257,7 +257,7 @@ class Overlay:
             return self._whole(self.tree.modules[child], pattern)
         if any(options["style"] == "rowwise_split_input" for options in inside.values()):
             unfused = {name: value for name, value in inside.get(pattern, {}).items() if name == "fused"}
-            return {pattern: {"style": "replicate_seq", **unfused}}  # what is between its matrices is computed whole
+            return {pattern: {"style": "replicate_seq", **unfused}}  # between its matrices, values are computed whole
         rules: dict[str, Options] = dict(self._between(child, inside)) if pattern not in inside else {}
         container = False
         for rule, options in inside.items():
@@ -290,8 +290,8 @@ class Overlay:
         return rules
 
     def _arguments(self, rule: str, options: Options) -> Options:
-        """The option for further arguments of a block input: an argument that is the same value as the first (keys and
-        values of self-attention) is gathered like it; one from another sequence is whole."""
+        """The option for further arguments of a block input. An argument with the same value as the first (keys and values of
+        self-attention) is gathered like the first; one from another sequence is whole."""
         if "arguments" not in options:
             return {}
         event = self.flow.entries(rule)[0]
@@ -305,7 +305,7 @@ class Overlay:
         }
 
     def _between(self, child: str, inside: Rules) -> Rules:
-        """Norms of a split part that are outside of the block inputs inside it, or after its last matrix."""
+        """Rules for norms of a split part that are outside the block inputs in it, or after its last matrix."""
         block_inputs = [rule for rule, options in inside.items() if options["style"] == BLOCK_INPUT]
         found = (
             (self.tree.pattern(name), module)
@@ -321,7 +321,7 @@ class Overlay:
         }
 
     def _reads_split(self, child: str, inside: Rules) -> bool:
-        """Whether a part begins with the row-wise matrix for what another part has split: its input is no slice of the sequence."""
+        """Whether a part begins with the row-wise matrix for another part's split result; its input is then no slice of the sequence."""
         event = self.flow.entries(self.tree.pattern(child))[:1]
         read = {number for one in event for number in one.inputs[:1]}
         made = (

@@ -10,8 +10,8 @@ from shardplan.styles import feature_dim
 from shardplan.styles.style_record import Features
 
 COEFFICIENTS = (1, 2, 3, 4)
-MOST_PARTS = 5  # of different lengths
-# The words for a length, the likeliest first; any other number of the configuration comes after them.
+MOST_PARTS = 5  # parts with different lengths
+# The words for a length, the most likely first; all other numbers of the configuration come after them.
 KNOWN = (
     ("num_attention_heads", "head_dim"),
     ("num_key_value_heads", "head_dim"),
@@ -21,15 +21,15 @@ KNOWN = (
 
 
 def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
-    """How many input or output features a matrix of a module has."""
+    """The number of input or output features of a module's matrix."""
     dim = feature_dim(module.kind, matrix.name, side, len(matrix.shape))
     assert dim is not None, (module.name, matrix.name, side)
     return matrix.shape[dim]
 
 
 def output_features(tree: ModuleTree, pattern: str) -> int | None:
-    """The output features of the matrix (a module's weight or a parameter) that a pattern names in a model's tree; None
-    where the module computes it (weight_norm)."""
+    """The number of output features of the matrix (a module's weight or a parameter) that a pattern names in a model's tree;
+    None where the module computes the matrix (weight_norm)."""
     name = next(n for n in (*tree.modules, *tree.parameters) if tree.pattern(n) == pattern)
     if name in tree.parameters:
         return features(*tree.parameters[name], "out")
@@ -40,14 +40,14 @@ def output_features(tree: ModuleTree, pattern: str) -> int | None:
 def packed(
     lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int | None
 ) -> int | list[str] | None:
-    """The parts as a rule has them: a number of equal parts, or an expression for each; None where none holds for both
+    """The parts in a rule's words: a number of equal parts, or an expression for each part. None where nothing holds for both
     the reduced model and the model itself.
 
     Args:
-        lengths: in the reduced model.
-        reduced_tree: the reduced model's.
-        tree: the model's.
-        size: the length of the whole in the model; None where it is not known, and only equal parts are.
+        lengths: the lengths in the reduced model.
+        reduced_tree: the reduced model's tree.
+        tree: the tree of the model itself.
+        size: the total length in the model itself; None where it is unknown, so that only equal parts can be found.
     """
     if len(set(lengths)) == 1:
         return len(lengths)

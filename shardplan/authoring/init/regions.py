@@ -1,4 +1,4 @@
-"""The parts of a model that can be split: matrices whose result stays inside a block until another one sums it up."""
+"""The parts of a model that can be split: matrices whose result stays inside a block up to a matrix that sums it up."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .flow import Flow, Product
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Matrices that are split by their output features, and the one that is split by its input features.
+    """Matrices to split by their output features, and the matrix to split by its input features.
 
     Args:
         columns: patterns of the first, in the order of the run.
         row: the pattern of the second.
-        latent: those of `columns` whose results others of `columns` read too (the compressed keys and values of latent attention).
+        latent: the matrices in `columns` whose results others in `columns` read (the compressed keys and values of latent attention).
     """
 
     columns: tuple[str, ...]
@@ -27,12 +27,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Regions whose rules go together.
+    """Regions whose rules belong together.
 
     Args:
         regions: one, or all that lie in `container`.
-        container: the pattern of the module that takes the input of all of them and sums up their results: a block of
-            experts, whose code multiplies by parameters itself. None where the last matrix of the region does.
+        container: the pattern of the module that takes the input of all regions and sums up their results: a block of
+            experts, whose code multiplies by parameters itself. None where the region's last matrix sums up.
     """
 
     regions: tuple[Region, ...]
@@ -52,7 +52,7 @@ class Group:
 
 
 def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
-    """The regions, those around experts together, and those that begin with the same matrices (joint attention)."""
+    """The regions, grouped where they are around experts, or begin with the same matrices (joint attention)."""
     modules = {flow.tree.pattern(name) for name in flow.tree.modules}
     outer = {region: _container(flow, region) for region in found if region.row not in modules}
     containers = dict.fromkeys(container for container in outer.values() if container is not None)
@@ -67,7 +67,7 @@ def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
 
 
 def _container(flow: Flow, region: Region) -> str | None:
-    """The innermost called module around a module of experts that calls all matrices of the region; None where there is none."""
+    """The innermost called module around the experts that calls all matrices of the region; None where there is none."""
     called = {flow.tree.pattern(event.module) for event in flow.run.events if event.kind == "enter"}
     found = parent(parent(region.row))
     while found and not (found in called and all(one.startswith(f"{found}.") for one in region.columns)):
@@ -76,10 +76,10 @@ def _container(flow: Flow, region: Region) -> str | None:
 
 
 def regions(flow: Flow) -> Sequence[Region]:
-    """The regions of a model, in the order of the run, once for equal blocks.
+    """The regions of a model, in the order of the run; equal blocks are counted once.
 
-    Within a block, a product whose operands all come from other products of the block ends a region. The region begins
-    with these. A value that comes from another block is the residual stream's. A model without lists of blocks is one.
+    Within a block, a product whose operands all come from other products of the block ends a region, which begins with
+    these products. A value from another block is the residual stream. A model without lists of blocks is one block.
     """
     found: dict[Region, None] = {}
     taken: set[str] = set()
@@ -93,7 +93,7 @@ def regions(flow: Flow) -> Sequence[Region]:
         if any(block(other.module) != home or other.name == product.name for other in feeding):
             continue
         if listed and home == product.module and not element(home):
-            continue  # outside of the blocks: a transform of the last hidden state before the head
+            continue  # outside the blocks: a transform of the last hidden state before the head
         mixed = {other for one in feeding if one.left for other in flow.feeding(one)[0]}
         region = _region(flow, product, sorted(feeding | mixed, key=products.index))
         taken.update(region.columns)

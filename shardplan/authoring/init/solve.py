@@ -22,18 +22,18 @@ from .states import States
 from .ways import Ways
 
 MOST_DIVIDED = 5  # attributes in one group
-# The share of its blocks' parameters below which a group stays whole. Splitting it costs a step as many collectives in each block as
-# an MLP, which take as long for an indexer's or router's matrices as for wide ones, and saves a rank no more memory than this.
+# A group with a smaller share of its blocks' parameters stays whole. Splitting it costs the same number of collectives in each block as
+# for an MLP, which take the same time for an indexer's or router's matrices as for wide ones, and saves a rank at most this memory.
 LEAST = 0.005
 
 
 class Score(NamedTuple):
-    """How far a draft gets; the larger the better.
+    """How far a draft runs before an error; larger is better.
 
     Attributes:
-        fits: nothing is wrong but gradients of whole values.
-        further: how many operations are right before the first that is wrong, and whether that one raises: it has begun then.
-        fewer: the number of things that are wrong, negative.
+        fits: only gradients of whole values are wrong.
+        further: the number of right operations before the first wrong one, and whether this one raises, as it has begun then.
+        fewer: the negated number of errors.
     """
 
     fits: bool
@@ -50,8 +50,8 @@ class Solved:
 
     Args:
         draft: its rules; None where there are none.
-        forbidden: what forbids splitting it through; with a draft: its results are gathered.
-        reached: how far the draft that is forbidden gets.
+        forbidden: the reason against splitting it without gathers; if there is a draft, it gathers the matrices' results.
+        reached: how far the forbidden draft runs.
     """
 
     draft: Draft | None
@@ -63,9 +63,9 @@ class Solver:
     """Finds the rules of regions.
 
     Args:
-        board: where drafts are tried.
+        board: the board on which drafts are tried.
         flow: the unsharded run.
-        tree: the model's own picture.
+        tree: the tree of the model itself.
     """
 
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
@@ -73,7 +73,7 @@ class Solver:
         self.ways = Ways(board, flow, tree)
 
     def solve(self, group: Group) -> Solved:
-        """Rules that split a group, and are right for it alone; where none are found, what forbids the best."""
+        """Rules that split a group and are right on their own; where none are found, what forbids the best."""
         if not self.ways.experts(group) and (share := self._share(group)) < LEAST:
             return Solved(
                 None,
@@ -89,7 +89,7 @@ class Solver:
         return solved if solved.draft is not None else Solved(None, against)
 
     def _with_state(self, group: Group) -> Solved:
-        """Split the states of a state space or linear attention layer, where the group belongs to one."""
+        """Split the states of a state space or linear attention layer, if the group belongs to one."""
         states = States(self.board, self.flow, self.tree, group) if group.container is None else None
         if states is None or not states.has_state:
             return Solved(None)
@@ -97,7 +97,7 @@ class Solver:
         return Solved(draft, forbidden(self.board, best) if draft is None and best is not None else None)
 
     def _split_through(self, group: Group) -> Solved:
-        """Split with nothing gathered between the first matrices and the last."""
+        """Split the group without gathers between the first matrices and the last."""
         solved = self._best_of(group, self.ways.drafts(group))
         if solved.draft is None and (narrow := list(self.ways.narrow(group))):
             other = self._best_of(group, narrow)
@@ -105,7 +105,7 @@ class Solver:
         return solved
 
     def _best_of(self, group: Group, drafts: Iterable[Draft]) -> Solved:
-        """The draft that gets furthest, with what its code needs."""
+        """The draft that runs furthest, with the changes that its code needs."""
         scored: list[tuple[Score, Draft]] = []
         first = None
         for draft in drafts:
@@ -118,7 +118,7 @@ class Solver:
         if not scored:
             return Solved(None, forbidden(self.board, first))
         furthest = max(score for score, _ in scored)
-        # A wrong way may get further by chance: heads cut in halves have the shapes of half the heads.
+        # A wrong way may run further by chance: heads cut in halves have the shapes of half the heads.
         worth = [draft for score, draft in scored if score == furthest]
         tried: list[Solved] = []
         for draft in (*worth, *(() if first in worth else (first,))):
@@ -128,7 +128,7 @@ class Solver:
         return tried[0]
 
     def _as_needed(self, group: Group, draft: Draft) -> Solved:
-        """A draft with the numbers divided that its code needs divided."""
+        """A draft that also divides the numbers that its code needs divided."""
         score = self._score(draft)
         if score is not None and not score.fits:
             draft = self._divided(group, draft, score)
@@ -137,7 +137,7 @@ class Solver:
         return Solved(fixed, forbidden(self.board, draft) if fixed is None else None, reached)
 
     def _share(self, group: Group) -> float:
-        """A group's share of the parameters of its blocks in the model itself."""
+        """A group's share of its blocks' parameters, in the model itself."""
         patterns = {*group.columns, *group.rows}
         sizes = {name: parameter.numel for name, (_, parameter) in self.tree.parameters.items()}
         own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
@@ -149,8 +149,8 @@ class Solver:
         return None if proof is None else _score(proof)
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
-        """The draft with the attributes divided and the vectors split that get it further, one by one, or two where it
-        takes both."""
+        """The draft that also divides attributes and splits vectors with which it runs further: one by one, or two where both
+        are needed."""
         for _ in range(MOST_DIVIDED):
             found = (
                 self._best(self._further(group, draft), score)
@@ -165,7 +165,7 @@ class Solver:
         return draft
 
     def _best(self, drafts: Iterable[Draft], score: Score) -> tuple[Score, Draft] | None:
-        """The one that gets furthest, if further than a score; the first that fits ends the search."""
+        """The draft that runs furthest, if further than a score; the first that fits ends the search."""
         best = None
         for draft in drafts:
             reached = self._score(draft)
@@ -183,7 +183,7 @@ class Solver:
             if pattern not in draft.tensor_parallel:
                 yield draft.with_rules({pattern: {"style": "colwise_norm"}})
         for name in (n for one in wrong for n in self.board.tree.children[one]):
-            if self.board.tree.modules[name].class_name == "Identity":  # an expert that returns its input
+            if self.board.tree.modules[name].class_name == "Identity":  # an expert that only returns its input
                 yield draft.with_rules({self.board.tree.pattern(name): {"style": "moe_identity_expert"}})
         for number in self._attributes({**self._modules(group), **wrong}):
             yield from _dividing(draft, number)
@@ -198,7 +198,7 @@ class Solver:
                     yield self._holding(draft, owner).with_rules({pattern: options})
 
     def _pairs(self, group: Group, draft: Draft, *, of_config: bool = False) -> Iterator[Draft]:
-        """The drafts that divide two attributes of the module that raises, or two numbers of its configuration that its code reads."""
+        """The drafts that divide two attributes of the module that raises, or two configuration numbers that its code reads."""
         wrong = self._wrong(group, draft, "crash")
         reads = {name for one in wrong for name in forward_reads(type(self.board.benches[0].model.get_submodule(one)))}
         own = [
@@ -211,22 +211,22 @@ class Solver:
             yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
 
     def _wrong(self, group: Group, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
-        """The module within a block whose code has the first finding, or the first of a kind; the block itself where it
-        calls the group's matrices."""
+        """The module in a block whose code has the first finding, or the first finding of a kind; the block itself where it calls
+        the group's matrices."""
         proof = self.board.proof(draft)
         hard = (f for f in (() if proof is None else proof.findings) if f.kind not in FIXABLE)
         found = next((f.module for f in hard if kind in (None, f.kind)), "")
         return {} if not found or (element(found) and found not in self._modules(group)) else {found: None}
 
     def _holding(self, draft: Draft, module: str) -> Draft:
-        """The draft in which rules may hold a module's parameters in another way than the module's rule does."""
+        """The draft in which parameters may have rules that differ from their module's rule."""
         rule = draft.tensor_parallel.get(module, {})
         return draft.with_rules({module: {"style": "local_params"}}) if rule.get("style") == "replicate" else draft
 
     def _vectors(self, group: Group, wrong: Mapping[str, None]) -> Mapping[str, str]:
-        """Parameters that the group's modules own and that are not its matrices -> their modules, both as patterns: one
-        number per head, biases of experts, and of matrices that another module multiplies by; weights only of the norm
-        that is wrong."""
+        """Patterns of parameters that the group's modules own and that are not its matrices -> their modules' patterns. These
+        are parameters with one number per head, biases of experts and of matrices by which another module multiplies, and
+        weights of the wrong norm."""
         pattern, modules, matrices = self.board.tree.pattern, self._modules(group), (*group.columns, *group.rows)
 
         def own(owner: ModuleInfo) -> bool:
@@ -242,8 +242,8 @@ class Solver:
         return {name: owner for name, owner in found.items() if name not in matrices}
 
     def _modules(self, group: Group) -> Mapping[str, None]:
-        """The modules of the group's matrices, and those around them within the block; the block itself where they are its
-        own (XLM's lists of attentions)."""
+        """The modules of the group's matrices, and the modules around them in the block; the block itself where the matrices are
+        its own (XLM's lists of attentions)."""
         tree = self.board.tree
         own = {self.board.tree.pattern(full): owner.name for full, (owner, _) in tree.parameters.items()}
         return dict.fromkeys(
@@ -256,7 +256,7 @@ class Solver:
         )
 
     def _attributes(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Numbers of modules that may count what is split: (pattern of the module, attribute)."""
+        """Numbers of modules that may count the split parts: (pattern of the module, attribute)."""
         seen: set[tuple[str, str]] = set()
         for name in modules:
             module = self.board.tree.modules[name]
@@ -271,7 +271,7 @@ class Solver:
 
 
 def _dividing(draft: Draft, number: tuple[str, str]) -> Iterator[Draft]:
-    """The draft with one more attribute of a module divided, if it is not yet."""
+    """The draft that divides one more attribute of a module, if it does not yet."""
     pattern, attribute = number
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
     if attribute not in divided(rule):

@@ -1,4 +1,4 @@
-"""The rules of state space and linear attention layers, whose states are split by heads or channels as attention is."""
+"""The rules of state space and linear attention layers, whose states are split by heads or channels, like attention."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .lengths import Lengths, Sized
 from .parts import output_features
 from .regions import Group
 
-MOST_DRAFTS = 24  # ways to say how the matrices of one group are packed, and what their norms do
-MOST_CHOICES = 200  # several may be one draft
-MOST_PACKED = 3  # of one matrix
-MOST_REMOVED = 3  # attributes that have the value of a number that is divided, by chance
+MOST_DRAFTS = 24  # combinations of how the matrices of one group are packed and what their norms do
+MOST_CHOICES = 200  # several may give the same draft
+MOST_PACKED = 3  # ways to pack one matrix
+MOST_REMOVED = 3  # attributes that have the value of a divided number by chance
 
 Rules = dict[str, dict[str, Any]]
-Choice = tuple[tuple[Rules, tuple[Sized, ...]], ...]  # of each matrix, convolution and norm its rule, and its parts
+Choice = tuple[tuple[Rules, tuple[Sized, ...]], ...]  # the rule and the parts of each matrix, convolution and norm
 
 
 class States:
-    """Reads rules off the code of a module with a state: the parts into which it cuts the results of its matrices and of its
-    convolution, the heads of each, and the numbers that count them.
+    """Makes rules from the code of a module with a state: from the parts into which it cuts the results of its matrices and of
+    its convolution, the heads of each part, and the numbers that count them.
 
     Args:
-        board: where drafts are tried.
+        board: the board on which drafts are tried.
         flow: the unsharded run.
-        tree: the model's own picture.
-        group: matrices that one module calls.
+        tree: the tree of the model itself.
+        group: the matrices that one module calls.
     """
 
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree, group: Group):
@@ -51,7 +51,7 @@ class States:
 
     @property
     def has_state(self) -> bool:
-        """Whether the group is of one module, which convolves channels or has parameters of its own that are no matrices."""
+        """Whether the group belongs to one module, and this convolves channels or has parameters of its own that are not matrices."""
         together = {one.module for one in self.rows} == {self.home} and self.home != ""
         own = self.board.tree.modules[self.home].parameters
         return together and (bool(self.convolutions) or any(len(p.shape) == 1 for p in own))
@@ -63,7 +63,7 @@ class States:
         return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
 
     def _of_heads(self, product: Product) -> bool:
-        """Whether it multiplies by a matrix for each head: that mixes no heads, and is a vector of matrices."""
+        """Whether a product multiplies by a matrix for each head: this mixes no heads, and counts as a vector of matrices."""
         found = self.board.tree.parameters.get(product.name)
         return found is not None and len(found[1].shape) > 2
 
@@ -73,10 +73,10 @@ class States:
         same = (one for name, one in self.tree.modules.items() if self.tree.pattern(name) == pattern)
         return next((one for one in same if one.class_name == module.class_name), None)
 
-    # What is split.
+    # The split parts.
 
     def solved(self) -> tuple[Draft | None, Draft | None]:
-        """Rules that split the group and are right for it alone, and, where none are, the draft that came furthest."""
+        """Rules that split the group and are right on their own; where there are none, the draft that ran furthest."""
         best: tuple[tuple[bool, int, int], Choice] | None = None
         seen: list[Draft] = []
         for choice in islice(self._choices(), MOST_CHOICES):
@@ -106,7 +106,7 @@ class States:
         return not hard, min((finding.at for finding in hard), default=0), -len(hard)
 
     def _with_fewer(self, choice: Choice, score: tuple[bool, int, int]) -> Draft:
-        """The draft without the divided attributes whose removal gets it further: other numbers may have the same value."""
+        """The draft without those divided attributes whose removal lets it run further: other numbers may have the same value."""
         draft, without = self._draft(choice), frozenset[str]()
         for _ in range(MOST_REMOVED):
             numbers = divided(draft.tensor_parallel[self._pattern(self.home)])
@@ -127,7 +127,7 @@ class States:
         yield from product(*columns, *channels, *norms, list(self._summed()))
 
     def _summed(self) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
-        """The last matrices: each reduces its result, or, where the module's code reads the bias of one, the module reduces it afterwards."""
+        """Rules for the last matrices. Each reduces its result or, where the module's code reads the bias of one, the module reduces afterwards."""
         yield {self._pattern(one.name): {"style": "rowwise"} for one in self.rows}, ()
         modules = [self.board.tree.modules.get(one.name) for one in self.rows]
         if any(one is not None and one.parameter("bias") for one in modules):
@@ -158,12 +158,12 @@ class States:
         return self.board.tree.pattern(name)
 
     def _ruled(self, column: Product) -> str:
-        """The name that the rule of a matrix is for: the module that does nothing else, also where code multiplies by its weight itself."""
+        """The name in a matrix's rule: the module that does nothing else, even where other code multiplies by its weight."""
         owner = self.board.tree.parameters[column.name][0] if column.name in self.board.tree.parameters else None
         return self._pattern(owner.name if owner is not None and owner.kind == "linear" else column.name)
 
     def _split(self, column: Product) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
-        """The rule of a matrix, and its parts. A matrix that reads another one's result sums it up; the next reads it whole."""
+        """The rule of a matrix, and its parts. A matrix that reads another's result sums it up; a third one reads it whole."""
         pattern = self._ruled(column)
         if self._depth(column) % 2:
             yield {pattern: {"style": "rowwise_with_grad_allreduce"}}, ()
@@ -177,7 +177,7 @@ class States:
             yield {pattern: {"style": "colwise"}}, ()
 
     def _depth(self, column: Product) -> int:
-        """How many matrices of the group come before a matrix, one after the other."""
+        """The number of the group's matrices in the chain before a matrix."""
         before = [one for one in self.columns if one in self.flow.feeding(column)[0] and one != column]
         return 1 + max(map(self._depth, before)) if before else 0
 
@@ -194,7 +194,7 @@ class States:
             yield {pattern: {"style": "packed_depthwise", **options}}, sized
 
     def _packed(self, parts: Sequence[Part], size: int, of: str) -> Iterator[tuple[Options, tuple[Sized, ...]]]:
-        """The options that say how a matrix is packed, and its parts; for a single part, its heads."""
+        """The options for how a matrix is packed, and its parts; for a single part, the option for its heads."""
         for sized in self.lengths.parts(parts, size, of):
             heads = [one.heads.words for one in sized if one.heads is not None]
             counted: dict[str, Any] = (
@@ -213,12 +213,12 @@ class States:
 
     @property
     def _channels(self) -> str:
-        """The full name of the weight of the first convolution; empty without one. Its shape depends on the number of
-        groups; a norm's does not."""
+        """The full name of the first convolution's weight; empty without a convolution. Its shape depends on the number of groups;
+        a norm's shape does not."""
         return full_name(self.convolutions[0].name, "weight") if self.convolutions else ""
 
     def _vectors(self, sized: Sequence[Sized]) -> Rules:
-        """Parameters with a number for each head or channel that is split."""
+        """Rules for parameters with one number for each split head or channel."""
         pairs = _counted(sized)
         counts = {one.part.length for one in sized} | {count for count, _ in pairs} | self._widths
         found: Rules = {}
@@ -241,12 +241,12 @@ class States:
 
     @property
     def _widths(self) -> set[int]:
-        """The input features of the last matrices, and the channels of the convolutions."""
+        """The numbers of input features of the last matrices, and of channels of the convolutions."""
         rows = {self.flow.run.values[number].shape[-1] for row in self.rows for number in row.inputs[:1]}
         return rows | {module.parameters[0].shape[0] for module in self.convolutions}
 
     def _normed(self, module: ModuleInfo) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
-        """The rules that a norm before the last matrix may have for features that are split."""
+        """The possible rules of a norm before the last matrix, whose features are split."""
         width = module.parameters[0].shape[-1]
         full = self._full(module)
         if width in self._widths and full is not None:
@@ -265,7 +265,7 @@ class States:
     # The numbers of the module.
 
     def _numbers(self, sized: Sequence[Sized], convolved: Sequence[Sequence[Sized]], without: frozenset[str]) -> Rules:
-        """The rule of the module: it divides the numbers that count what is split, and sets the channels of its convolution."""
+        """The module's rule: it divides the numbers that count split parts, and sets the channels of the convolution."""
         own = self._attributes(self.home)
         divide = [name for pair in _counted(sized) for name in own.get(pair, ())]
         divide = [n for n in self.board.tree.modules[self.home].numbers if n in divide and n not in without]
@@ -283,7 +283,7 @@ class States:
         return {self._pattern(self.home): options}
 
     def _buffers(self, sized: Sequence[Sized]) -> list[dict[str, Any]]:
-        """Buffers of the module with a place for each head or channel that is split, or for each output feature of a matrix."""
+        """The module's buffers with an entry for each split head or channel, or for each output feature of a matrix."""
         widths = {self.flow.run.values[c.outputs[0]].shape[-1]: c.name for c in self.columns if self._below(c.name)}
         counts = {count for count, _ in _counted(sized)} | {one.part.length for one in sized}
         found: dict[str, Any] = {}
@@ -296,7 +296,7 @@ class States:
         return [{name: one} for name, one in found.items()]
 
     def _attributes(self, of: str) -> Mapping[tuple[int, int], tuple[str, ...]]:
-        """The attributes that a module's code reads while it runs, by their values in the reduced model and in the model itself."""
+        """The values in the reduced model and in the model itself -> the attributes with these values that the module's code reads."""
         module = self.board.tree.modules[of]
         full = self._full(module)
         if full is None:
@@ -316,8 +316,8 @@ class States:
         return found
 
     def _sum(self, parts: Sequence[Sized], divide: Sequence[str]) -> str | None:
-        """The total length of parts, as an expression over the module's own numbers; those in `divide` are a rank's.
-        None where it has no numbers for a part."""
+        """The total length of parts, as an expression over the module's own numbers, of which those in `divide` are a rank's.
+        None where the module has no numbers for a part."""
         terms: dict[str, int] = {}
         own = self._attributes(self.home)
         for one in parts:
@@ -335,7 +335,7 @@ class States:
 
 
 def _counted(sized: Sequence[Sized]) -> set[tuple[int, int]]:
-    """The numbers that count what is split, in the reduced model and in the model itself."""
+    """The numbers that count split parts, in the reduced model and in the model itself."""
     counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
     return counts | {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
 

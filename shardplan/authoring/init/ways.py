@@ -1,4 +1,4 @@
-"""Ways to split the matrices of a group: the styles that their shapes and the code around them allow, the likeliest first."""
+"""Ways to split the matrices of a group: the styles that their shapes and the code around them allow, the most likely first."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from .flow import Flow, Product
 from .parts import output_features, packed
 from .regions import Group
 
-MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
-EXPERTS = "expert"  # in the names of numbers that count them
-# The style for a matrix that is stored [in, out], by the one for [out, in].
+MOST_DRAFTS = 16  # combinations of how the matrices of one group are packed
+EXPERTS = "expert"  # part of the names of numbers that count experts
+# The style for a matrix stored [out, in] -> the style for one stored [in, out].
 TURNED = {
     "colwise": "rowwise",
     "rowwise": "colwise",
     "packed_colwise": "packed_rowwise",
     "packed_rowwise": "packed_colwise",
 }
-# A table of biases [positions, heads] whose look-ups stay split: all layers read their heads'.
+# A table of biases [positions, heads] whose look-ups stay split: all layers read those of their heads.
 TABLE: Options = {"style": "local_params"}
 
 
 class Ways:
-    """Drafts for groups; which is right is tried elsewhere.
+    """Makes drafts for groups; they are tried elsewhere.
 
     Args:
-        board: for the reduced model.
+        board: the reduced model's board.
         flow: the unsharded run.
-        tree: the model's own picture.
+        tree: the tree of the model itself.
     """
 
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
         self.board, self.flow, self.tree = board, flow, tree
 
     def drafts(self, group: Group) -> Iterator[Draft]:
-        """Possible rules of the matrices, the likeliest first."""
+        """Possible rules of the matrices, the most likely first."""
         choices = [list(self._column(group, column)) for column in group.columns]
         for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
             if group.container is not None:
@@ -60,7 +60,7 @@ class Ways:
         yield from self._read_by_others(group)
 
     def gathered(self, group: Group) -> Draft:
-        """The matrices are split; every rank computes all of what is between them."""
+        """The rules with split matrices, where every rank computes everything between them in full."""
         gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
         split = self._split(group, gathered, names=self._itself)
         modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
@@ -71,8 +71,8 @@ class Ways:
         return Draft({**unfused, **split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
 
     def narrow(self, group: Group) -> Iterator[Draft]:
-        """The narrower of the first matrices are whole: few key-value heads, which all query heads read. Where the
-        block has no module whose input is theirs alone, each of them reduces the gradient of its own input."""
+        """Drafts in which the narrower of the first matrices are whole: few key-value heads, which all query heads read. If no
+        module of the block has only their input, each of them reduces the gradient of its own input."""
         widths = [output_features(self.tree, column) for column in group.columns]
         known = [width for width in widths if width is not None]
         if len(known) == len(widths) and len(set(widths)) > 1 and not group.latent and group.container is None:
@@ -89,7 +89,7 @@ class Ways:
                 yield draft.with_rules(rules)
 
     def _named_next_to(self, norm: str, pattern: str) -> tuple[str, ...]:
-        """As `_named` for matrices that have a norm of another pattern as a sibling, or of a module around them; else as `_itself`."""
+        """As `_named` for matrices where a norm of another pattern is a sibling of theirs or of a module around them; else as `_itself`."""
         tree, place = self.board.tree, parent(norm)
         around = next((one for one in ancestors(self._product(pattern).name) if self._is(one, place)), None)
         has_norm = around is not None and any(self._is(child, norm) for child in tree.children[around])
@@ -99,20 +99,20 @@ class Ways:
         return self.board.tree.pattern(name) == pattern
 
     def _others(self, container: str) -> Options:
-        """The option that moves a module's further arguments that have a gradient (keys and values besides queries)."""
+        """The option that moves a module's further arguments with a gradient (keys and values, after queries)."""
         event = self.flow.entries(container)[0]
         named = zip(event.names, event.outputs, strict=True)
         others = [n for n, number in named if self.flow.run.requires_grad[number]][1:]
         return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
 
     def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
-        """Styles that the first matrices can only have together."""
+        """Styles that the first matrices can have only together."""
         if group.latent:
             return
         yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
 
     def _in_own_modules(self, group: Group, choices: Sequence[Sequence[Options | None]]) -> Iterator[Draft]:
-        """Where modules of the model's own multiply by a matrix each, as nn.Linear does: they move what they read, or what they give."""
+        """Where modules of the model's own multiply by a matrix, as nn.Linear does: they move their inputs or their results."""
         columns, rows = (self._owners(patterns) for patterns in (group.columns, group.rows))
         if rows and not columns.keys() & rows.keys() and group.container is None:
             moves: Rules = dict.fromkeys(columns, {"style": BLOCK_INPUT}) | dict.fromkeys(rows, {"style": "all_reduce"})
@@ -120,8 +120,8 @@ class Ways:
                 yield Draft({**moves, **self._split(group, styles, names=self._itself)})
 
     def _stacked(self, group: Group) -> Iterator[Draft]:
-        """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold the experts
-        one below the other: split each expert."""
+        """Where the matrices are parameters with a dim for the heads, split along this dim; where they hold the experts one
+        below the other, split each expert."""
         tree, matrices = self.board.tree, (*group.columns, *group.rows)
         known = {tree.pattern(name): parameter.shape for name, (_, parameter) in tree.parameters.items()}
         shapes = [known.get(matrix, ()) for matrix in matrices]
@@ -134,7 +134,7 @@ class Ways:
             yield from self._one_below_the_other(group.container, matrices, shapes[0][0])
 
     def _one_below_the_other(self, container: str, matrices: Sequence[str], rows: int) -> Iterator[Draft]:
-        """Split each expert that the matrices hold, and divide the module's numbers that count the rows of one."""
+        """Split each expert in the matrices, and divide the module's numbers that count an expert's rows."""
         counts = [name for name in self.board.tree.numbers if EXPERTS in name and is_count(self.tree.numbers.get(name))]
         own = next(m.numbers for name, m in self.board.tree.modules.items() if self._is(name, container))
         for name in counts:
@@ -170,14 +170,14 @@ class Ways:
         return (pattern,)
 
     def _named(self, pattern: str) -> tuple[str, ...]:
-        """In a container rules name parameters: the container moves the values for all."""
+        """The names in rules inside a container: those of parameters, as the container moves the values for all."""
         modules = [
             module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
         ]
         return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
 
     def experts(self, group: Group) -> Rules:
-        """Modules that own matrices as parameters move values for themselves alone; for one that is not called, the module around it does."""
+        """Rules for modules that own matrices as parameters, and move values for themselves; around one that is not called, the outer module does."""
         return dict.fromkeys(self._owners((*group.columns, *group.rows)), {"style": "moe_tp_experts"})
 
     def _owners(self, patterns: Iterable[str]) -> dict[str, None]:
@@ -194,8 +194,8 @@ class Ways:
         return owners
 
     def _read_by_others(self, group: Group) -> Iterator[Draft]:
-        """Of first matrices whose results others of them read: those others are tables that all heads read, whole; or the former are
-        narrow, and they are whole with the norms of their results."""
+        """Drafts where some of the first matrices read the results of others. Either the readers are tables that all heads read, and are
+        whole; or the matrices that they read are narrow, and are whole together with the norms of their results."""
         if not group.latent or group.container is not None:
             return
         pattern, tree = self.board.tree.pattern, self.board.tree
@@ -219,7 +219,7 @@ class Ways:
         yield Draft({**self.experts(group), **rules})
 
     def _norms_before(self, column: str) -> Iterator[str]:
-        """The norms between a matrix and those that feed it."""
+        """The norms between a matrix and the matrices that feed it."""
         queue = list(self._product(column).inputs)
         for number in queue:
             event = self.flow.producers.get(number)

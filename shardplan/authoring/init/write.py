@@ -1,4 +1,4 @@
-"""A plan as a file that is pleasant to edit: short patterns, one block for each kind of part, comments that say why."""
+"""Writing a plan as a file that is easy to edit: short patterns, one block for each kind of part, comments that say why."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Heading:
 
     Args:
         name: the plan's name.
-        description: in one line.
-        models: model types or class names that it is for.
-        notes: lines above the rules.
+        description: the plan in one line.
+        models: the model types or class names that it is for.
+        notes: comment lines above the rules.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Heading:
     notes: tuple[str, ...] = ()
 
 
-WRAPPING = {"reshard_after_forward": "all_but_last"}  # of `data_parallel`, besides the units
+WRAPPING = {"reshard_after_forward": "all_but_last"}  # the fields of `data_parallel` other than the units
 
 
 def plan_text(
@@ -47,13 +47,13 @@ def plan_text(
     pipeline: Mapping[str, Any] | None = None,
     wrapping: Mapping[str, Any] = WRAPPING,
 ) -> str:
-    """The file as YAML.
+    """The plan file as YAML.
 
     Args:
         sections: name -> pattern -> style and options.
-        tree: the model that rules are ordered by; None leaves them as they are.
-        units: patterns of the modules that data parallelism wraps.
-        pipeline: the fields of `pipeline_parallel`; None: no such section.
+        tree: the tree of the model, which gives the rules' order; None keeps their order.
+        units: the patterns of the modules that data parallelism wraps.
+        pipeline: the fields of `pipeline_parallel`; None leaves this section out.
         wrapping: the other fields of `data_parallel`.
     """
     lines = ['version: "1"', f"name: {word_text(heading.name)}", f"description: {word_text(heading.description)}"]
@@ -64,7 +64,7 @@ def plan_text(
         if rules:
             outside, _, inside = section.rpartition(".")
             indent = "  " * bool(outside)
-            lines = lines[:-1] if outside else lines  # it is the last entry of the section before it
+            lines = lines[:-1] if outside else lines  # the last entry belongs to the section before it
             lines += [*(f"{indent}{line}" for line in section_lines(inside, rules, tree, written)), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: {value_text(units)}"]
@@ -85,7 +85,7 @@ def section_lines(section: str, rules: Rules, tree: ModuleTree | None, written: 
     """One section of a plan file.
 
     Args:
-        written: the comments above it; those that are written here are added.
+        written: the comments above it; this function adds its own.
     """
     parameters = frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
     ordered = in_order(rules, tree) if tree is not None else rules
@@ -99,7 +99,7 @@ def plan_document(
     pipeline: Mapping[str, Any] | None = None,
     wrapping: Mapping[str, Any] = WRAPPING,
 ) -> dict[str, Any]:
-    """The same as data."""
+    """The plan as data, with the arguments of `plan_text`."""
     found = {"version": "1", "name": heading.name, **section_documents(sections), "description": heading.description}
     if heading.models:
         found["models"] = list(heading.models)
@@ -111,7 +111,7 @@ def plan_document(
 
 
 def in_order(rules: Rules, tree: ModuleTree) -> Rules:
-    """The rules in the tree's order; a container's before those of its contents."""
+    """The rules in the tree's order; the rule of a container comes before those of its contents."""
     places: dict[str, int] = {}
     for number, name in enumerate((*tree.modules, *tree.parameters)):
         places.setdefault(tree.address(name), number)
@@ -131,10 +131,10 @@ def _pattern(tree: ModuleTree, name: str) -> str:
 
 
 def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
-    """Rules that say the same of names that differ in one part as one rule with `{a,b}` there, in the place of the first.
+    """Join equal rules whose patterns differ in one segment to one rule with `{a,b}` as this segment, at the position of the first.
 
     Args:
-        parameters: those patterns that are of parameters; a rule names either these or modules.
+        parameters: the patterns that match parameters; they are not joined with patterns of modules.
     """
     keyed = [(number, p, (value_text(o), p in parameters)) for number, (p, o) in enumerate(rules.items())]
     placed: list[tuple[int, str, Options]] = []
@@ -148,7 +148,7 @@ def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
 
 
 def _fold(rows: Mapping[tuple[str, ...], int], position: int) -> dict[tuple[str, ...], int]:
-    """Rows (parts -> place) that are equal but for one part as one."""
+    """Join rows (segments -> position) that differ only in the segment at `position`."""
     alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for row, number in rows.items():
         foldable = 0 < position < len(row) and not row[position].isdigit() and row[position] != "*"
@@ -163,7 +163,7 @@ def _fold(rows: Mapping[tuple[str, ...], int], position: int) -> dict[tuple[str,
 
 
 def braced(words: Sequence[str]) -> str:
-    """`{q,k,v}_proj` for q_proj, k_proj and v_proj: what they share at an underscore, or before a number, is written once."""
+    """Join words: q_proj, k_proj and v_proj become `{q,k,v}_proj`. What they share up to an underscore or a number is written once."""
     if len(words) == 1 or any("{" in word for word in words):
         return words[0] if len(words) == 1 else f"{{{','.join(words)}}}"
     head, tail = os.path.commonprefix(words), os.path.commonprefix([word[::-1] for word in words])[::-1]
@@ -189,7 +189,7 @@ def _rules(rules: Rules, written: set[str]) -> Iterator[str]:
 
 
 def _comment(options: Options) -> str:
-    """Why a rule is there: said above the first rule of its style."""
+    """The comment above the first rule of its style, which says why it is there."""
     style = options.get("style")
     if style is None:
         return SUMMED
