@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what their values may be. Imports nothing heavy."""
+"""Arguments that several commands share, and the forms of their values. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose messages cannot write to the terminal, whatever the words of the command line are."""
+    """A parser whose messages cannot control the terminal, whatever the command line contains."""
 
     def error(self, message: str) -> NoReturn:
         from shardplan.report.width import printable_lines
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Versions(argparse.Action):
-    """Prints what is installed, and ends. Nothing is imported for it."""
+    """Prints the installed versions, and exits. It imports nothing."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         from shardplan.core.versions import installed_versions
@@ -88,7 +88,7 @@ def shares(text: str) -> tuple[float, float]:
 
 
 def sizes(text: str) -> int | tuple[int, ...]:
-    """`8` as a size, `1,8` as sizes, each once. Raises ArgumentTypeError."""
+    """`8` as a size, `1,8` as sizes without repetition. Raises ArgumentTypeError."""
     several = tuple(dict.fromkeys(ranks(part.strip()) for part in text.split(",")))
     return several if len(several) > 1 else several[0]
 
@@ -101,7 +101,7 @@ def model_and_plan(parser: Parser, *, default: str | None = None) -> None:
     """The two positional arguments.
 
     Args:
-        default: the plan where none is named.
+        default: the plan where the command line names none.
     """
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     number = None if default is None else "?"

@@ -71,17 +71,17 @@ def _add_commands(parser: Parser, table: Table, *, dest: str) -> None:
             allow_abbrev=False,
         )
         add_arguments(command)
-        debug(command, default=argparse.SUPPRESS)  # accepted before or after the command
+        debug(command, default=argparse.SUPPRESS)  # accepted both before and after the command
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands below one; none of a command that has none."""
+    """The parsers of a command's subcommands; empty for a command without subcommands."""
     return next((dict(a.choices) for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command line. Raises SystemExit after a message: the nearest option to one that a command does not
-    have, the form of a word that is left over."""
+    """The arguments of a command line. Raises SystemExit after a message, which gives the option nearest to an unknown one, or
+    the form to use for a word that is left over."""
     from .unknown_words import unexpected_words, unknown_option
 
     parser = build_parser()
@@ -100,13 +100,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def misspelt(words: Sequence[str]) -> str | None:
-    """The command that the first word probably means, where it is none."""
+    """The command that the first word probably means, where this word is not a command."""
     word = _first_word(words)
     return closest(word, COMMANDS) if word not in COMMANDS else None
 
 
 def _first_word(words: Sequence[str]) -> str:
-    """The word in the place of the command; empty where there are options alone."""
+    """The word in the position of the command; empty where there are only options."""
     return next((word for word in words if not word.startswith("-")), "")
 
 

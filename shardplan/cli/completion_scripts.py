@@ -1,4 +1,4 @@
-"""Completion of commands, options and built-in plans, made from the parser: a script for each shell."""
+"""Scripts for shells that complete commands, options and built-in plans, made from the parser."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLANS = ("auto", "hf")
 
 
 def bash() -> str:
-    """For bash: `complete -F`."""
+    """The script for bash: `complete -F`."""
     options = "\n".join(f"    {name}) options='{' '.join(_flags(parser))}' ;;" for name, parser in _parsers().items())
     choices = "\n".join(
         f"    {option}) COMPREPLY=($(compgen -W '{words}' -- \"$current\")); return ;;" for option, words in _choices()
@@ -49,7 +49,7 @@ complete -F _shardplan shardplan
 
 
 def zsh() -> str:
-    """For zsh: a file of `fpath`, or to be evaluated."""
+    """The script for zsh: a file in `fpath`, or for `eval`."""
     commands = "\n".join(f"    {_zsh_item(name, summary)}" for name, (summary, *_) in COMMANDS.items())
     options = "\n".join(
         f"    {name}) options=(\n" + "\n".join(f"      {_zsh_item(*one)}" for one in _described(parser)) + "\n    ) ;;"
@@ -90,7 +90,7 @@ if [[ "$funcstack[1]" == _shardplan ]]; then _shardplan "$@"; else compdef _shar
 
 
 def fish() -> str:
-    """For fish: a file of ~/.config/fish/completions."""
+    """The script for fish: a file in ~/.config/fish/completions."""
     lines = ["# fish completion of shardplan: shardplan editor completion fish"]
     for name, (summary, *_) in COMMANDS.items():
         lines.append(f"complete -c shardplan -f -n __fish_use_subcommand -a {name} -d {_fish(summary)}")
@@ -125,7 +125,7 @@ def _parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The options of a command and of those below it, each once."""
+    """The options of a command and of its subcommands, each once."""
     every = [action for one in (parser, *commands_of(parser).values()) for action in one._actions]
     return iter({action.option_strings[-1]: action for action in every if action.option_strings}.values())
 
@@ -135,7 +135,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _choices() -> Iterator[tuple[str, str]]:
-    """Options whose values are words of a list: (`command:--option`, the words)."""
+    """The options whose values are words from a list: (`command:--option`, the words)."""
     for name, parser in _parsers().items():
         for action in _options(parser):
             for flag in action.option_strings if action.choices else ():

@@ -22,8 +22,8 @@ def run(args: argparse.Namespace) -> int:
     keep_existing(args)
     progress("converting")
     try:
-        with redirect_stdout(sys.stderr):  # what imported code prints
-            made = import_module("shardplan.convert").convert_plan(  # which could be installed by itself
+        with redirect_stdout(sys.stderr):  # imported code may print
+            made = import_module("shardplan.convert").convert_plan(  # it could be installed separately
                 args.source,
                 model=None if args.model is None else model_of(args),
                 form=args.form,

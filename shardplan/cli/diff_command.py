@@ -1,4 +1,4 @@
-"""`shardplan diff`: what two plans do differently, or a plan and its lock."""
+"""`shardplan diff`: the differences between two plans, or between a plan and its lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of VS Code's YAML and JSON support for plans, and the line by which an editor finds a plan's schema."""
+"""Settings of VS Code's YAML and JSON support for plans, and the line with which an editor finds a plan's schema."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import os
 from pathlib import Path
 
-SCHEMA = "shardplan-plan-1.schema.json"  # the version of the plan language is in the name
+SCHEMA = "shardplan-plan-1.schema.json"  # the name has the version of the plan language
 GLOBS = ["plans/**/*.yaml", "plans/**/*.yml"]
-ABOVE = 6  # folders above a plan in which a schema is looked for
+ABOVE = 6  # folders above a plan that are searched for a schema
 
 
 def with_schema(settings: str) -> str:
     """The text of a settings.json with the schema for plans.
 
     Raises:
-        ValueError: it is no JSON object (VS Code allows comments there, which would be lost), with what to add by hand.
+        ValueError: it is not a JSON object (comments, which VS Code allows, would be lost); the message says what to add by hand.
     """
     entry = f"./.vscode/{SCHEMA}"
     try:

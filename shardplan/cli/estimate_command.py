@@ -1,4 +1,4 @@
-"""`shardplan estimate`: what a plan costs on a mesh."""
+"""`shardplan estimate`: the cost of a plan on a mesh."""
 
 from __future__ import annotations
 

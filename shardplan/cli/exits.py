@@ -1,10 +1,10 @@
 """Exit codes."""
 
 CLEAN = 0
-FINDINGS = 1  # also a plan or a model that cannot be read or built
+FINDINGS = 1  # also for a plan or a model that cannot be read or built
 USAGE = 2
 BUG = 3
-INTERRUPTED = 130  # as shells have it: 128 + SIGINT
+INTERRUPTED = 130  # as in shells: 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
         made = api.export_plan(
             model_of(args), args.plan, args.to, tp=args.tp, run=args.run_it, derive=args.derive, progress=progress
         )
-    except ValueError as error:  # processes cannot find the model
+    except ValueError as error:  # other processes cannot find the model
         raise UsageError(str(error)) from None
     finally:
         progress("")

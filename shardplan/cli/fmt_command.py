@@ -1,4 +1,4 @@
-"""`shardplan fmt`: plans in one form."""
+"""`shardplan fmt`: formatting plans in one form."""
 
 from __future__ import annotations
 

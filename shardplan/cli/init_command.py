@@ -1,4 +1,4 @@
-"""`shardplan init`: a plan for a model."""
+"""`shardplan init`: deriving a plan for a model."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             return finish(Report(error.diagnostics, sources=sources_of(error), model=args.model), args)
     server: Any = LanguageServer("shardplan", __version__)
     _answers(server, tree)
-    # Copies: the server closes what it was given, and the command line flushes its own at the end.
+    # Copies: the server closes its streams, and the command line flushes its own at the end.
     streams = (os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
     server.start_io(*streams)
     return CLEAN
@@ -75,7 +75,7 @@ def _answers(server: Any, tree: ModuleTree | None) -> None:
 
 
 def _shown(diagnostic: Diagnostic, found: Findings, path: str) -> Any:
-    """A finding at its place; one in another file, or without a place, at the beginning."""
+    """A finding at its place; a finding in another file, or without a place, is shown at the beginning."""
     from lsprotocol import types
 
     location = diagnostic.primary.location if diagnostic.primary is not None else None

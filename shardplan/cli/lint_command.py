@@ -1,4 +1,4 @@
-"""`shardplan lint`: plans alone. Imports neither a model nor torch."""
+"""`shardplan lint`: checking plans without a model. It does not import torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plans_of(word: str) -> Iterator[str]:
-    """The files that a word names: itself or, for a folder, the plan files in it and below, without hidden ones.
+    """The files that a word names: the file or, for a folder, all plan files below it, except hidden ones.
 
     Raises:
-        UsageError: a folder without any.
+        UsageError: a folder without plan files.
     """
     if not os.path.isdir(word):
         yield word

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--set and --trust-remote-code are for a MODEL")
         return _collection(args)
     try:
-        with redirect_stdout(sys.stderr):  # what transformers prints while it builds the model
+        with redirect_stdout(sys.stderr):  # transformers prints while it builds the model
             named = Model(args.model, dict(args.settings), trust_remote_code=args.trust_remote_code)
             found = api.coverage(named, derive=False)
     except PlanError as error:
@@ -52,7 +52,7 @@ def _collection(args: argparse.Namespace) -> int:
 
 def _rows(name: str) -> list[ListedPlan]:
     plan = parse_plan(name).plan
-    assert plan is not None, name  # tests hold every built-in plan to having no findings
+    assert plan is not None, name  # tests check that no built-in plan has findings
     description = " ".join(plan.description.split())
     return [ListedPlan(model, name, plan.has_overlay, description) for model in plan.models or (BY_NAME,)]
 
@@ -70,5 +70,5 @@ def _about(found: Coverage) -> Iterator[tuple[str, str]]:
 
 
 def _print(rows: Iterable[tuple[str, ...]]) -> None:
-    """A line for each row, unless a terminal is narrower."""
+    """Print a line for each row, or more where the terminal is narrower."""
     show("\n".join(table(rows, width=columns(sys.stdout))))

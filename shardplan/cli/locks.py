@@ -1,4 +1,4 @@
-"""`shardplan diff --save` and `--against`: a bound plan as a file, and whether it is still bound like that."""
+"""`shardplan diff --save` and `--against`: saving a bound plan to a file, and checking that it is still bound the same way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
 from .output import progress, put, read_file, say, show, write_file
 
-MOST_LOCK = 32 * 2**20  # bytes; the lock of a model of 126 layers, all of them folded, has some 20,000
+MOST_LOCK = 32 * 2**20  # bytes; the lock of a model of 126 layers, all folded, has some 20,000
 
 
 def save(args: argparse.Namespace) -> int:
-    """Write the lock of a model and a plan, which are in the places of the two plans."""
+    """Write the lock of a model and a plan, which take the positions of the two plans."""
     asked = LockedQuestion(
         args.old,
         args.new,
@@ -41,7 +41,7 @@ def save(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Compare a lock with what its plan is bound to today."""
+    """Compare a lock with how its plan is bound now."""
     lock = _read(args.against)
     with redirect_stdout(sys.stderr):
         found = _checked(lock, args)
@@ -57,7 +57,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _checked(lock: PlanLock, args: argparse.Namespace) -> LockCheck:
-    """The command line allows what the lock itself cannot, in the same words."""
+    """Check a lock with the permissions of the command line: the lock itself cannot allow code to run."""
     named = {"model": args.old, "inputs": args.inputs, "reduced": args.reduced}
     for what, word in named.items():
         if word not in (None, getattr(lock.asked, what)):

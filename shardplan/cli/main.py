@@ -1,4 +1,4 @@
-"""The entry point: parse the command line, import the command and run it, turn what happens into a code."""
+"""The entry point: parse the command line, import and run the command, and turn the outcome into an exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardplan.core.version import UntestedVersionWarning
 
 from .exits import BROKEN_PIPE, BUG, INTERRUPTED, USAGE, UsageError
 
-NOT_IN_CORE = ("torch", "transformers", "safetensors", "tqdm", "numpy")  # which `shardplan-core` does not bring
+NOT_IN_CORE = ("torch", "transformers", "safetensors", "tqdm", "numpy")  # not installed with `shardplan-core`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """Run as a program. Most of a short command's time would be garbage collection after imports and the interpreter's
-    teardown: the first is put off, the second left out."""
+    teardown, so the former is delayed and the latter skipped."""
     gc.disable()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what concerns the user is a finding
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # findings say what concerns the user
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.simplefilter("default", UntestedVersionWarning)
         warnings.formatwarning = lambda message, *_, **__: f"shardplan: warning: {message}\n"
-    # One that was closed outside is None.
+    # A stream that was closed outside is None.
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, TextIOWrapper)]
     for stream in streams:
         stream.reconfigure(errors="backslashreplace")

@@ -31,12 +31,12 @@ def mesh_options(
     help: Mapping[Axis, str],
     types: Mapping[Axis, Callable[[str], Any]] | None = None,
 ) -> None:
-    """An option for each axis, and `--mesh` for several at once.
+    """Add an option for each axis, and `--mesh` for several at once.
 
     Args:
-        axes: those that the command knows.
-        help: what this command says of an axis, instead of `AXIS_HELP`.
-        types: the types of its sizes, where they are not positive integers.
+        axes: the axes of this command.
+        help: this command's help for an axis, instead of `AXIS_HELP`.
+        types: the types of an axis's sizes, where they are not positive integers.
     """
     types = dict.fromkeys(axes, ranks) | dict(types or {})
     text = f"sizes of several axes in one word, as the options of axes give them: {', '.join(axes)}"
@@ -57,10 +57,10 @@ def axis_option(axis: Axis) -> str:
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes that a command line gives, by axis; none for an axis that it does not name.
+    """The sizes on a command line, by axis; axes that it does not name are left out.
 
     Raises:
-        UsageError: no mesh has so many ranks.
+        UsageError: the mesh has too many ranks.
     """
     values = vars(args)
     sizes = {axis.value: values[axis] for axis in AXES if values.get(axis) is not None}

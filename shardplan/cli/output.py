@@ -1,4 +1,4 @@
-"""What commands print, the exit code that follows from it, and what they do alike besides their work."""
+"""The output of commands, their exit codes, and other functions that commands share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .exits import CLEAN, FINDINGS, UsageError
 
 
 def finish(report: Report, args: argparse.Namespace) -> int:
-    """Print the report as the options want it. Raises UsageError where the SARIF file cannot be written."""
+    """Print the report in the form that the options ask for. Raises UsageError where the SARIF file cannot be written."""
     if getattr(args, "sarif", None):
         from shardplan.report import json_text, to_sarif
 
@@ -40,17 +40,17 @@ def finish(report: Report, args: argparse.Namespace) -> int:
 
 
 def keep_existing(args: argparse.Namespace) -> None:
-    """Raise UsageError where `--output` names a file that there is, without `--force`."""
+    """Raise UsageError where `--output` names an existing file, without `--force`."""
     if args.output is not None and Path(args.output).exists() and not args.force:
         raise UsageError(f"{args.output} exists; --force overwrites it")
 
 
 def deliver(document: str | None, report: Report, args: argparse.Namespace, written: str, *, note: str = "") -> int:
-    """Write a document that was made to `--output`, or print it, with what the report says of it.
+    """Write a document to `--output`, or print it; with the findings of its report.
 
     Args:
-        document: None where there is none: the report says why.
-        written, note: what is said of it: for a file, and on stderr when it goes to stdout.
+        document: None where none was made: the report says why.
+        written, beside: the message about it: for a file, and on stderr when the document goes to stdout.
     """
     if document is None:
         return finish(report, args)
@@ -69,7 +69,7 @@ def deliver(document: str | None, report: Report, args: argparse.Namespace, writ
 
 
 def collect_garbage() -> None:
-    """Call it before work that leaves much garbage: collection, which `main.console` puts off, begins here; imported objects stay."""
+    """Start garbage collection, which `main.console` delays; call it before work that leaves much garbage. Imported objects are not collected."""
     gc.freeze()
     gc.enable()
 
@@ -83,12 +83,12 @@ def warn(report: Report) -> None:
 
 
 def columns(stream: TextIO) -> int | None:
-    """The columns of the terminal that the stream is, None where it is none."""
+    """The columns of the terminal, if the stream is one; else None."""
     return get_terminal_size().columns if stream.isatty() else None
 
 
 def write_file(name: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file whole or not at all. Raises UsageError where it cannot be written."""
+    """Write a file completely or not at all. Raises UsageError where it cannot be written."""
     try:
         write_whole(name, content)
     except OSError as error:
@@ -104,29 +104,29 @@ def read_file(name: str | os.PathLike[str], most: int) -> bytes:
 
 
 def say(text: str) -> None:
-    """Lines on stderr. What a file or an argument names cannot write to the terminal."""
+    """Print lines on stderr. Names from files or arguments in them cannot control the terminal."""
     print(printable_lines(text), file=sys.stderr)
 
 
 def show(text: str, end: str = "\n", stream: TextIO | None = None) -> None:
-    """A report on stdout, or another stream. What it names cannot write to the terminal."""
+    """Print a report on stdout, or another stream. Names in it cannot control the terminal."""
     stream = stream or sys.stdout
     print(printable_lines(text, colors=wants_color(stream)), end=end, file=stream, flush=stream.isatty())
 
 
 def put(text: str, end: str = "\n") -> None:
-    """A document on stdout: in a file or a pipe as it is, and on a terminal as `show` has it."""
+    """Print a document on stdout: unchanged to a file or a pipe, and to a terminal as `show` prints it."""
     print(printable_lines(text) if sys.stdout.isatty() else text, end=end)
 
 
 def progress(step: str) -> None:
-    """A line on stderr that the next one replaces, an empty one removes; only on a terminal."""
+    """Print a line on stderr, only on a terminal; the next line replaces it, and an empty one removes it."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"\r\x1b[K{printable(step)[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
 class Bar:
-    """As `progress`, with a bar before each text: how much of the work is done."""
+    """As `progress`, with a bar before each text that shows how much of the work is done."""
 
     WIDTH = 24
 
@@ -134,7 +134,7 @@ class Bar:
         self._share, self._text = 0.0, ""
 
     def advance(self, done: int, total: int) -> None:
-        """Draw the bar anew; it never goes back where more work turns up."""
+        """Draw the bar again; it never goes back, even where the amount of work grows."""
         self._share = max(self._share, done / total)
         self._draw()
 

@@ -1,4 +1,4 @@
-"""docs/cli.md and the pages of docs/cli/, made from the parser."""
+"""Making docs/cli.md and the pages of docs/cli/ from the parser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cli_document() -> str:
 
 
 def command_document(name: str) -> str:
-    """The page of a command, and of the commands below it, as Markdown."""
+    """The page of a command and its subcommands, as Markdown."""
     command = commands_of(build_parser())[name]
     below = [_command(f"## shardplan {name} {one}", sub, EDITOR, one) for one, sub in commands_of(command).items()]
     return "\n\n".join([_command(f"# shardplan {name}", command, COMMANDS, name), *below]) + "\n"
@@ -43,7 +43,7 @@ def _command(heading: str, parser: argparse.ArgumentParser, table: Table, name: 
 
 
 def _table(parser: argparse.ArgumentParser) -> str:
-    """Arguments and options; `--debug` is described once, with the exit codes."""
+    """The table of arguments and options; `--debug` is described once, with the exit codes."""
     rows = [(_spelling(action), _help(action)) for action in parser._actions if _is_shown(action)]
     if not rows:
         return "No arguments."

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seq_len is not None or args.device is not None or not args.proof:
         raise UsageError("--seq-len, --device and --no-proof are for --html FILE")
     args.sequence_parallel = bool(args.sequence_parallel)  # one variant is shown, so one is checked
-    findings = report_of(args, layouts=False)  # compiling checks those
+    findings = report_of(args, layouts=False)  # compiling checks layouts
     if not findings.ok:
         return finish(findings, args)
     warn(findings)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 sizes,
                 args.plan,
                 sequence_parallel=args.sequence_parallel,
-                allow_unproven=True,  # it is shown, not applied
+                allow_unproven=True,  # the plan is shown, not applied
                 derive=args.derive,
             )
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""`shardplan show --html`: a plan for a model on a mesh as one HTML file."""
+"""`shardplan show --html`: a plan for a model on a mesh, as one HTML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The message about a word that a command does not know: the nearest option, or the form to use."""
+"""The message about a word that a command does not know: it gives the nearest option, or the form to use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBER = re.compile(r"-\.?\d")
 
 
 def unknown_option(name: str, parser: ArgumentParser, words: Sequence[str]) -> str | None:
-    """The message about the first option among a command's words that the command does not have; None where it has all."""
+    """The message about the first unknown option among a command's words; None where all are known."""
     options = parser._option_string_actions
     if "-h" in words or "--help" in words:
         return None
@@ -35,7 +35,7 @@ def unexpected_words(name: str, parser: ArgumentParser, words: Sequence[str]) ->
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:
-    """The words that are options, without their values: `--name` of `--name=value`."""
+    """The words that are options, without their values: `--name` for `--name=value`."""
     for word in words:
         if word == "--":
             return

@@ -1,4 +1,4 @@
-"""`shardplan validate`: a plan against a model."""
+"""`shardplan validate`: checking a plan against a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fix(args: argparse.Namespace) -> int:
-    """Write the changes that were tried into the plan, or show them."""
+    """Write the tried changes into the plan, or show them."""
     values = vars(args)
     options = {name: values[name] for name in OPTIONS if name in values}
     try:
@@ -59,9 +59,9 @@ def _fix(args: argparse.Namespace) -> int:
 
 
 def report_of(args: argparse.Namespace, function: Callable[..., Report] = api.validate, **own: Any) -> Report:
-    """A function's findings about MODEL and PLAN.
+    """The findings of a function about MODEL and PLAN.
 
-    What the model's own code prints goes to stderr: stdout is the report's.
+    What the model's own code prints goes to stderr, as stdout is for the report.
 
     Args:
         own: options of this function.

@@ -1,4 +1,4 @@
-"""`shardplan verify`: as `validate`, at one size, with all of the proof."""
+"""`shardplan verify`: checking as `validate` does, at one size, with the whole proof."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             micro_batches=args.micro_batches,
             step=args.step,
         )
-    except ValueError as error:  # the mesh or the schedule is none that is run here
+    except ValueError as error:  # the mesh or the schedule cannot be run here
         raise UsageError(str(error)) from None
     if report.proof is not None and not args.json:
         from shardplan.report.proof_text import proof_text

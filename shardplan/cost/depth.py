@@ -25,11 +25,11 @@ class Depths:
     """How the layers of a model repeat.
 
     Args:
-        lists: the module lists that hold one element for each layer.
+        lists: the module lists with one element for each layer.
         count: the number of all layers.
-        head, tail: how many first layers, and last layers, have a place of their own in a cut model; between them are
-            whole periods.
-        period: after how many layers they repeat.
+        head, tail: the numbers of first and of last layers that a cut model has one by one; between them are whole
+            periods.
+        period: the number of layers after which they repeat.
     """
 
     lists: tuple[str, ...]
@@ -40,12 +40,12 @@ class Depths:
 
     @property
     def traced(self) -> tuple[int, ...]:
-        """Two depths that differ by one period; the whole depth alone where it is not larger than these."""
+        """Two depths that differ by one period; only the whole depth where it is not larger than these."""
         low = self.head + self.tail
         return (low, low + self.period) if low + self.period < self.count else (self.count,)
 
     def aligned(self, name: str, depth: int) -> str | None:
-        """A module's name with its layer counted from the end that it is near; None between the two."""
+        """A module's name with its layer counted from the nearer end of the model; None for layers between head and tail."""
         for start in (f"{listed}." for listed in self.lists):
             index, dot, rest = name.removeprefix(start).partition(".")
             if name.startswith(start) and index.isdecimal():
@@ -56,7 +56,7 @@ class Depths:
         return name
 
     def like(self, name: str) -> str:
-        """The name, in the deepest traced model, of the layer that is like one of the whole model; other names stay."""
+        """The name in the deepest traced model for a name in the whole model: that of an equal layer; names outside layers stay."""
         for start in (f"{listed}." for listed in self.lists):
             index, dot, rest = name.removeprefix(start).partition(".")
             if name.startswith(start) and index.isdecimal():
@@ -69,7 +69,7 @@ class Depths:
         return name
 
     def named(self, aligned: str) -> str:
-        """The name in the whole model of what `aligned` gave."""
+        """The name in the whole model for a result of `aligned`."""
         for start in (f"{listed}.-" for listed in self.lists):
             if aligned.startswith(start):
                 index, dot, rest = aligned.removeprefix(start).partition(".")
@@ -78,10 +78,10 @@ class Depths:
 
 
 def depths_of(found: FoundModel, program: Program, *, gathers: bool = True) -> Depths:
-    """How a model's layers repeat, with what the plan does to them.
+    """How a model's layers repeat under a plan.
 
     Args:
-        gathers: whether layers may be gathered before they run; if not, only the first and the last have costs of their own.
+        gathers: whether layers may be gathered before they run; if not, only the first and the last layer have different costs.
     """
     section, resolved = program.resolved.activation_checkpointing, program.resolved
     every = section.every if section is not None else 1
@@ -94,12 +94,12 @@ def depths_of(found: FoundModel, program: Program, *, gathers: bool = True) -> D
 
 
 def repeated(found: FoundModel, every: int = 1, ahead: int = 1, tail: int | None = None) -> Depths:
-    """How a model's layers repeat. One without a configuration is one layer, whole.
+    """How a model's layers repeat. A model without a configuration counts as one layer.
 
     Args:
-        every: the plan treats each n-th layer alike.
-        ahead: how many layers are gathered before they run.
-        tail: how many layers at the end differ from those before; None: one more than `ahead`.
+        every: the period of the plan's rules: it treats each n-th layer alike.
+        ahead: the number of layers that are gathered before they run.
+        behind: the number of layers at the end that differ from those before; None is one more than `ahead`.
     """
     whole = Depths((), 1, 1, 0, 1)
     if found.config is None:
@@ -117,11 +117,11 @@ def repeated(found: FoundModel, every: int = 1, ahead: int = 1, tail: int | None
 def _repeating(
     lists: tuple[str, ...], layers: Sequence[Any], every: int, ahead: int, tail: int | None = None
 ) -> Depths:
-    """The choice that traces the fewest layers.
+    """The repetition with the fewest layers to trace.
 
     Args:
         every: the plan treats each n-th layer alike.
-        ahead, tail: how many layers must lie on either side of what repeats.
+        ahead, behind: the numbers of layers that must be on either side of the repeating ones.
     """
     count, tail = len(layers), ahead + 1 if tail is None else tail
     choices = [Depths(lists, count, count, 0, 1)]
@@ -134,7 +134,7 @@ def _repeating(
 
 
 def cut(model: nn.Module, depths: Depths, depth: int) -> None:
-    """Leave the first layers of a model."""
+    """Cut a model to its first layers."""
     for name in depths.lists:
         layers = model.get_submodule(name)
         assert isinstance(layers, nn.ModuleList | nn.Sequential), name
@@ -142,7 +142,7 @@ def cut(model: nn.Module, depths: Depths, depth: int) -> None:
 
 
 def restricted(program: Program, model: nn.Module) -> Program:
-    """A program for a cut model: without what is not there."""
+    """A program for a cut model, without the layers that were cut off."""
     present = {name for name, _ in model.named_modules()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     resolved = program.resolved
@@ -168,8 +168,8 @@ def _those(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
 
 
 def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
-    """The step of the whole model: measured, or on the line through two depths. Layers between the first and the last
-    ones lie between them, so that no peak of theirs is higher than both."""
+    """The step of the whole model: measured, or read off the line through two depths. The layers between the first and the last
+    ones cost no more than the larger of these, so their peaks are not higher than both."""
     if len(ledgers) == 1:
         return ledgers[0]
     low, high = ledgers

@@ -1,4 +1,4 @@
-"""Devices as data: those that come with the package, and a user's own file."""
+"""Devices as data: those in the package, and those in a user's own file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shardplan.core.suggest import closest
 from shardplan.core.user_files import CannotRead, read_json
 
 OPTIONAL = ("source", "efficiency")
-MOST_BYTES = 2**20  # of a file
+MOST_BYTES = 2**20  # of a device file
 FILE = Path(__file__).with_name("devices.json")
 
 
 def known_devices() -> dict[str, Device]:
-    """The devices that come with the package, by name."""
+    """The devices in the package, by name."""
     return {name: _device(name, data, FILE.name) for name, data in json.loads(FILE.read_text("utf-8")).items()}
 
 
 def read_device(word: str) -> Device:
-    """The device that a word names: a known one, or a JSON file (a word with a path separator or a .json ending) with the
-    fields of `Device`, the name aside.
+    """The device that a word names: a known one, or a JSON file (a word with a path separator, or ending in .json) with the
+    fields of `Device` except the name.
 
     Raises:
         ValueError: no such device or file, or a file that does not describe one.

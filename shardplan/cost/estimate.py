@@ -1,4 +1,4 @@
-"""One mesh: a program applied to the cut model, traced, and put together."""
+"""Estimating one mesh: a program is applied to the cut model, traced, and the costs are put together."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def estimate_mesh(
     """The cost of one step of a planned model.
 
     Args:
-        program: compiled for the mesh.
-        progress: receives a text for each stage.
+        program: the program, compiled for the mesh.
+        progress: called with a text for each stage.
 
     Raises:
         PlanError: SP560.
         Unschedulable: the schedule of pipeline stages does not work here.
-        ValueError: a data-parallel backend other than fsdp2; data-parallel ranks, and no such section in the plan; a
-            dtype that the device has no speed for; a process group exists.
+        ValueError: a data-parallel backend other than fsdp2; data-parallel ranks without a section `data_parallel` in the
+            plan; a dtype for which the device has no speed; an existing process group.
     """
     resolved = program.resolved
     sizes, section = resolved.sizes, resolved.data_parallel
@@ -117,7 +117,7 @@ def _whole_ledger(
 
 
 def _memory(ledger: Ledger, offloaded: bool) -> Memory:
-    """The place with the largest sum; the most of each category anywhere."""
+    """The memory at the place with the largest sum, and the maximum of each category anywhere."""
     away = OFFLOADED if offloaded else ()
 
     def here(amounts: Bytes) -> dict[Category, int]:
@@ -133,5 +133,5 @@ def _memory(ledger: Ledger, offloaded: bool) -> Memory:
 
 
 def _tied(found: FoundModel) -> int:
-    """Elements of parameters that are another one under a second name."""
+    """The number of elements of parameters that are second names of others."""
     return sum(found.tree.parameters[name][1].numel for group in found.tree.tied for name in group[1:])

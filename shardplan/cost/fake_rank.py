@@ -1,4 +1,4 @@
-"""One rank of a process group of any size, in this process alone, and tensors without memory."""
+"""One rank of a process group of any size, in a single process, and tensors without memory."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _serial = count()
 
 @contextmanager
 def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
-    """While the context lasts, the mesh of one rank, whose collectives move nothing: the first rank; of ranks that
-    share a sequence, the last, which computes the most.
+    """A context with the mesh of one rank, whose collectives move nothing. It is the first rank, but over cp the last,
+    which computes the most.
 
-    Its axes have names that no other mesh has: DTensor remembers results of operators, with their mesh, for all meshes that
-    are equal, and would return one whose process groups are gone.
+    The axes have names that no other mesh has. DTensor caches results of operators, with their mesh, for all equal meshes,
+    and would return a mesh whose process groups are gone.
 
     Raises:
-        ValueError: a process group is initialised already.
+        ValueError: a process group is already initialised.
     """
     if dist.is_initialized():
         raise ValueError("an estimate needs its own process group: run it before init_process_group")
     private("fake_pg")
     shape = {axis.value: sizes.of(axis) for axis in APPLIED}
     for axis in ("dp_replicate", "cp"):
-        if shape[axis] == 1:  # FSDP2 treats an axis of one rank as hybrid sharding
+        if shape[axis] == 1:  # FSDP2 uses hybrid sharding for an axis of one rank
             del shape[axis]
     serial = next(_serial)
     names = {axis: f"{axis}_{serial}" for axis in shape}
     rank = (sizes.cp - 1) * sizes.of(Axis.TP)
     with patch.object(
         sys, "excepthook", sys.excepthook
-    ):  # init_process_group has one that begins lines with "[rank0]:"
+    ):  # init_process_group has a hook that begins lines with "[rank0]:"
         dist.init_process_group("fake", rank=rank, world_size=sizes.world_size)
         try:
             mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
@@ -56,11 +56,11 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
 def groups_of(
     mesh: PlanMesh, backend: Backend | None, neighbours: Mapping[int, DeviceMesh]
 ) -> Mapping[str, tuple[Axis, int]]:
-    """The name of each process group -> the axis that it is on and its number of ranks.
+    """The name of each process group -> its axis and its number of ranks.
 
     Args:
-        backend: what wraps the model over the data-parallel axes.
-        neighbours: the tp ranks that compute with the same key-value heads, by their number.
+        backend: the backend that wraps the model over the data-parallel axes.
+        neighbours: the number of tp ranks with the same key-value heads -> their process group.
     """
     found: dict[str, tuple[Axis, int]] = {}
     for copies, one in neighbours.items():
@@ -77,11 +77,11 @@ def groups_of(
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors that are made inside have shapes and no values."""
+    """Within this context, tensors are made with shapes but without values."""
     private("fake_collectives")
     with (
         FakeTensors(allow_non_fake_inputs=True),
-        # It looks at values: positions in ascending order mean that nothing is packed.
+        # The function reads values: ascending positions mean that nothing is packed.
         patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
     ):
         yield

@@ -1,5 +1,5 @@
-"""Many configurations compared without tracing each: the parts of the model are traced once for each size of tp and each way of
-checkpointing, and put together as a mesh divides them. The best are estimated afterwards."""
+"""Comparing many configurations without tracing each. The parts of the model are traced once for each tp size and each kind of
+checkpointing, and are put together as a mesh divides them. The best configurations are estimated afterwards."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .stage_costs import StageCosts, stage_seconds, stages_of
 SCREENED = ("1f1b", "interleaved")
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: its stages are kept
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: its stages are cached
 class Table:
     """The parts of a model on one tp rank, for one sequence.
 
     Args:
-        blocks: their names.
+        blocks: the names of the blocks.
         stageable: whether the plan says how the model is cut.
     """
 
@@ -40,8 +40,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of one element: stored, computed with, its gradient while it is added up, the optimizer's states, and what
-    the optimizer makes while it updates."""
+    """The bytes of one element: as stored, as computed with, of its gradient while it is added up, of the optimizer's states,
+    and of the optimizer's temporary tensors."""
 
     stored: int
     computed: int
@@ -72,7 +72,7 @@ def choices(
     regather: bool,
     offload: bool = False,
 ) -> Iterator[Choice]:
-    """Each micro-batch, and each schedule, with which a mesh has so many sequences in a step."""
+    """The configurations of a mesh with each micro-batch and schedule that give so many sequences in a step."""
     ranks = sizes.dp_shard * sizes.dp_replicate
     own, left = divmod(rows, ranks)
     for micro_batch in (1, 2, 4, 8, 16) if not left else ():
@@ -87,10 +87,10 @@ def choices(
 
 
 def screen(choice: Choice, table: Table, width: Bytes, device: Device, owners: int = 0) -> Screened | None:
-    """The memory and the bound of a configuration, nearly; None where it has fewer blocks than stages.
+    """The approximate memory and bound of a configuration; None where it has fewer blocks than stages.
 
     Args:
-        owners: operations in bfloat16 of the optimizer, which the ranks that share matrices divide.
+        owners: the optimizer's operations in bfloat16; the ranks that share matrices divide them.
     """
     sizes, pp = choice.sizes, choice.sizes.pp
     schedule = SCHEDULES[choice.schedule] if choice.schedule else None
@@ -160,24 +160,24 @@ def _memory(choice: Choice, own: list[StageCosts], place: int, width: Bytes) -> 
     in_flight = ahead(SCHEDULES[choice.schedule], sizes.pp, choice.micro_batches, place, len(own)) / len(own)
     buffers = choice.micro_batches * sum(one.received + one.handed for one in own)
     if not choice.offload:
-        stored -= share * width.stored  # gradients are whole until the last micro-batch
+        stored -= share * width.stored  # gradients stay whole until the last micro-batch
     whole = elements * (width.computed + width.added)
     running = int(whole + kept * in_flight + burst)
     return stored + buffers + max(running, share * width.stored + updating)
 
 
 def _groups(stored: Stored, sizes: MeshSizes) -> tuple[tuple[int, int], ...]:
-    """(elements, ranks that they are sharded over): experts that are distributed have other ones than the rest."""
+    """(elements, number of ranks over which they are sharded), for distributed experts and for the rest."""
     return (stored.elements - stored.experts, sizes.dp_shard * sizes.cp), (stored.experts, sizes.ep_shard)
 
 
 def _share(stored: Stored, sizes: MeshSizes) -> int:
-    """Elements that one rank keeps."""
+    """The number of elements that one rank keeps."""
     return sum(elements // ranks for elements, ranks in _groups(stored, sizes))
 
 
 def _data_parallel(choice: Choice, stored: Stored, width: Bytes) -> Iterator[Traffic]:
-    """FSDP2's collectives: gathered twice in each micro-batch, once in a step of a pipeline."""
+    """FSDP2's collectives: it gathers parameters twice in each micro-batch, but once in a step of a pipeline."""
     sizes, pipelined = choice.sizes, choice.schedule is not None
     copies = sizes.dp_replicate
     times = 1 if pipelined else choice.micro_batches

@@ -1,4 +1,4 @@
-"""Tables of `fit` for sizes of an axis that were not traced, from those that were."""
+"""Tables of `fit` for axis sizes that were not traced, computed from those that were."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .part_costs import PartCosts, Stored
 
 
 def of_experts(table: Table, traced: int, ep: int) -> Table:
-    """The parts with experts over another number of ranks: each has another share of them, as many rows in the mean, and sends
-    (ep - 1) / ep of these.
+    """The parts with experts over another number of ranks. Each rank has another share of the experts, the same mean number of rows,
+    and sends (ep - 1) / ep of these rows.
 
     Args:
-        table: at ep = `traced`, above 1.
+        table: the table at ep = `traced`, above 1.
     """
 
     def part(one: PartCosts) -> PartCosts:
         experts = one.stored.experts * traced // ep
         stored = replace(
             one.stored, elements=one.stored.elements - one.stored.experts + experts, experts=experts
-        )  # its bytes are not read
+        )  # nothing reads its bytes
         sent = (ep - 1) * traced / (ep * (traced - 1))
         traffic = {
             (axis, name): (calls, int(size * sent) if axis is Axis.EP else size)
@@ -36,12 +36,12 @@ def of_experts(table: Table, traced: int, ep: int) -> Table:
 
 
 def of_context(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table:
-    """The parts with a sequence over another number of ranks. One share of a part's cost is divided by cp and one is
-    not (a mixer that is computed whole): a line over 1 / cp. What it sends over cp is (cp - 1) / cp times such a line:
-    for exchanged heads a share of a rank's tokens, for gathered tokens all of them.
+    """The parts with a sequence over another number of ranks. One share of a part's cost is divided by cp, and one is not
+    (a mixer that is computed whole), so the cost is a line over 1 / cp. The bytes sent over cp are (cp - 1) / cp times such
+    a line: for exchanged heads a share of a rank's tokens, for gathered tokens all tokens.
 
     Args:
-        few, many: traced at the two `sizes` of cp.
+        few, many: the tables traced at the two `sizes` of cp.
     """
     a, b = sizes
     weight = (1 / cp - 1 / a) / (1 / b - 1 / a)

@@ -1,4 +1,4 @@
-"""Floating point operations of one operator, as torch's own counter has them, causal attention by half."""
+"""The floating-point operations of one operator, as torch's own counter counts them; causal attention counts half."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-# Attention on the CPU, which torch's counter does not know: (name of the operator, where its query is, where its flag
-# `is_causal` is, how many products of [queries, keys] it computes; backward computes the probabilities again).
+# Attention on the CPU, which torch's counter does not know: (name of the operator, position of its query, position of its
+# flag `is_causal`, number of its [queries, keys] products; backward computes the probabilities again).
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 4, 2),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7, 5),
@@ -23,7 +23,7 @@ def counted(func: Any) -> bool:
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> tuple[str, int] | None:
-    """(dtype, operations) of matrix products, convolutions and attention; None for all others."""
+    """(dtype, operations) for matrix products, convolutions and attention; None for all other operators."""
     if (attention := ATTENTION.get(func.name().partition(".")[0])) is not None:
         query_at, causal_at, products = attention
         query, key, value = args[query_at : query_at + 3]
@@ -39,13 +39,13 @@ def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> tuple[
 
 
 def _attention_product(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Operations of one product over [batch, heads, queries, keys], for the mean of the key's and the value's width."""
+    """The operations of one product over [batch, heads, queries, keys], with the mean of the key's and the value's width."""
     batch, heads, queries, width = query.shape
     return batch * heads * queries * key.shape[2] * (width + value.shape[-1])
 
 
 def _grouped(left: Tensor, right: Tensor) -> int:
-    """Operations of products [rows, inner] x [inner, columns]: the groups split one size, or have a product each."""
+    """The operations of products [rows, inner] x [inner, columns]: the groups split one size, or have a product each."""
     groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
     return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
 

@@ -1,4 +1,4 @@
-"""The least time of a step: what each part of a device takes at its full speed, all of it overlapped."""
+"""The least time of a step: each part of a device works at its full speed, and all of them overlap."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def bound_of(
     touched: int,
     pipeline: float | None = None,
 ) -> Bound:
-    """The bound.
+    """The lower bound on a step's time.
 
     Args:
-        pipeline: seconds of the schedule of pipeline stages.
+        pipeline: the seconds of the pipeline's schedule.
 
     Raises:
-        ValueError: the device file has no speed for a dtype that is computed in.
+        ValueError: the device file has no speed for a dtype of a computation.
     """
     terms: dict[Term, float] = {
         "compute": computing(device, flops),
@@ -41,24 +41,24 @@ def bound_of(
 
 
 def sending(device: Device, sizes: MeshSizes, traffic: Traffic) -> tuple[float, float]:
-    """Seconds on the links in a node, and on the network."""
+    """The seconds on the links in a node, and on the network."""
     inside, crosses = placed(traffic.axis, sizes, device.node_gpus)
     links = traffic.bytes / device.node_bandwidth if inside > 1 else 0.0
-    # The group's ranks in a node share the way out of it.
+    # The group's ranks in a node share the node's network.
     return links, traffic.bytes / inside / device.network_bandwidth if crosses else 0.0
 
 
 def waiting(device: Device, sizes: MeshSizes, traffic: Iterable[Traffic]) -> float:
-    """Seconds of collectives whose result the next operation reads: those over tp, cp and ep. What data-parallel ranks gather and
-    reduce is under way while other layers run."""
+    """The seconds of collectives whose result the next operation reads: those over tp, cp and ep. The collectives of data-parallel
+    ranks overlap with other layers."""
     return sum(max(sending(device, sizes, one)) for one in traffic if one.axis in (Axis.TP, Axis.CP, Axis.EP))
 
 
 def computing(device: Device, flops: Mapping[str, int]) -> float:
-    """Seconds of operations at full speed.
+    """The seconds of operations at full speed.
 
     Raises:
-        ValueError: the device file has no speed for a dtype that is computed in.
+        ValueError: the device file has no speed for a dtype of a computation.
     """
     for dtype in flops:
         if dtype not in device.flops:
@@ -67,10 +67,10 @@ def computing(device: Device, flops: Mapping[str, int]) -> float:
 
 
 def placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
-    """How many ranks of a group of that axis are in one node, and whether the group has others."""
-    if axis is Axis.EP:  # neighbouring ranks are of one group
+    """The number of ranks of an axis's group that are in one node, and whether it has ranks in other nodes."""
+    if axis is Axis.EP:  # neighbouring ranks are in one group
         stride, size = 1, sizes.ep
-    elif axis is Axis.DP_SHARD:  # parameters are gathered over it and cp together
+    elif axis is Axis.DP_SHARD:  # parameters are gathered over dp_shard and cp together
         stride, size = sizes.of(Axis.TP), sizes.dp_shard * sizes.cp
     else:
         outer_first = (Axis.PP, *APPLIED)

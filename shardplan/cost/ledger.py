@@ -1,4 +1,4 @@
-"""A log summarised by phase and module."""
+"""Summaries of a log by phase and module."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Bytes = Mapping[Category, int]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One place's share of a step.
+    """The memory of a step at one place.
 
     Args:
         peak: category -> bytes at the moment of the place's largest sum.
-        most: category -> the most bytes while the place runs.
+        most: category -> maximum of its bytes while the place runs.
     """
 
     peak: Bytes
@@ -36,10 +36,10 @@ class Ledger:
     Args:
         moments: every place where memory changes.
         flops: dtype -> operations.
-        calls, bytes: (axis, collective) -> how many, and ring bytes.
-        stored: elements of the parameters that the rank stores.
-        touched: bytes of memory that the step must read or write at least.
-        parts: what one micro-batch costs in each part of the model, at the traced depth, where it was asked for.
+        calls, bytes: (axis, collective) -> the number of calls, and their ring bytes.
+        stored: the number of elements of parameters that the rank stores.
+        touched: the bytes of memory that the step must at least read or write.
+        parts: the costs of one micro-batch in each part of the model, at the traced depth, where they are wanted.
     """
 
     moments: Mapping[Place, Moment]
@@ -55,7 +55,7 @@ def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:
     """Replay a log.
 
     Args:
-        offloaded: parameters, gradients and optimizer state are on the host, and count in no device's sum.
+        offloaded: parameters, gradients and optimizer state are in the host's memory, and do not count for the device.
     """
     now: Counter[Category] = Counter()
     for record, size in log.before.items():
@@ -68,7 +68,7 @@ def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:
     most: dict[Place, Counter[Category]] = {}
     for change in log.changes:
         category, place = kinds[change.record], change.place
-        if place not in sums:  # what is there when it begins
+        if place not in sums:  # the memory when the place begins
             sums[place], peaks[place], most[place] = total, dict(now), Counter(now)
         now[category] += change.bytes
         total += 0 if category in away else change.bytes

@@ -1,4 +1,4 @@
-"""An optimizer over what a rank has of each parameter."""
+"""An optimizer over a rank's local part of each parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimi
 
 
 class Updates:
-    """The optimizer of a traced model. DTensor turns each operator into the same one on local tensors; this optimizer
-    starts with the local tensors, and makes the same ones in a third of the time.
+    """The optimizer of a traced model. DTensor runs each operator on the local tensors; this optimizer works on the local
+    tensors directly, and makes the same tensors in a third of the time.
 
     Args:
-        model: sharded.
-        make: the optimizer of parameters.
+        model: the sharded model.
+        make: parameters -> their optimizer.
     """
 
     def __init__(self, model: nn.Module, make: MakeOptimizer) -> None:
@@ -30,7 +30,7 @@ class Updates:
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        if self._optimizer is None:  # in its first forward FSDP2 may give shards another storage
+        if self._optimizer is None:  # in the first forward, FSDP2 may give shards another storage
             alike = all(_as_placed(p) for p in self._model.parameters())
             self._own = {p: _local_parameter(p) if alike else p for p in self._model.parameters()}
             self._optimizer = self._make(self._own.values())
@@ -44,7 +44,7 @@ class Updates:
 
     @property
     def states(self) -> list[Tensor]:
-        """Its states, as this rank has them."""
+        """This rank's part of the optimizer's states."""
         return [x for parameter in self._own for x in self.states_of(parameter)]
 
     def states_of(self, parameter: nn.Parameter) -> list[Tensor]:
@@ -56,7 +56,7 @@ class Updates:
 
 
 def _as_placed(parameter: nn.Parameter) -> bool:
-    """Whether a gradient is placed as its parameter: otherwise DTensor has to send it first."""
+    """Whether a gradient has its parameter's placements; otherwise DTensor has to redistribute it first."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return True

@@ -1,4 +1,4 @@
-"""Every mesh for a number of devices."""
+"""The meshes for a number of devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardplan.core.size_bounds import MOST_RANKS, check_count
 def meshes_of(
     gpus: int, ep: Sequence[int] = (1,), pp: Sequence[int] = (1,), cp: Sequence[int] = (1,)
 ) -> tuple[MeshSizes, ...]:
-    """Each way to write a number as pp x dp_replicate x dp_shard x cp x tp, the smallest tp first, with each ep that
-    fits it. At least one of pp and cp is 1.
+    """Each way to write a number as pp x dp_replicate x dp_shard x cp x tp, smallest tp first, with each ep that fits.
+    At least one of pp and cp is 1.
 
     Args:
-        pp, cp: the sizes of that axis.
+        pp, cp: the allowed sizes of these axes.
 
     Raises:
-        ValueError: no positive integer; an ep that no mesh has, a pp or cp that does not divide it.
+        ValueError: not a positive integer; an ep that fits no mesh; a pp or cp that does not divide the number.
     """
     check_count("the number of devices", gpus, MOST_RANKS)
     for name, given in (("pp", pp), ("cp", cp)):
@@ -43,10 +43,10 @@ def meshes_of(
 
 
 def axes_of(mesh: Mapping[str, int | Sequence[int]], gpus: int) -> dict[Axis, tuple[int, ...]]:
-    """The sizes by axis, in whatever spelling and form they are given.
+    """The sizes by axis, given in any known spelling and form.
 
     Raises:
-        ValueError: an unknown axis, two names of one; a size that no mesh of so many devices has.
+        ValueError: an unknown axis; two names for one axis; a size that does not fit the number of devices.
     """
     given: dict[Axis, tuple[int, ...]] = {}
     for name, sizes in mesh.items():

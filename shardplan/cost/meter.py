@@ -1,4 +1,4 @@
-"""Watching a step: every storage, every collective and every floating point operation."""
+"""Measuring a step: every storage, every collective and every floating-point operation."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class StorageRecord:
     """One storage.
 
     Args:
-        size: its bytes now.
+        size: its present bytes.
         made_in: the phase in which it was made.
         over_vocabulary: whether a tensor over tokens and vocabulary was made in it.
-        over_pairs: whether one over pairs of tokens was.
+        over_pairs: whether a tensor over pairs of tokens was made in it.
         gathered: whether it holds parameters that data-parallel ranks gathered.
-        kept: whether it was alive when the forward that made it ended.
-        purpose: what is known of it afterwards ("gradients").
+        kept: whether it was alive at the end of the forward that made it.
+        purpose: its purpose, where it is known later ("gradients").
         part: the part of the model that made it, where parts are followed.
     """
 
@@ -73,7 +73,7 @@ def category_of(record: StorageRecord) -> Category:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes allocated or freed, and what ran."""
+    """Bytes that are allocated or freed, and the place that runs."""
 
     record: StorageRecord
     bytes: int
@@ -85,14 +85,14 @@ class Log:
     """What happened while a step ran.
 
     Args:
-        before: the storages that were there before, with their bytes.
-        changes: in order.
-        calls: (axis, collective) -> how many; bytes: the same -> ring bytes.
-        flops: (place, dtype) -> floating point operations.
-        operands: (storage, bytes, part) of what products read, each time that they do.
-        kept: what is alive when the forward ends, and was not before it, with its bytes.
+        before: the storages that exist before the step, with their bytes.
+        changes: the changes in order.
+        calls: (axis, collective) -> number of calls; bytes: the same -> ring bytes.
+        flops: (place, dtype) -> floating-point operations.
+        operands: (storage, bytes, part) for each read of an operand by a product.
+        kept: the storages that the forward made and that are alive at its end, with their bytes.
         part_flops: (part, phase, dtype) -> operations.
-        part_calls, part_bytes: (part, axis, collective) -> as calls and bytes.
+        part_calls, part_bytes: (part, axis, collective) -> as `calls` and `bytes`.
     """
 
     before: dict[StorageRecord, int] = field(default_factory=dict)
@@ -108,16 +108,16 @@ class Log:
 
 
 class Meter(_DispatchMode):
-    """While the context lasts, follows every storage that an operator makes.
+    """A context that follows every storage that an operator makes.
 
     Args:
-        places: what runs.
+        places: tells which module runs.
         groups: the name of a process group -> (its mesh axis, its number of ranks).
-        over_cp: the name of the cp axis' group. It may be the one that FSDP2 works over, too: this sends by torch's plain collectives, and
-            what a plan's section `context_parallel` moves is sent by functional ones.
+        over_cp: the name of the cp axis's group. FSDP2 may use the same group: it sends with torch's plain collectives, and the
+            moves of a plan's section `context_parallel` are functional collectives.
         logits: (elements, last dim) of tensors over tokens and vocabulary.
-        pairs: the last two dims of tensors over pairs of tokens, whose dims before are sequences and heads; 0: none are looked for.
-        parts: follows which part of the model runs; None: nobody asks.
+        pairs: the last two dims of tensors over pairs of tokens, whose other dims are sequences and heads; 0 looks for none.
+        parts: follows which part of the model runs; None where this is not wanted.
     """
 
     def __init__(
@@ -138,16 +138,16 @@ class Meter(_DispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks: nothing is compiled here, and keeping its compiler away takes time at each operator."""
+        """torch's hook: True, as nothing is compiled here, and keeping the compiler away takes time at each operator."""
         return False
 
     def start(self) -> None:
-        """Begin a log anew with what is alive now."""
+        """Begin a new log with the storages that are alive now."""
         self.log = Log({record: record.size for record, _ in self._alive.values()})
 
     @contextmanager
     def before(self) -> Iterator[None]:
-        """What happens inside is not logged; what remains of it counts as there when the log began."""
+        """Within this context nothing is logged; storages that remain count as existing when the log began."""
         log, there = self.log, {record for record, _ in self._alive.values()}
         self.log = Log()
         try:
@@ -158,12 +158,12 @@ class Meter(_DispatchMode):
             self.log = log
 
     def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
-        """Record the purpose of the storages of tensors; unknown ones are followed from now on."""
+        """Record the purpose of the tensors' storages; unknown storages are followed from now on."""
         for tensor in tensors:
             self._see(to_local_if_dtensor(tensor).untyped_storage()).purpose = purpose
 
     def end_forward(self) -> None:
-        """Note what is alive: what the forward keeps for the backward."""
+        """Record the storages that are alive, which the forward keeps for the backward."""
         for record, _ in self._alive.values():
             record.kept = True
             if record not in self.log.before:
@@ -171,8 +171,8 @@ class Meter(_DispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch. Storages that are resized in place (FSDP frees gathered parameters so) are followed too; whole tensors with which DTensor
-        learns how an operator splits, the first time it runs in a process, are not."""
+        """A context that measures. Storages that are resized in place, as FSDP does to free gathered parameters, are followed too. Whole tensors
+        with which DTensor finds how an operator splits, when it first runs in a process, are not followed."""
         resize, learns = torch.UntypedStorage.resize_, _Propagator._propagate_tensor_meta_non_cached
         meter = self
 
@@ -193,18 +193,18 @@ class Meter(_DispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is DEVICE and type(args[0]) is _Fake:  # more than half of all calls ask this
+        if func is DEVICE and type(args[0]) is _Fake:  # more than half of all calls are this one
             return args[0].device
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
-            return NotImplemented  # what such a tensor does with its parts comes here again
+            return NotImplemented  # its operations on its parts are dispatched here again
         kind = _kind_of(func)
-        if kind.waits:  # returns its argument; without memory torch makes a copy
+        if kind.waits:  # it returns its argument; without memory, torch copies it
             return args[0]
         kwargs = kwargs or {}
         out = _run(func, args, kwargs) if kind.grouped else func(*args, **kwargs)
         made = [out] if isinstance(out, Tensor) else [x for x in _leaves(out) if isinstance(x, Tensor)]
         if any(x.device.type == "meta" for x in made):
-            return out  # DTensor learns how an operator splits: no rank has such a tensor
+            return out  # DTensor finds how an operator splits: no rank has this tensor
         for x in made:
             record = self._see(x.untyped_storage())
             record.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
@@ -274,7 +274,7 @@ class Meter(_DispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The facts that an operator's name tells."""
+    """Facts about an operator from its name."""
 
     waits: bool
     grouped: bool
@@ -291,7 +291,7 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a grouped product. What torch says of its shapes it says for bfloat16 alone."""
+    """Call a grouped product. torch knows its result shapes only for bfloat16."""
     if args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     lowered = (x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
@@ -299,7 +299,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _group_name(arguments: list[Any]) -> str:
-    """The process group among a collective's arguments: functional ones are given its name, the last of their texts."""
+    """The process group among a collective's arguments; functional collectives have its name as their last text."""
     names = [x for x in arguments if isinstance(x, str)]
     if names:
         return names[-1]

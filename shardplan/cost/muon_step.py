@@ -1,4 +1,4 @@
-"""The cost of a step of `shardplan.optimizers.Muon` on a rank: all matrices are traced, as no smaller model tells their owners."""
+"""The cost of a step of `shardplan.optimizers.Muon` on a rank: all matrices are traced, as a smaller model has other owners of matrices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WHOLE_MATRICES = ("muon", "whole-matrix")  # names of optimizers
 
 
 def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Question, *, offloaded: bool) -> Ledger:
-    """A step without an optimizer, and with Muon for the matrices and AdamW for all else.
+    """The ledger of a step without an optimizer, with Muon for the matrices and AdamW for everything else added.
 
     Args:
         offloaded: parameters and optimizer state are in the host's memory.
@@ -55,7 +55,7 @@ def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Questi
 
 
 def with_step(ledger: Ledger, step: Ledger) -> Ledger:
-    """A step without an optimizer, and what the optimizer computes, sends and touches."""
+    """The ledger of a step without an optimizer, with the optimizer's computations, collectives and memory accesses added."""
     return replace(
         ledger,
         flops=dict(Counter(ledger.flops) + Counter(step.flops)),
@@ -68,11 +68,11 @@ def with_step(ledger: Ledger, step: Ledger) -> Ledger:
 def muon_ledger(
     found: FoundModel, program: Program, asked: Question, *, offloaded: bool, roots: Sequence[str] | None = None
 ) -> Ledger:
-    """The optimizer's second step alone, for the whole model.
+    """The optimizer's second step only, for the whole model.
 
     Args:
-        program: on a mesh without stages.
-        roots: the modules and parameters of the stages of a rank; None: all.
+        program: the program on a mesh without stages.
+        roots: the modules and parameters of a rank's stages; None is all.
     """
     resolved = program.resolved
     model = found.build("meta", DTYPES[asked.step.precision]).train()
@@ -95,9 +95,7 @@ def muon_ledger(
         groups = dict(groups_of(mesh, BACKENDS[section.backend] if section is not None else None, {}))
         widest = next((axis for axis in (*DATA_PARALLEL, Axis.CP) if resolved.sizes.of(axis) > 1), Axis.TP)
         for group in (*(stack.group for stack in optimizer.stacks), optimizer.ranks):
-            if (
-                group is not None and group.group_name not in groups
-            ):  # over several axes, which count as the slowest of them
+            if group is not None and group.group_name not in groups:  # over several axes; these count as their slowest
                 groups[group.group_name] = widest, group.size()
         places = Places()
         meter = Meter(places, groups, (), 0)
@@ -126,7 +124,7 @@ def muon_ledger(
 
 
 def owners_work(found: FoundModel) -> int:
-    """The operations in bfloat16 with which Muon steps all matrices of a model once: the ranks that share them divide these."""
+    """The operations in bfloat16 of one Muon step for all matrices of a model; the ranks that share the matrices divide them."""
     optimizer = Muon(found.build("meta"))
     steps = optimizer.param_groups[0]["ns_steps"]
     return sum(2 * steps * stack.shape[0] * stack.work for stack in optimizer.stacks)
@@ -137,5 +135,5 @@ def _below(name: str, roots: Sequence[str]) -> bool:
 
 
 def _agreed(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
-    """The collective of `check_same_gradients`, whose values nobody has here."""
+    """The collective of `check_same_gradients`, without values."""
     dist.all_reduce(torch.empty(2 * len(stacks), dtype=torch.int32), dist.ReduceOp.MIN, group=ranks)

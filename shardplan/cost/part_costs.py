@@ -21,9 +21,9 @@ class Stored:
     Args:
         elements: the elements that the rank stores.
         bytes: their bytes.
-        whole: bytes of the tensors that data-parallel ranks gather them to.
+        whole: bytes of the whole tensors that data-parallel ranks gather.
         states: bytes of the optimizer's state.
-        experts: the elements that are distributed over ep.
+        experts: the number of elements that are distributed over ep.
     """
 
     elements: int = 0
@@ -47,10 +47,10 @@ class PartCosts:
     """The cost of one micro-batch in a part.
 
     Args:
-        forward, backward: dtype -> floating point operations; what is computed again counts as backward.
+        forward, backward: dtype -> floating-point operations; recomputation counts as backward.
         kept: category -> bytes that the forward keeps for the backward.
-        burst: the most bytes, at one moment, of the tensors that it makes.
-        handed: bytes that are handed on where a stage ends with it.
+        burst: the maximum, over time, of the bytes of tensors that it makes.
+        handed: bytes that are sent to the next stage where a stage ends with this part.
         traffic: (axis, collective) -> (calls, bytes).
         touched: bytes of parameters that products read.
         stored: the sizes of its parameters.

@@ -1,4 +1,4 @@
-"""One mesh with pipeline stages: the parts of the model are traced on one of them, and a schedule puts them together."""
+"""Estimating a mesh with pipeline stages: the parts of the model are traced on one stage, and put together by a schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .traced_parts import PartNames
 
 
 class Unschedulable(ValueError):
-    """A schedule that a mesh or a plan does not allow."""
+    """The mesh or the plan does not allow a schedule."""
 
 
 class PipelineLedger:
@@ -46,7 +46,7 @@ class PipelineLedger:
         pipeline: its schedule.
         seconds: the seconds of the step; without a device, its operations.
         memory: the memory of the fullest rank.
-        ledger: flops, calls and bytes of the busiest rank, and what the fullest one stores.
+        ledger: flops, calls and bytes of the busiest rank, and the stored elements of the fullest one.
     """
 
     def __init__(self, pipeline: PipelineEstimate, seconds: float, memory: Memory, ledger: Ledger) -> None:
@@ -62,7 +62,7 @@ def pipeline_ledger(
     offloaded: bool,
     progress: Callable[[str], None],
 ) -> tuple[PipelineLedger, int, int]:
-    """The ledger, the number of layers, and how many were traced.
+    """The ledger, the number of layers, and the number of traced layers.
 
     Raises:
         Unschedulable: the schedule does not work with the micro-batches, the mesh, the plan or the number of blocks.
@@ -139,13 +139,13 @@ def _totals(stages: tuple[StageCosts, ...], own: list[int], micro_batches: int, 
 
 
 def _stored(stages: tuple[StageCosts, ...], own: Iterable[int]) -> Stored:
-    """The parameters of a rank's stages."""
+    """The stored parameters of a rank's stages."""
     return sum((stages[stage].stored for stage in own), Stored())
 
 
 def _gradients(stored: Stored, added: bool) -> int:
-    """Bytes of the gradients: until the last micro-batch, FSDP2 adds them up before it reduces them, in the size of the whole
-    parameters."""
+    """The bytes of the gradients. FSDP2 adds them up, in the size of the whole parameters, until it reduces them at the last
+    micro-batch."""
     return stored.whole if added else stored.bytes
 
 
@@ -162,13 +162,13 @@ def _memory(
     whole: bool,
     offloaded: bool,
 ) -> Memory:
-    """The memory of a rank where its forwards keep the most, with the gradients that there are then, or where its optimizer steps.
+    """The memory of a rank at its peak: where its forwards keep the most, with the gradients at that time, or where its optimizer steps.
 
     Args:
-        moment: the one with the most.
-        update: the optimizer's step of this rank, where it was traced alone.
-        added: FSDP2 adds gradients of several micro-batches.
-        whole: parameters stay gathered between micro-batches.
+        moment: the moment with the most bytes.
+        update: the optimizer's step of this rank, where it was traced separately.
+        added: whether FSDP2 adds up gradients of several micro-batches.
+        whole: whether parameters stay gathered between micro-batches.
     """
     stored = _stored(stages, own)
     traced = sum((part.stored for part in ledger.parts.values()), Stored())

@@ -1,4 +1,4 @@
-"""Which module runs: in forward by its hooks, in backward by the gradients of its outputs."""
+"""Finding which module runs: in forward by its hooks, in backward by the gradients of its outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from shardplan.core.estimates import Phase
 from shardplan.model.reduced.nests import tensors_in
 
-Place = tuple[Phase, str]  # what runs: the phase and the module's full name
+Place = tuple[Phase, str]  # the running phase, and the module's full name
 
 
 class Places:
-    """Follows a model. While a checkpointed forward is run again, the phase stays "backward"."""
+    """Follows a model's run. While a checkpointed forward is recomputed, the phase stays "backward"."""
 
     def __init__(self) -> None:
         self.phase: Phase = "forward"
@@ -38,7 +38,7 @@ class Places:
         handles = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(self._begin(name), prepend=True))
-            # Hooks that come first see an output before others exchange it; a checkpoint's early stop is an exception.
+            # The first hooks see an output before other hooks replace it. A checkpoint's early stop is an exception, hence always_call.
             handles.append(module.register_forward_hook(self._end(name), prepend=True, always_call=True))
         try:
             yield

@@ -1,4 +1,4 @@
-"""The costs of pipeline stages: the parts of a traced model put together as a cut divides them."""
+"""The costs of pipeline stages: the parts of a traced model, put together as a cut divides them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .least_time import computing, placed
 from .part_costs import PartCosts, Stored
 from .traced_parts import FIRST, LAST, SHARED
 
-OF_A_MICRO_BATCH = (Axis.TP, Axis.EP, Axis.CP)  # what the other axes move, they move once in a step
+OF_A_MICRO_BATCH = (Axis.TP, Axis.EP, Axis.CP)  # the other axes move values once in a step
 NOTHING = PartCosts()
 
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """One micro-batch in a stage.
+    """The costs of one micro-batch in a stage.
 
     Args:
-        names, parts: the parts that it is made of and their names, in the order in which it runs.
-        received: bytes that the stage before hands on; 0 for the first.
-        handed: bytes that it hands on; 0 for the last.
+        names, parts: the names and the costs of its parts, in the order in which they run.
+        received: bytes from the stage before; 0 for the first stage.
+        handed: bytes for the next stage; 0 for the last one.
     """
 
     names: tuple[str, ...]
@@ -59,8 +59,8 @@ class StageCosts:
 
     @property
     def burst(self) -> tuple[int, str]:
-        """The most bytes at a moment above what the stage keeps of the micro-batch, and where: while a part runs, the
-        parts after it keep nothing yet, or nothing any longer."""
+        """The maximum, over time, of the bytes in addition to those that the stage keeps for the micro-batch, and its place.
+        While a part runs, the parts after it keep nothing yet, or nothing any more."""
         most, where, after = 0, self.names[-1], 0
         for name, part in reversed(list(zip(self.names, self.parts, strict=True))):
             kept = sum(part.kept.values())
@@ -103,8 +103,8 @@ def stages_of(cut: PipelineCut, costs: Mapping[str, PartCosts], depths: Depths) 
 
 
 def stage_seconds(stage: StageCosts, device: Device | None, sizes: MeshSizes) -> float:
-    """The seconds of one micro-batch in a stage, forward and backward, at full speed: products, reading parameters, and
-    sends over tp and ep, overlapped perfectly; without a device, its operations."""
+    """The seconds of one micro-batch in a stage, forward and backward: products, reads of parameters, and sends over tp and ep
+    at full speed and perfectly overlapped; without a device, its operations."""
     if device is None:
         return sum(stage.flops("forward", "backward").values())
     forward, backward = stage.flops("forward"), stage.flops("backward")
@@ -120,13 +120,13 @@ def stage_seconds(stage: StageCosts, device: Device | None, sizes: MeshSizes) ->
 
 
 def hand_over(size: int, axis: Axis, device: Device, sizes: MeshSizes) -> float:
-    """Seconds in which a rank sends bytes over an axis: over the network where a group is in several nodes."""
+    """The seconds in which a rank sends bytes over an axis; over the network where a group is in several nodes."""
     inside, crosses = placed(axis, sizes, device.node_gpus)
     return size / inside / device.network_bandwidth if crosses else size / device.node_bandwidth
 
 
 def sends(stages: Sequence[StageCosts], own: Iterable[int], micro_batches: int) -> tuple[int, int]:
-    """(calls, bytes) that a rank sends to other stages in a step: results forward, gradients backward."""
+    """(calls, bytes) of a rank's sends to other stages in a step: results in the forward, gradients in the backward."""
     calls = size = 0
     for stage in own:
         for other, sent in ((stage + 1, stages[stage].handed), (stage - 1, stages[stage].received)):

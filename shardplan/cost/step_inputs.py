@@ -16,8 +16,8 @@ from shardplan.model.reduced.model_inputs import CHOICES, SPAN, labels_of
 
 
 def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: int) -> Callable[[], Mapping[str, Any]]:
-    """A function that makes keyword arguments of `forward`: token ids [micro_batch, seq_len] (for each choice, where the class compares several) and, where the class has a
-    loss, labels; for a module with inputs of its own these, at their own size."""
+    """A function that makes keyword arguments of `forward`: token ids [micro_batch, seq_len] (for each choice, where the class compares
+    several), and labels where the class has a loss; for a module with inputs of its own, these inputs in their own size."""
     if found.inputs is not None:
         own = found.inputs if found.config is None else given(found.inputs, found.config)
         return lambda: own(0)

@@ -1,4 +1,4 @@
-"""A model, sharded by a program and traced, as one ledger."""
+"""Sharding a model with a program, and tracing it to one ledger."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .step_inputs import inputs_of
 from .traced_parts import PartNames
 from .traced_step import trace
 
-SHORT = 1024  # tokens up to which what looks like a mask may be something else: heads are as wide
+SHORT = 1024  # tokens; up to this length, a tensor shaped like a mask may be something else, as heads may be as wide
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,13 +41,13 @@ def step_ledger(
     names: PartNames | None = None,
     unwrapped: bool = False,
 ) -> Ledger:
-    """The measured step of a model, at its whole depth or at a smaller one.
+    """Measure the step of a model, at its whole depth or at a smaller one.
 
     Args:
         offloaded: parameters and optimizer state are in the host's memory.
         shorten: removes layers.
-        names: the parts whose costs are asked for.
-        unwrapped: what data parallelism adds is left out, whatever the mesh has.
+        names: the parts whose costs are wanted.
+        unwrapped: leave out the costs of data parallelism, whatever the mesh is.
     """
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     shorten(model)
@@ -71,7 +71,7 @@ def step_ledger(
 
 @contextmanager
 def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
-    """While it lasts, this rank is the busiest one with experts."""
+    """A context in which this rank is the busiest one with experts."""
     token = LOAD.set(min(step.expert_load, program.resolved.sizes.ep))
     try:
         yield
@@ -80,7 +80,7 @@ def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
 
 
 def _logits(found: FoundModel, asked: Question, resolved: ResolvedPlan) -> list[tuple[int, int]]:
-    """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for every token or all but the last of
+    """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for all tokens or for all but the last of
     each sequence."""
     rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
     if not isinstance(rows, int):

@@ -1,4 +1,4 @@
-"""The parts of a model that pipeline stages are made of, and which of them runs."""
+"""The parts of a model from which pipeline stages are made, and the one that runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SHARED, FIRST, LAST = "what every stage runs", "the first stage's", "the last st
 
 @dataclass(frozen=True, slots=True)
 class PartNames:
-    """Modules and parameters by full name: the blocks in order, what the first and the last stage have besides, and the modules
-    whose output is handed on too."""
+    """Modules and parameters by full name: the blocks in order, those that only the first or the last stage has, and the modules
+    whose output is sent to later stages too."""
 
     blocks: tuple[str, ...]
     first: tuple[str, ...]
@@ -33,7 +33,7 @@ class PartNames:
         return cls(resolved.pp_blocks, resolved.pp_first, resolved.pp_last, resolved.pp_carried)
 
     def within(self, present: Collection[str]) -> PartNames:
-        """The parts of a model that has these modules."""
+        """The parts that are left in a model with these modules."""
         return replace(
             self,
             blocks=tuple(name for name in self.blocks if name in present),
@@ -50,19 +50,19 @@ class Parts:
 
     def __init__(self, names: PartNames) -> None:
         self.names = names
-        self.handed: dict[str, int] = {}  # bytes of the first result of each block, and of what carried modules return
+        self.handed: dict[str, int] = {}  # bytes of the first result of each block, and of carried modules' results
         self._of = {name: name for name in names.blocks}
         self._of |= dict.fromkeys(names.first, FIRST) | dict.fromkeys(names.last, LAST)
         self._phase, self._now = "", SHARED
 
     def of(self, name: str) -> str | None:
-        """The part of a module or parameter; None for what is in none."""
+        """The part of a module or parameter; None where it is in none."""
         while name and name not in self._of:
             name = name.rpartition(".")[0]
         return self._of.get(name)
 
     def at(self, place: Place) -> str:
-        """The part that runs at a place; called for places in their order."""
+        """The part that runs at a place; call it for the places in order."""
         phase, module = place
         if phase != self._phase:
             self._phase, self._now = phase, LAST if phase == "backward" else SHARED

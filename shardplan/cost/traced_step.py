@@ -1,4 +1,4 @@
-"""A training step of a sharded model under the meter."""
+"""Measuring a training step of a sharded model with the meter."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from .traced_parts import SHARED, PartNames, Parts
 NOT_TRACED = Code("SP560")
 
 OPTIMIZERS: dict[OptimizerName, MakeOptimizer | None] = {
-    # On a GPU torch's default updates all parameters at once, and makes a list of tensors as large as they are.
+    # On a GPU, torch's default updates all parameters at once, and makes temporary tensors of the same size.
     "adamw": partial(torch.optim.AdamW, foreach=True),
     "adamw-fused": partial(torch.optim.AdamW, fused=True),
     "adamw-for-loop": partial(torch.optim.AdamW, foreach=False),
     "sgd": partial(torch.optim.SGD, foreach=True),
     "none": None,
-    "muon": None,  # with_muon counts it
+    "muon": None,  # `with_muon` counts it
     "whole-matrix": None,
 }
 
@@ -62,22 +62,22 @@ def trace(
     names: PartNames | None = None,
     micro_batches: int = 1,
 ) -> Ledger:
-    """Run a step on tensors without memory, and measure it as a step after the first: the tensors that FSDP2 gathers
-    into exist before it, and the optimizer's states, which the first update makes, count from its beginning.
+    """Run a step on tensors without memory, and measure it like a step after the first: the tensors into which FSDP2 gathers
+    exist before it, and the optimizer's states, which the first update makes, count from its beginning.
 
     Args:
-        model: sharded, on the meta device.
-        mesh: the mesh that it is sharded on, over a fake process group.
-        inputs: makes keyword arguments of its `forward`; it is called where tensors have no memory.
+        model: the sharded model, on the meta device.
+        mesh: the mesh on which it is sharded, over a fake process group.
+        inputs: makes keyword arguments of its `forward`; called where tensors have no memory.
         optimizer: one of OPTIMIZERS.
         logits, pairs: see `Meter`.
         offloaded: see `moments_of`.
-        name: the model's, for messages.
-        names: the parts whose costs are asked for.
-        micro_batches: how many the step has. Two run, as all but the first are alike.
+        name: the model's name, for messages.
+        names: the parts whose costs are wanted.
+        micro_batches: their number in the step. Two run, as all but the first are the same.
 
     Raises:
-        PlanError: SP560: the model's code raised.
+        PlanError: SP560: the model's code raised an exception.
     """
     places = Places()
     done = applied(model)
@@ -91,22 +91,22 @@ def trace(
     rounds = min(micro_batches, 2)
     with without_memory(), meter.running(), places.following(model), following:
         if done.shared is not None and (link := done.shared.link) is not None:
-            link.watch(source for source, _ in link.sources)  # hooks that follow the step change no sum of an embedding
+            link.watch(source for source, _ in link.sources)  # the step's hooks do not change embeddings' sums
         ties = tied_groups(model)
         model.to_empty(device="cpu")
-        restore_ties(model, ties)  # a plain parameter with two names has become two
+        restore_ties(model, ties)  # a plain parameter with two names has become two parameters
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         # On the host, where offloaded parameters are updated, torch's default is the loop.
         make = OPTIMIZERS["adamw-for-loop" if offloaded and optimizer == "adamw" else optimizer]
         updates = Updates(model, make) if make is not None else None
         try:
             gather_once(model)
-            meter.mark(model.parameters(), "parameters")  # FSDP2 has given those that it pads another storage
+            meter.mark(model.parameters(), "parameters")  # FSDP2 has moved padded ones to another storage
             meter.start()
             run_step(model, inputs, updates, meter, rounds)
         except PlanError:
             raise
-        except Exception as error:  # whatever the modelling code raises on tensors without values
+        except Exception as error:  # the modelling code may raise anything on tensors without values
             raise refuse(
                 NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
             ) from error
@@ -169,8 +169,8 @@ def run_step(
     meter: Meter,
     micro_batches: int = 1,
 ) -> None:
-    """Forward and backward of each micro-batch, the optimizer's second step; nothing but the batch and the loss outlives the forward, and no
-    gradient the step."""
+    """Run forward and backward for each micro-batch, and the optimizer's second step. Only the batch and the loss outlive the forward, and no
+    gradient outlives the step."""
     places = meter.places
     for _ in range(micro_batches):
         places.enter("forward")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .json import json_text, to_json
     from .sarif import to_sarif
 
-# Imported when asked for: the records of the JSON form take longer than linting a plan.
+# Imported when needed: the records of the JSON form take longer than linting a plan.
 LAZY = {"json_text": "json", "to_json": "json", "to_sarif": "sarif"}
 
 __all__ = ["json_text", "report_text", "text", "to_json", "to_sarif", "wants_color"]

@@ -1,4 +1,4 @@
-"""When to colour, and with what."""
+"""When to use colour, and which colours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CODES: dict[Role, str] = {
 
 
 class Paint:
-    """Wraps text in ANSI escapes for a role; leaves it alone where colour is off."""
+    """Wraps text in the ANSI escapes of a role; leaves it unchanged where colour is off."""
 
     def __init__(self, on: bool):
         self.on = on
@@ -30,8 +30,8 @@ class Paint:
 
 
 def wants_color(stream: TextIO, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether to colour what goes to the stream: NO_COLOR (https://no-color.org) wins, then FORCE_COLOR, then
-    a terminal that can."""
+    """Whether output to the stream is coloured: NO_COLOR (https://no-color.org) decides first, then FORCE_COLOR,
+    then whether the stream is a terminal with colours."""
     if env.get("NO_COLOR"):
         return False
     if env.get("FORCE_COLOR", "0") not in {"", "0"}:

@@ -1,4 +1,4 @@
-"""The differences of two plans, for people: on a terminal, and as a comment of a pull request."""
+"""The differences between two plans, for people: on a terminal, and as a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .width import printable
 
 
 def diff_text(diff: PlanDiff, *, color: bool, width: int | None = None) -> str:
-    """The rules, the fields, the modules, the costs, checkpoints, and whether training differs.
+    """The text of the differences in rules, fields, modules, costs and checkpoints, and whether training differs.
 
     Args:
-        width: of the terminal in columns; tables are as wide as they need without it.
+        width: the terminal's width in columns; without it, tables are as wide as their content.
     """
     paint = Paint(color)
     parts = [
@@ -62,7 +62,7 @@ def _sides(change: RuleChange) -> tuple[str]:
 
 
 def by_section(changes: tuple[RuleChange, ...]) -> dict:
-    """The changes of each variant."""
+    """Variant -> its changes."""
     groups: dict = {}
     for change in changes:
         groups.setdefault(change.section, []).append(change)
@@ -102,7 +102,7 @@ def _costs(diff: PlanDiff, paint: Paint, width: int | None) -> Iterator[str]:
 
 
 def diff_markdown(diff: PlanDiff) -> str:
-    """The same for a comment of a pull request: the verdict first, long lists folded."""
+    """The same as `diff_text`, for a comment on a pull request: the verdict comes first, and long lists are folded."""
     parts = [f"### shardplan diff: {_code(title(diff))}", f"**{_escaped(verdict(diff))}**"]
     if diff.rules:
         rows = ["| | rules | before | after | lines |", "|---|---|---|---|---|"]
@@ -148,7 +148,7 @@ def _folded(diff: PlanDiff) -> str:
 
 
 def _code(text: str) -> str:
-    """A text as code in a cell of a table."""
+    """A text as code in a table's cell."""
     return f"`{printable(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 

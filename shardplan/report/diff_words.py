@@ -1,4 +1,4 @@
-"""The differences of two plans, in the words that text, Markdown and HTML share."""
+"""The differences between two plans, in words that text, Markdown and HTML share."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .estimate_text import bytes_text, mesh_text, seconds_text
 from .short_names import brace_names, fold_names
 from .text import place_text
 
-Numbers = tuple[str, str, str]  # what, with the old plan, with the new one
-MOST = 6  # folded names in a line
+Numbers = tuple[str, str, str]  # the quantity, its value with the old plan, its value with the new one
+MOST = 6  # folded names on a line
 
 
 def names_text(names: tuple[str, ...]) -> str:
-    """The names, folded over layers and alternatives, the first few of them; their number where they are several."""
+    """The first few names, folded over layers and alternatives; with their number where there are several."""
     folded = brace_names(fold_names(names))
     first = ", ".join(name or "(model)" for name in folded[:MOST])
     return first + (f", ... ({len(names)} in all)" if len(folded) > MOST else "")
 
 
 def value_text(value: str | tuple[str, ...]) -> str:
-    """The value of a field."""
+    """The text of a field's value."""
     return value if isinstance(value, str) else names_text(value)
 
 
@@ -54,7 +54,7 @@ def title(diff: PlanDiff) -> str:
 
 
 def numbers(cost: CostChange) -> Iterator[Numbers]:
-    """The costs of a variant with each plan, a row for each."""
+    """The costs of a variant with each plan, one row for each cost."""
     yield _row(cost, "parameters on a rank, before data parallelism", _parameters)
     yield _row(cost, "collectives on tp, forward", lambda one: _collectives(one.collectives, "forward"))
     yield _row(cost, "collectives on tp, backward", lambda one: _collectives(one.collectives, "backward"))
@@ -100,7 +100,7 @@ def checkpoint_lines(made: Checkpoints) -> tuple[str, str]:
 
 
 def verdict(diff: PlanDiff) -> str:
-    """The last line."""
+    """The last line, which says whether training differs."""
     if diff.model is None:
         count = _counted(len(diff.rules), "rule"), _counted(len(diff.fields), "field")
         return f"{' and '.join(count)} differ" if diff.differs else "rules and sections are the same"

@@ -1,4 +1,4 @@
-"""Findings as an exception."""
+"""Raising findings as an exception."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .text import text
 
 
 def sources_of(error: PlanError) -> SourceMap:
-    """The texts that an error's findings point into, as far as they are known."""
+    """The texts into which an error's findings point, where they are known."""
     return error.sources if isinstance(error.sources, SourceMap) else SourceMap()
 
 
 def raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool = False) -> None:
-    """Raise PlanError with all findings where one of them is an error.
+    """Raise PlanError with all findings, if one of them is an error.
 
     Args:
-        strict: warnings are errors.
+        strict: treat warnings as errors.
     """
     found = ordered(as_errors(findings) if strict else findings, sources)
     if any(d.is_error for d in found):

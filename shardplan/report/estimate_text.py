@@ -11,15 +11,15 @@ from .color import Paint
 from .table import table
 from .width import printable
 
-WITHOUT_PAIRS = "attn_implementation flash_attention_2 or flex_attention"  # what makes no masks and scores
+WITHOUT_PAIRS = "attn_implementation flash_attention_2 or flex_attention"  # these make no masks and scores
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) -> str:
-    """Memory, communication, computation, the bound where there is one, and what is left out.
+    """The text of memory, communication, computation, the bound where there is one, and what the estimate leaves out.
 
     Args:
-        width: of the terminal in columns; tables are as wide as they need without it.
+        width: the terminal's width in columns; without it, tables are as wide as their content.
     """
     paint = Paint(color)
     parts = [
@@ -112,7 +112,7 @@ def _header(titles: tuple[str, ...], paint: Paint) -> tuple[str, ...]:
 
 
 def peak_place(memory: Memory) -> str:
-    """The running part. The model's own backward, before any module's, is the loss's."""
+    """The part that runs at the peak. The model's own backward, before that of any module, is called the loss."""
     if memory.phase == "optimizer step":
         return memory.phase
     itself = "the loss" if memory.phase == "backward" else "the model's own code"

@@ -80,9 +80,9 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
     """The text of a training script.
 
     Args:
-        plan: what the script applies: a name or a file.
-        is_type: whether the model's word is a model type of transformers, and no folder, file or hub id.
-        settings: numbers of the configuration that are changed.
+        plan: the plan that the script applies: a name or a file.
+        is_type: whether the model's word is a model type of transformers, not a folder, file or hub id.
+        settings: the changed numbers of the configuration.
     """
     choice, asked = row.choice, row.estimate.asked
     sizes, wide = choice.sizes, asked.step.precision == "fp32"

@@ -12,11 +12,11 @@ from .color import Paint
 from .estimate_text import WITHOUT_PAIRS, bytes_text, mesh_text, seconds_text
 from .width import printable
 
-LARGE = 0.4  # of the peak: worth a hint
+LARGE = 0.4  # this share of the peak is worth a hint
 
 
 def row_text(number: int, row: Fitted, *, color: bool) -> str:
-    """One configuration: what it is, what it takes, what limits it."""
+    """The text of one configuration: its settings, its costs, and what limits it."""
     paint, one, choice = Paint(color), row.estimate, row.choice
     assert one.bound is not None and one.device is not None
     how = [f"micro-batch {choice.micro_batch} x {choice.micro_batches}", f"checkpointing {choice.checkpointing}"]
@@ -47,10 +47,10 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
 
 
 def fit_head(row: Fitted, *, default: bool = False) -> str:
-    """The question, above the first configuration.
+    """The text of the question, above the first configuration.
 
     Args:
-        default: the model is a type alone, whose default configuration is one of the sizes that it is published in.
+        default: the model is only a type, whose default configuration is one of its published sizes.
     """
     one = row.estimate
     step, device = one.asked.step, one.device
@@ -70,10 +70,10 @@ def fit_head(row: Fitted, *, default: bool = False) -> str:
 
 
 def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
-    """Below the configurations: why each is before the next, days, what was not searched.
+    """The text below the configurations: why each is before the next, days, and what was not searched.
 
     Args:
-        numbers: under which each row was printed, the best first.
+        numbers: the number with which each row was printed, the best first.
     """
     lines = [f"best first: {', '.join(map(str, numbers))}"] if list(numbers) != sorted(numbers) else []
     rows = zip(numbers, fit.rows, strict=True)
@@ -105,7 +105,7 @@ def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
 
 
 def ties(fit: Fit, numbers: Sequence[int]) -> list[list[int]]:
-    """The configurations between which the bound does not decide, by their numbers."""
+    """The numbers of the configurations between which the bound does not decide."""
     rows = zip(numbers, fit.rows, strict=True)
     groups = (
         [number for number, _ in group] for _, group in groupby(rows, key=lambda numbered: numbered[1].order.bound)
@@ -114,7 +114,7 @@ def ties(fit: Fit, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def why(one: Fitted, other: Fitted) -> str:
-    """Why a configuration is before another: the first difference of what they are ordered by."""
+    """Why a configuration is before another: the first criterion of the order in which they differ."""
     a, b, bound = one.order, other.order, other.estimate.bound
     assert bound is not None
     if a.bound < b.bound:
@@ -128,13 +128,13 @@ def why(one: Fitted, other: Fitted) -> str:
 
 
 def _terms(bound: Bound) -> str:
-    """The terms that take at least a hundredth of the longest, the longest first."""
+    """The bound's terms that are at least a hundredth of the longest one, longest first."""
     ordered = sorted(bound.terms.items(), key=lambda item: -item[1])
     return ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in ordered if seconds >= bound.seconds / 100)
 
 
 def _hint(row: Fitted) -> str | None:
-    """A change to try where one purpose takes most of the peak."""
+    """A change to try, where one category takes most of the peak."""
     total, choice = row.estimate.memory.total, row.choice
     category, size = row.largest
     assert category in CATEGORIES

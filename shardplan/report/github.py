@@ -1,4 +1,4 @@
-"""Findings as annotations of a GitHub workflow: a line for each, in the form of its workflow commands.
+"""Findings as annotations of a GitHub workflow: one line for each, as a workflow command.
 
 https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions
 """
@@ -13,7 +13,7 @@ from shardplan.core.sources import SourceMap
 
 
 def github_lines(report: Report) -> Iterator[str]:
-    """One line for each finding. Those in a plan that is no file have no place."""
+    """One line for each finding. Findings in a plan without a file have no place."""
     for diagnostic in report.diagnostics:
         yield _annotation(diagnostic, report.sources)
 

@@ -1,4 +1,4 @@
-"""The mesh axes on a page: where each module is on them, and the purpose of each."""
+"""The mesh axes on a page: the purpose of each, and where each module is on them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PURPOSES = {
 
 
 def mesh_table(sizes: MeshSizes) -> str:
-    """The axes with several ranks; "" where there are none."""
+    """A table of the axes with several ranks; "" where there are none."""
     rows = [(axis, f"{sizes.of(axis):,}", text(PURPOSES[axis])) for axis in AXES if sizes.of(axis) > 1]
     return table(("axis", "ranks", "what it distributes"), rows, frozenset({1})) if rows else ""
 
 
 def axes_of(program: Program, module: ModuleProgram, cut: PipelineCut | None) -> tuple[str, ...]:
-    """Where a module is: "tp: Shard(0)", one for each axis of the mesh that has something to say of it."""
+    """Where a module is on the mesh, "tp: Shard(0)", for each axis that concerns it."""
     marks = [*_stored(module), *_sequence(program, module), *_data_parallel(program, module)]
     if cut is not None:
         stage = cut.stage_of(module.name)
@@ -46,7 +46,7 @@ def _stored(module: ModuleProgram) -> Iterator[str]:
 
 
 def _sequence(program: Program, module: ModuleProgram) -> Iterator[str]:
-    """The values at a module's boundary that are slices of the sequence."""
+    """Which values at a module's boundary are slices of the sequence."""
     if not program.sequence_parallel:
         return
     if any(_split(move.dst) for move in module.enter):

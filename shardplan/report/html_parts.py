@@ -1,4 +1,4 @@
-"""The parts of pages: escaped text, and the style sheet."""
+"""Parts of pages: escaped text, and the style sheet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ svg text { fill: currentColor; font: 12px ui-monospace, monospace; } svg .on { f
 
 
 def text(value: object) -> str:
-    """Text in a page, or in an attribute in double quotes: no name of a model or a plan is markup."""
+    """Text for a page, or for an attribute in double quotes, escaped so that names of models and plans are never markup."""
     return escape(printable(str(value)), quote=True)
 
 
@@ -37,12 +37,12 @@ def color(word: str) -> str:
     return f"hsl({zlib.crc32(word.encode()) % 360} 62% 72%)"
 
 
-# Hues of the colour wheel, far from each other: a bar shows them side by side.
+# Hues far from each other on the colour wheel, as a bar shows them next to each other.
 HUES = (210, 30, 120, 280, 60, 340, 0)
 
 
 def hue(position: int) -> str:
-    """One of a few colours that are told apart."""
+    """One of a few distinguishable colours."""
     return f"hsl({HUES[position % len(HUES)]} 60% 62%)"
 
 
@@ -56,7 +56,7 @@ def axis_chip(word: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: frozenset[int] = frozenset()) -> str:
-    """A table of cells that are escaped already."""
+    """A table of cells that are already escaped."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         made = (f"<{tag}{' class=n' if i in numbers else ''}>{cell}</{tag}>" for i, cell in enumerate(cells))
@@ -67,7 +67,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], numbers: frozens
 
 
 def page(title: str, body: str) -> str:
-    """A whole document, which asks for nothing else: no script runs in it, and nothing is fetched."""
+    """A complete document: it runs no script, and fetches nothing."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         "<!doctype html>\n"

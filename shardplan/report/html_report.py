@@ -37,14 +37,14 @@ def html_report(
     pipeline: PipelineCut | None = None,
 ) -> str:
     """The page: the verdict and the findings; for each variant the tree of modules, the flow of a block, memory and communication;
-    the proof. It asks for nothing from elsewhere, and no script is in it.
+    the proof. It fetches nothing, and has no script.
 
     Args:
-        plan, model: the names.
-        sizes: the mesh.
-        report: `validate`'s.
+        plan, model: their names.
+        sizes: those of the mesh.
+        report: that of `validate`.
         programs, estimates: by variant; empty where there are errors.
-        flow: a block, and the modules below it in the order in which they run, with their depth.
+        flow: a block, and its modules in the order in which they run, with their depth.
         pipeline: its stages, with several pp ranks.
     """
     parts = [_head(plan, model, sizes, report), _findings(report)]

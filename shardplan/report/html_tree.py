@@ -34,8 +34,8 @@ class _Node:
 
 
 def tree_html(program: Program, sources: SourceMap, cut: PipelineCut | None = None) -> str:
-    """The tree, equal layers (of one stage) folded, with the bytes that a rank stores before data parallelism. What a module does and holds
-    is shown while the pointer is on it, or after a tap."""
+    """The tree, with equal layers (of one stage) folded, and the bytes that a rank stores before data parallelism. The pointer, or a tap,
+    shows what a module does and stores."""
     root = _Node("(model)")
     rows = module_rows(program, sources)
     placed = (replace(row, axes=axes_of(program, program.modules[row.name], cut)) for row in rows)
@@ -60,8 +60,8 @@ def _node(node: _Node, above: str) -> str:
     line = f'<span class="mono">{text(node.name)}</span> {" ".join(marks)}'
     if node.size:
         line += f' <span class="dim">{text(bytes_text(node.size))}</span>'
-    title = "&#10;".join(map(text, _about(name, row))) if row else text(name)  # a line break of the hover
-    if not node.below:  # what has the focus shows its title: a finger has no hover
+    title = "&#10;".join(map(text, _about(name, row))) if row else text(name)  # a line break in the hover
+    if not node.below:  # an element with the focus shows its title, as fingers cannot hover
         return f'<div class="leaf" tabindex="0" title="{title}">{line}</div>'
     inside = "".join(_node(one, name) for one in node.below.values())
     return f'<details open><summary title="{title}">{line}</summary>{inside}</details>'
@@ -95,12 +95,12 @@ class _Step:
 
 ROW, INDENT, LEFT, GAP = 34, 22, 26, 14
 LETTER = 7.4  # pixels of a letter of the picture's font
-LONGEST = 60  # letters; what is longer is cut
+LONGEST = 60  # letters; longer texts are cut
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Widths in pixels, as the longest text of each column needs them."""
+    """Widths in pixels that the longest text of each column needs."""
 
     box: int
     layouts: int
@@ -123,8 +123,8 @@ class _Columns:
 
 
 def flow_svg(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> str:
-    """The flow of one block, from top to bottom in the order in which its modules run: boxes are modules, marks are the
-    collectives of the forward and of the backward."""
+    """The flow of one block, from top to bottom in the order in which its modules run. Boxes are modules; marks are the
+    collectives of the forward and the backward."""
     steps = list(_steps(program, block, calls))
     if not steps:
         return '<p class="dim">no module repeats</p>'
@@ -171,7 +171,7 @@ def _entering(label: str, depth: int, module: ModuleProgram) -> Iterator[_Step]:
 
 
 def _parameter(p: ParameterProgram) -> str:
-    """How it is stored; and read, where that differs: a whole weight whose gradient is a partial sum is stored as I and read as R."""
+    """The layout in which a parameter is stored, and read where this differs: a whole weight with a partial gradient is stored as I, read as R."""
     return f"{p.name} {p.stored}" + (f" read as {p.computed}" if p.computed != p.stored else "")
 
 

@@ -20,13 +20,13 @@ VERSION: Final = "2"  # raised when a field is removed or changes its meaning; n
 
 
 def to_json(report: object, *, proof: bool = False) -> dict[str, Any]:
-    """A report as JSON data, as schemas/report.schema.json describes it: its `kind`, the `version` of the schema, its fields.
+    """A report as JSON data, in the form of schemas/report.schema.json: its `kind`, the `version` of the schema, and its fields.
 
     Args:
-        proof: with all that the proof of a plan compared.
+        proof: include everything that the proof of a plan compared.
 
     Raises:
-        TypeError: what no command reports.
+        TypeError: an object that no command reports.
     """
     form = form_of(type(report))
     if not form.kind:
@@ -36,8 +36,8 @@ def to_json(report: object, *, proof: bool = False) -> dict[str, Any]:
 
 
 def json_text(data: Any) -> str:
-    """JSON data as indented text, in which characters that a terminal would obey are escaped. Raises ValueError for a number that
-    JSON does not have."""
+    """JSON data as indented text; characters that a terminal would obey are escaped. Raises ValueError for a number that JSON
+    does not have."""
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() and "\x7f" not in text else "".join(map(_escaped, text))
 
@@ -49,10 +49,10 @@ def _escaped(char: str) -> str:
 
 
 def _data(value: Any, sources: SourceMap) -> Any:
-    """A value as JSON has it.
+    """A value as JSON data.
 
     Args:
-        sources: the sources of its report, which know the lines of places.
+        sources: the sources of its report, which give the lines of places.
     """
     match value:
         case Enum():

@@ -1,4 +1,4 @@
-"""The differences of a report's JSON form from the fields of its dataclasses."""
+"""The differences between a report's JSON form and the fields of its dataclasses."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Form:
     """How the JSON form of a dataclass differs from its fields.
 
     Args:
-        kind: what a report of it is called in `kind`; empty: no command prints one.
-        more: properties of the class, and functions of an object of it, that JSON has too, under their names.
+        kind: the value of `kind` in a report; empty where no command prints one.
+        more: properties of the class, and functions of its objects, that JSON has too, under their names.
         without: fields that JSON does not have.
     """
 
@@ -42,7 +42,7 @@ class Form:
 
     @property
     def computed(self) -> dict[str, Callable[[Any], Any]]:
-        """Name -> what computes it."""
+        """Name -> the function that computes its value."""
         getters = [one.fget if isinstance(one, property) else one for one in self.more]
         return {one.__name__: one for one in getters if one is not None}
 
@@ -94,5 +94,5 @@ FORMS: dict[type, Form] = {
 
 
 def form_of(kind: type) -> Form:
-    """The form of a dataclass."""
+    """The JSON form of a dataclass."""
     return FORMS.get(kind, Form())

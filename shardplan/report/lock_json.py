@@ -1,4 +1,4 @@
-"""Locks as JSON files, and what a check of one finds as text."""
+"""Locks as JSON files, and the result of checking a lock as text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .json import json_text
 from .text import text
 from .width import printable
 
-VERSION = "1"  # of the form of locks
+VERSION = "1"  # the version of the form of locks
 
 
 def lock_text(lock: PlanLock) -> str:
-    """The file."""
+    """The content of a lock's file."""
     return json_text({"lock": VERSION, **asdict(lock)}) + "\n"
 
 
 def read_lock(content: str) -> PlanLock:
-    """The lock of a file. Its content is data of the types that `lock_text` writes; its sizes are a mesh's.
+    """The lock in a file. The content is checked: data of the types that `lock_text` writes, with the sizes of a mesh.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the content is not a lock.
     """
     try:
         data = parse_json(content)
@@ -91,7 +91,7 @@ def _facts(facts: Any) -> Mapping[str, tuple[str, ...]]:
 
 
 def check_text(check: LockCheck, *, color: bool) -> str:
-    """The differences from the lock."""
+    """The text of the differences from the lock."""
     paint = Paint(color)
     parts = []
     if check.findings:

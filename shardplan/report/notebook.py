@@ -1,4 +1,4 @@
-"""The display of a notebook cell's result: the text that the command line prints, in place of a dataclass on one line."""
+"""The display of a notebook cell's result: the command line's text instead of a dataclass on one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-# Results and what shows them, by their names: nothing is imported until a cell ends with one.
+# Names of results -> the functions that show them: nothing is imported until a cell ends with such a result.
 SHOWN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("shardplan.core.report", "Report"): ("text", "report_text"),
     ("shardplan.core.report", "NumericProof"): ("proof_text", "proof_text"),
@@ -18,7 +18,7 @@ SHOWN: Mapping[tuple[str, str], tuple[str, str]] = {
 
 
 def show_results(shell: Any) -> None:
-    """Lets an IPython shell print results as text.
+    """Let an IPython shell print results as text.
 
     Args:
         shell: what `get_ipython()` returns.

@@ -7,17 +7,17 @@ from functools import cache
 
 from shardplan.core.data_files import data_folder
 
-RUN = "\n## What it prints\n"  # what follows is made from a test: for readers of the site
+RUN = "\n## What it prints\n"  # the text after it is made from a test, for readers of the site
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The meaning of a code, why it matters, how it looks and how to fix it.
+    """The page of a code: its meaning, why it matters, what it looks like, and how to fix it.
 
     Args:
         code: `SPnnn`.
         title: a few words, lower case.
-        body: Markdown: the text, then mostly a wrong example and a right one.
+        body: Markdown: the text, then usually a wrong and a right example.
     """
 
     code: str
@@ -41,6 +41,6 @@ def pages() -> dict[str, Page]:
 
 
 def read_page(text: str) -> Page:
-    """A page from its file: the fields between two lines `---`, a line for each, then the body."""
+    """The page in a file: its fields, one per line, between two lines `---`, then the body."""
     _, fields, rest = text.split("---\n", 2)
     return Page(**dict(line.split(": ", 1) for line in fields.splitlines()), body=rest.partition(RUN)[0].strip("\n"))

@@ -14,17 +14,17 @@ GIB = 2**30
 
 
 def plot_fit(fit: Fit, file: str) -> None:
-    """Write a plot; the ending of the file's name (.png, .svg, .pdf) says in which form.
+    """Write a plot; the ending of the file's name (.png, .svg, .pdf) gives its form.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
         ValueError: an ending that matplotlib does not know.
         OSError: the file cannot be written.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Texts as texts, and ids that do not change from run to run.
+    # Keep texts as texts, and the same ids in every run.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardplan", "font.size": 9}):
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""A program for people: what a plan does to each module, and what a step communicates."""
+"""A program as text for people: what a plan does to each module, and what a step communicates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .table import table
 from .text import place_text
 from .width import printable
 
-WIDTH = 120  # columns of what is shown elsewhere than on a terminal
+WIDTH = 120  # columns of text that is not for a terminal
 HEADER = ("module, and what a rank holds", "style and moves", "count", "bytes", "plan")
 LAYOUTS = "I: whole, complete gradient; R: whole, partial gradient; V(d): split in dim d; P: partial sum"
-NUMERIC = {2, 3}  # columns set to the right
+NUMERIC = {2, 3}  # right-aligned columns
 BYTES = {
     "float64": 8,
     "int64": 8,
@@ -41,14 +41,14 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 
 @dataclass(frozen=True, slots=True)
 class ShownParameter:
-    """A parameter of a module, or of equal modules: the numbers are sums over them.
+    """A parameter of a module, or of equal modules; the numbers are sums over these.
 
     Args:
         name: its short name.
-        text: placement and shape on one rank (the one with the most, where they differ).
-        whole: the number of parameters of the unsharded module(s); 0 for one that is tied to an earlier one.
-        local: that number on one rank.
-        size: the bytes of the local ones.
+        text: placement and shape on one rank (the rank with the largest part, where they differ).
+        whole: the number of elements in the unsharded module(s); 0 for a parameter that is tied to an earlier one.
+        local: the number of elements on one rank.
+        size: the bytes of the local elements.
     """
 
     name: str
@@ -67,11 +67,11 @@ class Row:
 
     Args:
         name: the module's name, folded where it represents several.
-        styles: what the plan's rules say of it and of its single parameters.
+        styles: the styles of the rules for it and for its single parameters.
         lines: the places of these rules.
-        parameters: what it owns.
+        parameters: the parameters that it owns.
         moves: the moves of its arguments and of its output.
-        axes: where it is on the axes of the mesh, for pages.
+        axes: where it is on the mesh axes, for pages.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Row:
 def program_text(
     program: Program, sources: SourceMap, *, color: bool, all_rows: bool = False, width: int = WIDTH
 ) -> str:
-    """The table of modules (repeated equal layers as one, unless `all_rows`), the totals, the collectives.
+    """The table of modules (equal repeated layers as one row, unless `all_rows`), the totals, and the collectives.
 
     Args:
-        width: the columns that no line exceeds.
+        width: the largest number of columns of a line.
     """
     paint = Paint(color)
     rows = tuple(module_rows(program, sources))
@@ -101,7 +101,7 @@ def program_text(
 
 
 def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
-    """One row for each module that the program has something to say of, in the model's order."""
+    """One row for each module that the program concerns, in the model's order."""
     tree = program.resolved.tree
     first_name = first_names(tree)
     for module in program.modules.values():
@@ -119,19 +119,19 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
 
 
 def styles_and_lines(resolved: ResolvedPlan, name: str, sources: SourceMap) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The styles in the rules of a module and of its single parameters, and the rules' places."""
+    """The styles of the rules for a module and its single parameters, and the rules' places."""
     rules = _rules(resolved, name)
     lines = (place_text(rule.location, sources).rpartition(":")[0] for rule in rules)
     return tuple(dict.fromkeys(rule.style for rule in rules)), tuple(dict.fromkeys(lines))
 
 
 def first_names(tree: ModuleTree) -> dict[str, str]:
-    """The other names of tied parameters -> the first one."""
+    """The other names of tied parameters -> the first name."""
     return {name: group[0] for group in tree.tied for name in group[1:]}
 
 
 def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows that differ in the numbers of their names only, as one row with the sums."""
+    """Join rows that differ only in the numbers of their names to one row with the sums."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:
         template = ".".join("#" if part.isdecimal() else part for part in row.name.split("."))
@@ -139,7 +139,7 @@ def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
     folded = []
     for group in groups.values():
         names = fold_names(row.name for row in group)
-        if len(names) > 1:  # no product of ranges: each row keeps its own numbers
+        if len(names) > 1:  # the names are not a product of ranges: each row keeps its own numbers
             folded += group
         else:
             parameters = tuple(owned.times(len(group)) for owned in group[0].parameters)
@@ -148,8 +148,8 @@ def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def local_shape(parameter: ParameterProgram, info: ParameterInfo, sizes: MeshSizes) -> tuple[int, ...]:
-    """The shape on the first rank, which has the most: dims that the axis does not divide are split in
-    ceil-chunks."""
+    """The shape on the first rank, which has the largest part: dims that the axis does not divide are split
+    in ceil-chunks."""
     if parameter.dim is None:
         return info.shape
     ranks = sizes.of(parameter.stored.axis)
@@ -181,7 +181,7 @@ def _shown(
 
 
 def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
-    """The rules of a module and of its single parameters."""
+    """The rules for a module and for its single parameters."""
     inside = [a for parameter, a in resolved.parameters.items() if resolved.tree.owner(parameter) == name]
     own = resolved.modules.get(name)
     return [assignment.rule for assignment in ([own] if own else []) + inside]
@@ -203,7 +203,7 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
 
 
 def _lines(row: Row) -> Iterator[tuple[str, ...]]:
-    """The row's cells: its name and then its parameters, next to the styles and then the moves."""
+    """The row's cells: its name and below it its parameters, next to the styles and below them the moves."""
     owned = ((f"  {p.name}  {p.text}", f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
     names, counts, sizes = zip((row.name or "(model)", "", ""), *owned, strict=True)
     for cells in zip_longest(names, (*row.styles, *row.moves), counts, sizes, row.lines, fillvalue=""):
@@ -228,7 +228,7 @@ def _collectives(program: Program, paint: Paint) -> list[str]:
 
 
 def _trade(program: Program) -> list[str]:
-    """What the plan could have instead: memory for communication, and collectives during the computation."""
+    """The trades that the plan could make instead: memory for communication, and collectives that overlap computation."""
     moves = [boundary for module in program.modules.values() for boundary in module.enter]
     again = sum(boundary.regather for boundary in moves)
     kept = sum(boundary.src.kind == "V" and boundary.dst.kind in ("R", "I") for boundary in moves) - again

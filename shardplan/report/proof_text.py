@@ -22,10 +22,10 @@ RANKS = {True: "real processes", False: "simulated in one process"}
 
 
 def proof_text(proof: NumericProof, *, color: bool, all_rows: bool = False, width: int | None = None) -> str:
-    """One table for each variant, repeated layers on one line, unless `all_rows`.
+    """One table for each variant, with repeated layers on one line unless `all_rows`.
 
     Args:
-        width: of the terminal in columns; the tables are as wide as they need without it.
+        width: the terminal's width in columns; without it, tables are as wide as their content.
     """
     paint = Paint(color)
     parts = [_variant(one, proof, paint, all_rows, width) for one in proof.variants]
@@ -35,7 +35,7 @@ def proof_text(proof: NumericProof, *, color: bool, all_rows: bool = False, widt
 
 
 def fold_rows(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Rows of repeated layers with the same verdict as one row, with the worst error among them."""
+    """Join rows of repeated layers with the same verdict to one row, with their worst error."""
     groups: dict[tuple[str, ...], list[Comparison]] = {}
     for row in rows:
         template = re.sub(r"(?<![^.])\d+(?![^.])", "#", row.name)
@@ -97,5 +97,5 @@ def _cells(row: Comparison, paint: Paint) -> tuple[str, ...]:
 
 
 def _verdict_word(row: Comparison) -> str:
-    """The verdict, with the precision where that is not the usual float32."""
+    """The verdict, with the precision where it is not the usual float32."""
     return row.verdict if row.dtype == "float32" else f"{row.verdict} ({row.dtype})"

@@ -1,4 +1,4 @@
-"""The cases that a proof ran on, in a line."""
+"""The cases of a proof, in one line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .width import printable
 
 
 def proven_on(proof: NumericProof) -> str:
-    """The cases that a proof ran on, in one line: the meshes, the inputs, the steps, the further arguments of calls,
-    and those left out. Empty where there were no calls."""
+    """The cases of a proof, in one line: the meshes, the inputs, the steps, the further arguments of calls, and those
+    left out. Empty where there were no calls."""
     if not proof.calls:
         return ""
     inputs = [f"{one.kind} {list(next(iter(one.shapes.values()), ()))}" for one in proof.calls]

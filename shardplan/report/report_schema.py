@@ -18,7 +18,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TYPES: dict[type, tuple[str, ...]] = {
     str: ("string",),
     int: ("integer",),
-    float: ("number", "null"),  # null: what JSON has no number for
+    float: ("number", "null"),  # null: a value that JSON has no number for
     bool: ("boolean",),
     NoneType: ("null",),
 }
@@ -41,7 +41,7 @@ def report_schema() -> dict[str, Any]:
 
 def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a type hint; dataclasses are put into `definitions` and referred to."""
-    hint = getattr(hint, "__supertype__", hint)  # of a NewType
+    hint = getattr(hint, "__supertype__", hint)  # for a NewType
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
@@ -59,7 +59,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "prefixItems": items, "minItems": size, "maxItems": size}
     if origin is Mapping:
         keys, values = (_schema(argument, definitions) for argument in arguments)
-        names = {"propertyNames": keys} if "enum" in keys else {}  # other keys are texts, and numbers as texts
+        names = {"propertyNames": keys} if "enum" in keys else {}  # other keys are texts, or numbers as texts
         return {"type": "object", **names, "additionalProperties": values}
     if issubclass(hint, Enum):
         return {"enum": [one.value for one in hint]}
@@ -68,7 +68,7 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if is_dataclass(hint):
         assert isinstance(hint, type)
         if hint.__name__ not in definitions:
-            definitions[hint.__name__] = {}  # holds the place: one may hold another of its kind
+            definitions[hint.__name__] = {}  # holds the place: a dataclass may contain itself
             definitions[hint.__name__] = _object(hint, definitions)
         return {"$ref": f"#/$defs/{hint.__name__}"}
     return _type(hint)

@@ -21,7 +21,7 @@ def to_sarif(report: Report, *, root: Path | None = None) -> dict[str, Any]:
 
     Args:
         report: the findings.
-        root: the folder that file names are made relative to; None is the current one.
+        root: the folder to which file names are relative; None is the current folder.
     """
     root = root or Path.cwd()
     used = sorted({d.code for d in report.diagnostics})
@@ -88,7 +88,7 @@ def _related(number: int, label: Label, sources: SourceMap, root: Path) -> dict[
 
 
 def _physical(label: Label, sources: SourceMap, root: Path) -> dict[str, Any] | None:
-    """File and region; None for what is no file (`<dict>`)."""
+    """The file and region of a label; None where it is not in a file (`<dict>`)."""
     name = label.location.file
     if name.startswith("<"):
         return None
@@ -105,7 +105,7 @@ def _physical(label: Label, sources: SourceMap, root: Path) -> dict[str, Any] | 
 
 
 def _uri(name: str, root: Path) -> str:
-    """A relative URI where the file is under the root, else an absolute one."""
+    """The file's URI: relative where the file is under the root, else absolute."""
     path = Path(name)
     if path.is_absolute():
         if not path.is_relative_to(root):

@@ -1,4 +1,4 @@
-"""Names of repeated modules, folded: `model.layers.0-31.mlp.down_proj`."""
+"""Folding names of repeated modules: `model.layers.0-31.mlp.down_proj`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 
 def fold_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names with runs of numbers in one position written as ranges, in the order of first appearance.
+    """The names in the order of first appearance, with runs of numbers at one position written as ranges.
 
-    A folded name represents exactly the names that it spells: nothing is folded that was not there.
+    A folded name represents exactly the names that it spells; it adds none.
 
     >>> fold_names(["layers.0.q", "layers.1.q", "layers.3.q", "norm"])
     ('layers.0-1,3.q', 'norm')
@@ -20,7 +20,7 @@ def fold_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def brace_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names with those that differ in their last part only written as one, as a plan's glob would.
+    """The names, where those that differ only in their last segment are written as one, like a glob in a plan.
 
     >>> brace_names(["layers.0-3.q", "layers.0-3.k", "norm"])
     ('layers.0-3.{q,k}', 'norm')

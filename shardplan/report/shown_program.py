@@ -76,7 +76,7 @@ class ShownProgram:
 
 
 def shown_program(program: Program, sources: SourceMap, model: str) -> ShownProgram:
-    """Every module that the program has something to say of, in the model's order."""
+    """Every module that the program concerns, in the model's order."""
     from shardplan.compiler.lower.expected_collectives import expected_collectives
 
     from .program_text import first_names, local_shape, styles_and_lines

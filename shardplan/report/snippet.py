@@ -13,15 +13,15 @@ from shardplan.core.sources import SourceFile
 from .color import Paint, Role
 from .width import cells, printable
 
-GUTTER = 4  # digits of a line number; more are taken where a file has them
-WIDTH = 110  # columns of a source line; what is longer is cut around the first mark
-LEAD = 20  # columns kept before the first mark of a line that is cut on its left
+GUTTER = 4  # digits of a line number; longer numbers get more
+WIDTH = 110  # columns of a source line; a longer line is cut around the first mark
+LEAD = 20  # columns before the first mark, in a line that is cut on its left
 CUT = "..."
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A span to underline, with the text printed next to it. The primary mark is drawn with carets."""
+    """A span to underline, and the text next to it. The primary mark is drawn with carets."""
 
     span: Span
     text: str
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Stroke:
-    """A mark on the shown line: display columns from 0, `end` one past the last."""
+    """A mark on the shown line: display columns from 0; `end` is one past the last."""
 
     start: int
     end: int
@@ -39,13 +39,13 @@ class _Stroke:
 
 
 def gutter_width(marks: Iterable[Mark]) -> int:
-    """The columns that line numbers take in a snippet with these marks."""
+    """The columns for line numbers in a snippet with these marks."""
     return max([GUTTER, *(len(str(mark.span.line)) for mark in marks)])
 
 
 def snippet(source: SourceFile, marks: Iterable[Mark], width: int, paint: Paint) -> list[str]:
-    """The marked lines in order, each with its marks below; lines left out between them are shown as
-    `...`."""
+    """The marked lines in order, each with its marks below it; `...` is shown for lines that are left out
+    between them."""
     by_line: dict[int, list[Mark]] = {}
     for mark in sorted(marks, key=lambda mark: mark.span.line):
         by_line.setdefault(mark.span.line, []).append(mark)
@@ -63,7 +63,7 @@ def snippet(source: SourceFile, marks: Iterable[Mark], width: int, paint: Paint)
 
 
 def _place(text: str, marks: Sequence[Mark]) -> tuple[str, list[_Stroke]]:
-    """The line as shown, cut where it is too long, and the places of its marks in it."""
+    """The line as shown, cut where it is too long, and the positions of its marks."""
     pieces, starts = _cells(text)
     ends = [_character_range(mark.span, len(pieces)) for mark in marks]
     left, right = _window(starts, min(first for first, _ in ends))
@@ -79,20 +79,20 @@ def _place(text: str, marks: Sequence[Mark]) -> tuple[str, list[_Stroke]]:
 
 @lru_cache(maxsize=4)
 def _cells(text: str) -> tuple[Sequence[str], Sequence[int]]:
-    """The cells of a line. They are remembered: thousands of findings may be in one line of a megabyte."""
+    """The cells of a line. They are cached, as thousands of findings may be on one line of a megabyte."""
     return cells(text.rstrip())
 
 
 def _character_range(span: Span, length: int) -> tuple[int, int]:
-    """The marked characters of the span's first line; a span over several lines is marked to the end of the
-    first."""
+    """The marked characters of the span's first line; a span over several lines is marked to the end of its
+    first line."""
     first = min(span.column - 1, length)
     last = span.end_column - 1 if span.end_line == span.line else length
     return first, min(max(last, first), length)
 
 
 def _window(starts: Sequence[int], first: int) -> tuple[int, int]:
-    """The range of characters to show: all, or as many as fit from a little before the character `first`."""
+    """The range of characters to show: all, or those that fit, from a little before the character `first`."""
     length = len(starts) - 1
     if starts[length] <= WIDTH:
         return 0, length
@@ -104,7 +104,7 @@ def _window(starts: Sequence[int], first: int) -> tuple[int, int]:
 
 
 def _rows(strokes: Sequence[_Stroke], paint: Paint) -> list[str]:
-    """The row of carets and dashes with the last mark's text next to it; the other texts hang below, last first."""
+    """The row of carets and dashes with the last mark's text next to it; the other texts are below, last first."""
     order = sorted(strokes, key=lambda stroke: (stroke.end, stroke.start))
     signs: list[tuple[str, Role]] = [(" ", "strong")] * order[-1].end
     for stroke in sorted(order, key=lambda stroke: stroke.mark.primary):
@@ -122,7 +122,7 @@ def _rows(strokes: Sequence[_Stroke], paint: Paint) -> list[str]:
 
 
 def _runs(signs: Sequence[tuple[str, Role]], paint: Paint) -> str:
-    """The signs, each run of one role painted at once."""
+    """The signs, where each run with the same role is painted at once."""
     runs: list[tuple[str, Role]] = []
     for sign, role in signs:
         if runs and runs[-1][1] == role:

@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def table(rows: Iterable[Sequence[str]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
-    """The lines of a table: two blanks between the columns, none at the end of a line.
+    """The lines of a table, with two blanks between columns and none at the end of a line.
 
     Args:
-        rows: the cells, all rows alike in number: printable text with `Paint`'s colours. Blanks before a cell's text indent all
-            its lines.
-        right: the columns that are set to the right.
-        width: the columns that no line exceeds: longer cells are folded, at blanks where they have some. None for as many as they need.
+        rows: the cells, the same number in each row: printable text with `Paint`'s colours. Blanks before a cell's text indent
+            all its lines.
+        right: the right-aligned columns.
+        width: the largest number of columns of a line; longer cells are folded, at blanks if they have any. None sets no limit.
     """
-    from rich.console import Console  # takes longer than linting a plan
+    from rich.console import Console  # the import takes longer than linting a plan
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -29,7 +29,7 @@ def table(rows: Iterable[Sequence[str]], *, right: Collection[int] = (), width: 
         texts = [cell.lstrip(" ") for cell in row]
         indents = [len(cell) - len(text) for cell, text in zip(row, texts, strict=True)]
         drawn.add_row(*(Padding(Text.from_ansi(text), (0, 0, 0, n)) for text, n in zip(texts, indents, strict=True)))
-    # The colours are in the cells: the console neither looks for a terminal nor reads the environment.
+    # The cells have the colours: the console must not look for a terminal or read the environment.
     screen = Console(
         file=io.StringIO(), width=width or sys.maxsize, color_system="standard", no_color=False, force_terminal=False
     )

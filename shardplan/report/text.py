@@ -1,4 +1,4 @@
-"""Findings for people, in the manner of rustc: the sentence, the lines of the plan, the facts, the remedy."""
+"""Findings for people, like rustc's: the message, the plan's lines, the notes, the help."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .snippet import Mark, gutter_width, snippet
 from .width import printable
 
 ROLES: dict[Severity, Role] = {Severity.ERROR: "error", Severity.WARNING: "warning"}
-MOST_NAMES = 4  # folded module names printed with a finding; JSON has all
+MOST_NAMES = 4  # folded module names printed with a finding; JSON has all names
 
 
 def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
-    """The findings, then the count, and for a plan against a model the tp sizes that it allows and what is proven.
+    """The findings and their number; for a plan against a model, also the allowed tp sizes and what is proven.
 
     Args:
-        verbose: also what follows from the findings, which else is counted.
+        verbose: also print findings that follow from others; else they are only counted.
     """
     paint = Paint(color)
     total = count_text(report.diagnostics)
@@ -60,13 +60,13 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
 
 
 def _distributed(report: Report) -> str:
-    """The words for experts on ranks that split nothing else."""
+    """The words about experts that are distributed over ranks that split nothing else."""
     tried = "" if "layouts" in report.stages else ", which was not tried"
     return f"at tp 1 no layer is split; experts are distributed{tried}"
 
 
 def proof_lines(report: Report) -> list[str]:
-    """The proven and the unreached parts of a report whose layouts were checked and have no errors."""
+    """The lines on proven and unreached parts, for a report whose layouts were checked and have no errors."""
     if not report.ok:
         return []
     staged = report.proof.pipeline if report.proof is not None else None
@@ -96,13 +96,13 @@ def proof_lines(report: Report) -> list[str]:
 
 
 def named_few(names: Iterable[str]) -> str:
-    """The names, folded over layers, the first few of them."""
+    """The first few names, folded over layers."""
     folded = brace_names(fold_names(names))
     return ", ".join((*folded[:MOST_NAMES], *(["..."] if len(folded) > MOST_NAMES else [])))
 
 
 def text(diagnostics: Iterable[Diagnostic], sources: SourceMap, *, color: bool) -> str:
-    """The findings in the order of the plan's lines, an empty line between them; no newline at the end."""
+    """The findings in the order of the plan's lines, with an empty line between them and no newline at the end."""
     paint = Paint(color)
     return "\n\n".join("\n".join(_finding(d, sources, paint)) for d in ordered(diagnostics, sources))
 
@@ -129,8 +129,8 @@ def _finding(diagnostic: Diagnostic, sources: SourceMap, paint: Paint) -> list[s
 
 
 def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Label], list[Label]]:
-    """The labels that share a snippet with the primary one (it comes first), and those that need their
-    own."""
+    """The labels that share a snippet with the primary label (it comes first), and those that need a
+    snippet of their own."""
     if diagnostic.primary is None:
         return [], list(diagnostic.related)
     here: list[Label] = [diagnostic.primary]
@@ -143,7 +143,7 @@ def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Labe
 
 
 def _marks(labels: Iterable[Label], sources: SourceMap, role: Role) -> list[Mark]:
-    """The labels as marks, the first of them primary; those without a span have none."""
+    """The labels as marks, the first of which is primary; labels without a span get no mark."""
     return [
         Mark(span, label.text, primary=i == 0, role=role if i == 0 else "note")
         for i, label in enumerate(labels)
@@ -159,8 +159,8 @@ def _place(
     sources: SourceMap,
     paint: Paint,
 ) -> list[str]:
-    """`--> file:line:column` and the marked lines; without a text, the path into the document and the
-    labels."""
+    """`--> file:line:column` and the marked lines; for a document without text, the path into it and
+    the labels."""
     arrow = " " * (width - 2) + paint("gutter", "-->")
     lines = [f"{arrow} {printable(place_text(location, sources))}"]
     source = sources.files.get(location.file)
@@ -171,7 +171,7 @@ def _place(
 
 
 def _note(label: Label, sources: SourceMap, paint: Paint) -> list[str]:
-    """A label in another document: a note of its own."""
+    """A label in another document, as a note of its own."""
     place = [Label(label.location)]
     marks = _marks(place, sources, "note")
     return [
@@ -190,7 +190,7 @@ def place_text(location: Location, sources: SourceMap) -> str:
 
 
 def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
-    """The modules concerned, folded, unless the finding names its only one already."""
+    """The folded names of the finding's modules, unless the message already names the only one."""
     said = (diagnostic.message, *diagnostic.notes)
     if not diagnostic.modules or (len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)):
         return ()

@@ -1,5 +1,5 @@
-"""How wide text is on a terminal: tabs, wide and combining characters, and what must not reach a terminal at
-all."""
+"""The width of text on a terminal: tabs, wide and combining characters, and characters that must never reach
+a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 TAB = 4
-HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories that move, hide or reorder what follows
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories that move, hide or reorder the text after them
 JOINER = "\u200d"
 _KEPT = re.compile(r"(\n|\t)")
 _KEPT_IN_COLOR = re.compile(r"(\x1b\[[0-9]+(?:;[0-9]+)*m|\n|\t)")
@@ -15,15 +15,15 @@ _PLAIN = re.compile(r"[\n\t -~]*")
 
 
 def printable(text: str) -> str:
-    """The text on one line, control characters replaced by visible ones: a plan cannot write to the
-    terminal."""
+    """The text on one line, with control characters replaced by visible ones, so that a plan cannot
+    control the terminal."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(" " if char == "\t" else _visible(char) for char in text)
 
 
 def printable_lines(text: str, *, colors: bool = False) -> str:
-    """Each line as `printable` has it; its tabs stay and, with `colors`, `Paint`'s escapes."""
+    """The text with each line made `printable`; tabs stay and, with `colors`, `Paint`'s escapes too."""
     if _PLAIN.fullmatch(text):
         return text
     kept = _KEPT_IN_COLOR if colors else _KEPT
@@ -31,8 +31,8 @@ def printable_lines(text: str, *, colors: bool = False) -> str:
 
 
 def cells(text: str) -> tuple[list[str], list[int]]:
-    """Each character as it is printed (a tab as spaces), and the display column, from 0, of each and of the
-    end."""
+    """Each character as it is printed (a tab as spaces), and the display columns, from 0, of all characters
+    and of the end."""
     pieces: list[str] = []
     starts = [0]
     for char in text:
