@@ -1,4 +1,4 @@
-"""Functions that run a model, of which a process runs one at a time."""
+"""Functions that run a model; a process runs one of them at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Style names: transformers' words, six of which NeMo Automodel translates to torch's styles."""
+"""Style names: transformers' words. NeMo Automodel translates six of them to torch's styles."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""torchtitan's `ShardingConfig` (0.3): placements of a module's parameters, inputs and output on each mesh axis, of which
-only tp is read. torchtitan is not imported: its classes are recognised by their names."""
+"""torchtitan's `ShardingConfig` (0.3): placements of a module's parameters, inputs and output on each mesh axis. Only the
+axis tp is read. torchtitan is not imported: its classes are recognised by their names."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _read(reduced: ModelLayouts, kinds: Collection[str], *, computing: bool = Fa
 
 
 def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
-    """Groups of parameters of which only one is used at a time (an adapter's trained copy, and the original)."""
+    """Groups of parameters that are used only one at a time (an adapter's trained copy, and the original)."""
     for copies in tree.copies.values():
         first = full_name(copies[0], "")
         for name in tree.parameters:

@@ -73,7 +73,7 @@ class Kept:
         ran.firm -= ran.parts.keys()
 
     def _part_of(self, name: str, x: Tensor) -> str:
-        """The parameter of which a value may be a rank's part: found by its name, by its position in a list, or else by its shape."""
+        """The parameter that a value may be a rank's part of: found by its name, by its position in a list, or else by its shape."""
         alike = [of for of, part in self._parts.items() if part.shape == x.shape and x.ndim > 0]
         place = re.search(r"\[(\d+)\]$", name)
         every = list(self._parameters)

@@ -143,7 +143,7 @@ def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Labe
 
 
 def _marks(labels: Iterable[Label], sources: SourceMap, role: Role) -> list[Mark]:
-    """The labels as marks, the first of which is primary; labels without a span get no mark."""
+    """The labels as marks, the first one primary; labels without a span get no mark."""
     return [
         Mark(span, label.text, primary=i == 0, role=role if i == 0 else "note")
         for i, label in enumerate(labels)
