@@ -50,7 +50,7 @@ def deliver(document: str | None, report: Report, args: argparse.Namespace, writ
 
     Args:
         document: None where none was made: the report says why.
-        written, beside: the message about it: for a file, and on stderr when the document goes to stdout.
+        written, note: the message about it: for a file, and on stderr when the document goes to stdout.
     """
     if document is None:
         return finish(report, args)

@@ -142,7 +142,7 @@ def _step_once_for_each_share(accelerator: Any, shares: int) -> None:
 
 
 def _first_steps(scheduler: Any, step: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
-    """A step of accelerate's, of whose calls the scheduler takes only the first `count`."""
+    """A step of accelerate's: the scheduler takes only the first `count` of its calls."""
     left = iter(range(count))
     own = scheduler.step
 

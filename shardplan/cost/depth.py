@@ -99,7 +99,7 @@ def repeated(found: FoundModel, every: int = 1, ahead: int = 1, tail: int | None
     Args:
         every: the period of the plan's rules: it treats each n-th layer alike.
         ahead: the number of layers that are gathered before they run.
-        behind: the number of layers at the end that differ from those before; None is one more than `ahead`.
+        tail: the number of layers at the end that differ from those before; None is one more than `ahead`.
     """
     whole = Depths((), 1, 1, 0, 1)
     if found.config is None:
@@ -121,7 +121,7 @@ def _repeating(
 
     Args:
         every: the plan treats each n-th layer alike.
-        ahead, behind: the numbers of layers that must be on either side of the repeating ones.
+        ahead, tail: the numbers of layers that must be on either side of the repeating ones.
     """
     count, tail = len(layers), ahead + 1 if tail is None else tail
     choices = [Depths(lists, count, count, 0, 1)]

@@ -316,7 +316,7 @@ class States:
         return found
 
     def _sum(self, parts: Sequence[Sized], divide: Sequence[str]) -> str | None:
-        """The total length of parts, as an expression over the module's own numbers, of which those in `divide` are a rank's.
+        """The total length of parts, as an expression over the module's own numbers; those in `divide` are a rank's.
         None where the module has no numbers for a part."""
         terms: dict[str, int] = {}
         own = self._attributes(self.home)
