@@ -72,7 +72,7 @@ def compile_plan(
 
     Args:
         model, plan: as for `validate`.
-        mesh: a DeviceMesh with axis names, or the sizes alone, `{"tp": 8}`.
+        mesh: a DeviceMesh with axis names, or only the sizes, `{"tp": 8}`.
         sequence_parallel: use the plan's sequence-parallel section too; with tp 1 it splits nothing.
         logits: the output head's logits. "plan": as the plan says; "replicated": whole; "sharded": split over the vocabulary;
             "fused": none, the loss computes them for a chunk of tokens at a time (also with tp 1); "as_stored": split over
@@ -169,9 +169,9 @@ def apply_plan(
             ranks of dp_shard x cp x tp. None is the ep of `build_mesh`, else 1.
         axes: axis -> the mesh's name for it, where that is not a known spelling.
         check_inputs: compare the tensor arguments over tp and cp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th. A
-            RuntimeError names the ranks with another batch: before the first forward runs, later at the next forward. Compare
-            the weights of replicas once. Under FSDP2, where the model takes several kinds of inputs (images and text), compare
-            at each forward which kinds the ranks were given (RuntimeError before it runs).
+            RuntimeError names the ranks with another batch, at the first forward before it runs, later at the next forward. Also
+            compare the weights of replicas once. Under FSDP2, for models that take several kinds of inputs (images and text),
+            also compare at each forward which kinds the ranks were given (RuntimeError before it runs).
         src_data_rank: the tp rank whose weights are sent to the others; None sends nothing, as all ranks have the same weights.
         autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
         patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer, which

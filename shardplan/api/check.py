@@ -211,7 +211,7 @@ class _Run:
             return ()
         if replace(sizes, pp=1).splits_layers:
             return wanted
-        return wanted[:1] if self.processes else ()  # stages alone: processes run them like a whole model
+        return wanted[:1] if self.processes else ()  # only stages: processes run them like a whole model
 
     def question(self, asked: Question, sizes: MeshSizes, cut: StagedPlan | None) -> Question:
         """The question for the proof of a plan, cut into stages or not."""

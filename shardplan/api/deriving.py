@@ -41,7 +41,7 @@ class Share(Protocol):
 
 
 def alone(make: Callable[[], Result]) -> Result:
-    """Call the function in this process, for one process alone."""
+    """Call the function, where there is only one process."""
     return make()
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TRIES = 3  # at most this many times `best` configurations are estimated, until enough of them fit
 FULLEST = 0.95  # of a device's memory
 OF_A_ROW = 3  # the work of an estimate, where tracing one table is 1
-FLOOR = 1.005  # of the time of the model's operations alone: nothing is faster
+FLOOR = 1.005  # x the time of only the model's operations: nothing is faster
 
 
 @with_known_names

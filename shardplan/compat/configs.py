@@ -298,7 +298,7 @@ def units_of_classes(model: nn.Module, paths: list[str]) -> list[str]:
     """The names of the modules that have these classes.
 
     Args:
-        paths: import paths, or class names alone.
+        paths: import paths, or only class names.
 
     Raises:
         ValueError: the model has no module of a class.

@@ -72,7 +72,7 @@ def choices(
     regather: bool,
     offload: bool = False,
 ) -> Iterator[Choice]:
-    """The configurations of a mesh with each micro-batch and schedule that give so many sequences in a step."""
+    """The configurations of a mesh: each micro-batch and schedule that give `rows` sequences in a step."""
     ranks = sizes.dp_shard * sizes.dp_replicate
     own, left = divmod(rows, ranks)
     for micro_batch in (1, 2, 4, 8, 16) if not left else ():
@@ -129,7 +129,7 @@ def _stages(table: Table, pp: int, laps: int) -> tuple[StageCosts, ...]:
 
 
 def _scaled(stage: StageCosts, rows: int) -> StageCosts:
-    """A stage with so many sequences."""
+    """A stage with `rows` sequences in a micro-batch."""
 
     def times(part: PartCosts) -> PartCosts:
         return replace(

@@ -218,7 +218,7 @@ def meshes_of(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overl
 
 
 def on_mesh(on: Overlays, mesh: MeshSizes) -> Overlays:
-    """The part of a variant that runs on a mesh: without a cp axis no rules for it."""
+    """The part of a variant that runs on a mesh: rules for cp only where the mesh has a cp axis."""
     return on if mesh.cp > 1 else on - {"context_parallel"}
 
 

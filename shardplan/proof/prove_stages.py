@@ -164,7 +164,7 @@ def prove_stages_on_first_rank(
 
 
 def reduced_cut(staged: StagedPlan, stages: int) -> PipelineCut:
-    """The cut of the reduced model that represents a cut into so many stages: it has the same number, as far as there are blocks."""
+    """The cut of the reduced model that represents a cut into `stages` stages: it has the same number, as far as there are blocks."""
     assert staged.resolved is not None and staged.ok, staged.findings
     blocks = len(staged.resolved.pp_blocks)
     return pipeline_cut(staged.resolved, even_sizes(blocks, min(stages, blocks)))

@@ -41,8 +41,8 @@ class Alone:
         same: with the micro-batches of all ranks, one after the other.
         parts, joined: with micro-batches, and with one batch of all their rows; empty if the step draws random numbers. The micro-batches
             differ only in their labels, if the loss of a row depends on other rows.
-        pieces: with each of these micro-batches alone, if parts and joined differ.
-        shares: the first step with the micro-batches of each data-parallel rank alone.
+        pieces: with each of these micro-batches separately, if parts and joined differ.
+        shares: the first step with only the micro-batches of each data-parallel rank.
     """
 
     same: Sequence[Ran]

@@ -1,4 +1,4 @@
-"""Following the features of a result through the model's code: into which parts, and these into how many heads, they are cut."""
+"""Following the features of a result through the model's code, to find the parts into which they are cut, and the heads of each part."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from shardplan.core.tree import ancestors, parent
 from .draft import Draft, Options, Rules, partial_gradients
 from .flow import Flow, Product
 
-MOST_AROUND = 2  # how many modules around a list may return the blocks' output
+MOST_AROUND = 2  # modules around a list that may return the blocks' output
 GATHERS: Options = {"style": "gather_seq_input"}
 GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # after a module that works on slices
 COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel section has no block input here

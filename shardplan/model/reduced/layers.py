@@ -25,7 +25,7 @@ class Kept:
     """Layers of the original, by index.
 
     Args:
-        count: how many layers the original has.
+        count: the number of the original's layers.
         layers: the kept ones, ascending.
     """
 

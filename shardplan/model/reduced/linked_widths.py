@@ -18,7 +18,7 @@ LINKS = re.compile(
     r"(.*_)?(hidden_size(_global)?|projection_size|dim|channels|hidden_dim|upsample_groups)"
 )
 OWN = ("hidden_size", "d_model", "embed_dim", "head_dim", "n_embd")
-HALF = "num_pos_feats"  # counts the sines; there are as many cosines
+HALF = "num_pos_feats"  # the number of sines, and of cosines
 SMALLEST = 64  # smaller numbers are equal by chance
 
 
