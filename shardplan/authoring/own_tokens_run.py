@@ -27,8 +27,8 @@ RANKS = 2
 
 
 def losses_are_shares(bench: Workbench, exits: Mapping[str, Rule]) -> bool:
-    """Whether a model whose head reads a part of the tokens, with labels that were shifted and then cut, computes the loss of this part,
-    so that the mean of all ranks' losses is the whole loss. It is tried with parts that have different numbers of labels.
+    """Whether a model whose head reads a part of the tokens computes the loss of this part: the mean of all ranks' losses is then the whole
+    loss. Labels are shifted and then cut. It is tried with parts that have different numbers of labels.
 
     Args:
         exits: the rules that would make the sequence whole after the blocks, by module.

@@ -44,8 +44,8 @@ class PartNames:
 class Parts:
     """Follows which part runs: a block by its name, or one of SHARED, FIRST and LAST.
 
-    In forward, a place in no part belongs to every stage if it is before the blocks, to the block before it if it is
-    between them, and to the last stage if it is after them; in backward, to the part whose backward ran last.
+    A place may be in no part. In the forward, it then belongs to every stage before the blocks, to the block before it
+    between them, and to the last stage after them. In the backward, it belongs to the part whose backward ran last.
     """
 
     def __init__(self, names: PartNames) -> None:
