@@ -68,7 +68,8 @@ def test_swin_is_split_by_heads_in_every_stage() -> None:
 def test_heads_that_tp_does_not_divide_are_named() -> None:
     """The published Swin begins with three."""
     model = timm.swin(embed_dim=48, num_heads=(3, 6, 12))
-    (said,) = shardplan.init_plan(shardplan.Model(model, inputs=timm.swin_pictures)).diagnostics
+    whole, said = shardplan.init_plan(shardplan.Model(model, inputs=timm.swin_pictures)).diagnostics
+    assert whole.code == "SP532" and whole.message.startswith("layers.*.downsample.reduction stay whole")
     assert said.code == "SP534"
     assert said.help == (
         "choose a tp that divides num_heads, which is 3 in layers.0.blocks.0.attn: a rank computes with whole heads"
