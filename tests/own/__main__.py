@@ -28,6 +28,8 @@ Made by `make judge WHAT=own`; do not edit. Small models, each written in anothe
 [tests/own](../tests/own), which is proven too. "Split" is the share of the parameters that are stored in parts at tp 2; "through" is the share
 without those whose results are gathered at once inside a block. `init` is the same where it splits 95 % of what the hand splits, in both.
 
+{same} of {all} are split as by hand.
+
 | model | by hand: split | through | by `init`: split | through | |
 |---|---|---|---|---|---|
 """
@@ -84,9 +86,9 @@ def row(found: Found, one: Own) -> str:
     return f"| {found.name} | {' | '.join(numbers)} | {'same' if found.same else one.lacks[0] if one.lacks else ''} |"
 
 
-def page(rows: list[str], lines: list[str]) -> str:
+def page(rows: list[str], lines: list[str], same: int) -> str:
     """The table as Markdown."""
-    return HEAD + "\n".join((*rows, "", *lines)) + "\n"
+    return HEAD.format(same=same, all=len(rows)) + "\n".join((*rows, "", *lines)) + "\n"
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +111,7 @@ def main(argv: list[str]) -> int:
         print(rows[-1] + (f" {said}" if said else ""), flush=True)
     print(f"{same} of {len(chosen)} by init; {wrong} not as listed")
     if given.table and len(chosen) == len(MODELS):
-        given.table.write_text(page(rows, lines), "utf-8")
+        given.table.write_text(page(rows, lines, same), "utf-8")
     return int(bool(wrong))
 
 
