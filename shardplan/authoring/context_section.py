@@ -113,11 +113,9 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         handing = {above for name, rule in fewer.items() if rule.read_outside for above in ancestors(name)}
         inner = {name: rule for name, rule in routers.items() if name not in handing}
         below = {name: _TOKEN_WISE for name, m in tree.modules.items() if has_stacks(m) and name not in fewer}
-        handed = [{**more, **rest} for rest in (routers, inner) for more in (below, {})]
-        for more in [one for position, one in enumerate(handed) if one not in handed[:position]]:
-            if not wrong(_outermost({**fewer, **more})):
-                rules = {**fewer, **more}
-                break
+        rests = (routers,) if inner == routers else (routers, inner)
+        handed = ({**fewer, **more, **rest} for rest in rests for more in ((below, {}) if below else ({},)))
+        rules = next((one for one in handed if not wrong(_outermost(one))), rules)
     for pattern in dict.fromkeys(tree.pattern(name) for name, rule in _outermost(rules).items() if rule.style == MIX):
         heads = {n: replace(rule, style=HEADS) for n, rule in rules.items() if tree.pattern(n) == pattern}
         if shared(_outermost({**rules, **heads})):

@@ -156,10 +156,10 @@ class Leave:
         variant, mesh = self.shared.regime.variant, self.mesh
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
-        read_shape = self._argument_shape(program, args, kwargs)
+        moves = program.leave is not None or over_cp is not None
+        read_shape = self._argument_shape(program, args, kwargs) if moves else None
         if over_cp is not None and when(over_cp.src, over_cp.dst) == "before":
-            whole = read_shape
-            output = on_first(output, lambda x: self._over_cp(x, over_cp, program, whole))
+            output = on_first(output, lambda x: self._over_cp(x, over_cp, program, read_shape))
             read_shape = self._own_tokens(read_shape, over_cp)
         if (waiting := self.waiting[variant]) is not None:
             output = on_first(output, waiting.take)
