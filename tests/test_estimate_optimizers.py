@@ -76,6 +76,16 @@ def test_fit_counts_the_list_where_the_update_is_the_peak(schedule):
     assert len({_memory(choice, large, 0, width) for width in widths}) == 1
 
 
+def step_of(optimizer, model):
+    """What a step sends, and the bytes of the states that this rank keeps after it."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with CollectiveCounter() as counter:
+        optimizer.step()
+    states = (x for state in optimizer.state.values() for x in state.values())
+    return counter, sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in states)
+
+
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4, "tp": 1}, {"dp_shard": 2, "tp": 2}], ids=["dp 4", "dp 2 x tp 2"])
 def test_muons_step_is_counted_as_it_runs(mesh):
     """Collectives, their bytes and the states of a rank, of the whole depth: which of the matrices a rank owns no shorter model tells."""
@@ -83,12 +93,7 @@ def test_muons_step_is_counted_as_it_runs(mesh):
         model = shardplan.apply_plan(SOURCE.find().build("meta"), real, "auto", src_data_rank=None, prove=False)
         model.to_empty(device="cpu")
         optimizer = Muon(model)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        with CollectiveCounter() as counter:
-            optimizer.step()
-        states = (x for state in optimizer.state.values() for x in state.values())
-        kept = sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in states)
+        counter, kept = step_of(optimizer, model)
     plain, muon = (
         shardplan.estimate(SOURCE, "auto", mesh, shardplan.TrainingStep(8, precision="fp32", optimizer=name))
         for name in ("none", "muon")
@@ -125,12 +130,7 @@ def test_muons_step_of_a_stage_is_counted_as_it_runs():
         stage.to_empty(device="cpu")
         optimizer = Muon(pipeline)
         assert 0 < len(optimizer.stacks) < len(Muon(SOURCE.find().build("meta")).stacks)
-        for parameter in stage.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        with CollectiveCounter() as counter:
-            optimizer.step()
-        states = (x for state in optimizer.state.values() for x in state.values())
-        kept = sum(x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in states)
+        counter, kept = step_of(optimizer, stage)
     plain, muon = (
         shardplan.estimate(
             SOURCE,

@@ -23,20 +23,12 @@ from shardplan.language.plan_edits import edit_plan
 from shardplan.language.plan_rewrites import rewrite_plan
 from tests import own_structures as own
 from tests.doc_blocks import ROOT, blocks
+from tests.test_fix import SIZES as SMALL
 
 MOST_PASTES = 4
 ENOUGH = 0.95  # of what the plan by hand splits
 PAGE = {b.file: b.text for b in blocks((ROOT / "docs" / "guides" / "by-hand.md").read_text("utf-8")) if b.file}
 HEAD = 'version: "1"\nname: mine\n'
-SMALL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 128,
-}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from math import gcd, prod
+from math import gcd
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.tree import ModuleTree, parent
@@ -81,7 +81,7 @@ def _padded(facts: Facts, requirements: list[Requirement], tp: int) -> str:
         added, what = new / first.count - 1, f"pad it to {new}"
     split = {name for requirement in requirements for name in requirement.modules}
     again = {name for names in tree.tied for name in names[1:]}  # a tied parameter counts once
-    lengths = {name: prod(parameter.shape) for name, (_, parameter) in tree.parameters.items() if name not in again}
+    lengths = {name: parameter.numel for name, (_, parameter) in tree.parameters.items() if name not in again}
     own = sum(length for name, length in lengths.items() if name in split or tree.owner(name) in split)
     share = own * added / sum(lengths.values())
     return f"; or {what} in the model ({share:.1%} more parameters)".replace("(0.0%", "(under 0.1%") if own else ""
