@@ -387,6 +387,51 @@ def test_ranks_that_disagree_all_say_so_before_anything_is_done(how):
             assert FIRST_DIFFERENCE[how] in text
 
 
+# One error of all ranks
+
+
+def refuse(how: str) -> tuple[str, str, tuple[str, ...]]:
+    """What apply_plan raises where all ranks ask for the same wrong thing: the kind, the text, the codes of the findings."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    rules = {"model.layers.*.self_attn.q_prj": "colwise", "model.layers.*.mlp.up_prj": "colwise"}
+    plan: Any = {"version": "1", "tensor_parallel": rules} if how == "a plan" else "qwen3"
+    model = small_model("qwen3")
+    if how == "a proof":
+        up = model.model.layers[-1].mlp.up_proj
+        up.register_forward_hook(lambda module, args, output: output - output.mean(-1, keepdim=True))
+    elif how == "two plans" and dist.get_rank() == 3:
+        plan = {"version": "1", "tensor_parallel": dict(list(rules.items())[:1])}
+    elif how == "two plans":
+        plan = {"version": "1", "tensor_parallel": rules}
+    options: Any = {"autocast_dtype": "float64"} if how == "an argument" else {}
+    before = whole_state(model)
+    with pytest.raises(ValueError) as caught:
+        shardplan.apply_plan(model, mesh, plan, **options)
+    assert untouched(model, before)
+    return (
+        type(caught.value).__name__,
+        str(caught.value),
+        tuple(d.code for d in getattr(caught.value, "diagnostics", ())),
+    )
+
+
+@pytest.mark.parametrize("how", ["a plan", "a proof", "an argument"])
+def test_an_error_of_all_ranks_is_printed_by_the_first_one(how):
+    (kind, text, codes), *others = on_ranks(4, refuse, how)
+    assert kind == ("ValueError" if how == "an argument" else "PlanError") and "rank 0" not in text
+    first = text.partition("\n")[0]
+    for other in others:
+        said = f"{first if len(first) <= 160 else f'{first[:160]}...'} (rank 0 prints all of this error)"
+        assert other == (kind, said, codes)
+
+
+def test_errors_that_differ_are_each_whole():
+    results = on_ranks(4, refuse, "two plans")
+    assert {kind for kind, _, _ in results} == {"PlanError"}
+    assert ["up_prj" in text for _, text, _ in results] == [True, True, True, False]
+    assert all("help:" in text and "prints all" not in text for _, text, _ in results)
+
+
 def other_model() -> str:
     """What apply_plan raises where the last rank has a wider model, which the same plan fits."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))

@@ -182,7 +182,8 @@ def apply_plan(
         a Pipeline where `pipeline` is given.
 
     Raises:
-        PlanError: all findings of `validate`, and those about the stages; the model is untouched.
+        PlanError: all findings of `validate`, and those about the stages; the model is untouched. Where all ranks have the same
+            error, the mesh's first rank has its whole text, and the others have its first line.
         ValueError, TypeError: a wrong argument, a model that is already sharded, `pipeline` on a mesh without pp; the model is
             untouched.
         RuntimeError: the ranks compiled different programs (the model is untouched), or a step failed on one of them (the model

@@ -148,6 +148,7 @@ def prove_decided(
     from shardplan.proof.prove_stages import prove_stages_on_first_rank
     from shardplan.proof.stage import EARLIER, Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
+    from shardplan.runtime.apply.agreement import same_on_all_ranks
 
     compiled, resolved = decided.compiled, decided.program.resolved
     reduced, staged, sources = compiled.reduced_model, compiled.staged, compiled.given.sources
@@ -161,12 +162,14 @@ def prove_decided(
     question = Question(reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes)
     if split:
         found, method = prove_on_first_rank(question, resolved.overlays, mesh)
-        raise_errors(found, sources, strict=asked.strict)
+        with same_on_all_ranks(mesh):
+            raise_errors(found, sources, strict=asked.strict)
         proof = f"proven {method}, on a reduced model"
     if staged is not None and staged.ok:
         assert decided.layout is not None  # this mesh has stages
         about, how = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)
-        raise_errors(about, sources, strict=asked.strict)
+        with same_on_all_ranks(mesh):
+            raise_errors(about, sources, strict=asked.strict)
         method = method if split and how == EARLIER else how
         proof = f"proven {method}, on a reduced model"
     return found, proof

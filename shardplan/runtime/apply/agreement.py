@@ -55,7 +55,8 @@ class Agreement:
 def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
     """Compare over the mesh what each rank is about to do, before anything else is communicated.
 
-    If a rank raises, the others raise here too, instead of waiting for it later.
+    If a rank raises, the others raise here too, instead of waiting for it later. An error that all ranks have is whole on the
+    mesh's first rank alone, which prints it.
 
     Raises:
         RuntimeError: the texts differ between ranks, or only some ranks failed.
@@ -69,7 +70,10 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
         said = f"{FAILED}{error}"
         if not _all_equal(said, mesh):
             _difference(said, mesh)
-        raise
+            raise
+        if _is_first(mesh):
+            raise
+        raise _as_on_first_rank(error, mesh) from None
     said = "".join(agreement.said)
     if not _all_equal(said, mesh):
         raise DifferentRanks(_difference(said, mesh))
@@ -78,7 +82,7 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
 def on_first_rank(make: Callable[[], Result], mesh: DeviceMesh) -> Result:
     """Call a function on the mesh's first rank, and return the result on all ranks. Its error is raised on all."""
     box: list[tuple[bool, Any]] = [(False, None)]
-    if all(place == 0 for place in mesh.get_coordinate() or ()):
+    if _is_first(mesh):
         try:
             box = [(True, make())]
         except PlanError as error:
@@ -92,6 +96,20 @@ def on_first_rank(make: Callable[[], Result], mesh: DeviceMesh) -> Result:
     if not fine:
         raise result
     return result
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    return all(place == 0 for place in mesh.get_coordinate() or ())
+
+
+def _as_on_first_rank(error: Exception, mesh: DeviceMesh) -> Exception:
+    """An error that the mesh's first rank raises too, in one line. Its findings stay whole; errors of other code stay as they are."""
+    text = f"{_shown(str(error).partition(chr(10))[0])} (rank {int(mesh.mesh.flatten()[0])} prints all of this error)"
+    if isinstance(error, PlanError):
+        short = PlanError(error.diagnostics, text)
+        short.sources = error.sources
+        return short
+    return type(error)(text) if type(error) in (ValueError, TypeError) else error
 
 
 def intention(program: Program) -> str:
