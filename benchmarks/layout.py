@@ -21,7 +21,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch  # noqa: E402
 
 from shardplan.compiler.bind import bind  # noqa: E402
-from shardplan.compiler.layout import Workbench, check_layout  # noqa: E402
+from shardplan.compiler.layout import RecordedModel, check_layout  # noqa: E402
 from shardplan.core.mesh import MeshSizes  # noqa: E402
 from shardplan.language import parse_plan  # noqa: E402
 from shardplan.model import find_model, tree_of  # noqa: E402
@@ -60,16 +60,16 @@ def main() -> None:
         reduced_model = make_reduced_model(found, tp=args.tp, experts_implementation="eager")
         model = reduced_model.build()
         tree = tree_of(model)
-        bench = Workbench(model, reduced_model.inputs(), tree)
+        recorded = RecordedModel(model, reduced_model.inputs(), tree)
         bound = [bind(plan, tree, MeshSizes(tp=args.tp), overlays_of(on))[0] for on in (False, True)]
         numbers = [
             milliseconds(lambda found=found: make_reduced_model(found, tp=args.tp).build()),
             milliseconds(
-                lambda model=model, reduced_model=reduced_model, tree=tree: Workbench(
+                lambda model=model, reduced_model=reduced_model, tree=tree: RecordedModel(
                     model, reduced_model.inputs(), tree
                 )
             ),
-            *(milliseconds(lambda one=one, bench=bench: check_layout(one, bench)) for one in bound),
+            *(milliseconds(lambda one=one, recorded=recorded: check_layout(one, recorded)) for one in bound),
         ]
         print(f"| {name} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)
 

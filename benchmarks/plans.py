@@ -99,13 +99,13 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
     found = find(name)
     layouts = ModelLayouts(found, TPS[0])
     layouts.check(plan, help=False)  # which gives the reduced model as many heads as the plan needs
-    short, bench = cut(found, layouts.reduced_model.layers), layouts.benches[0]
+    short, recorded = cut(found, layouts.reduced_model.layers), layouts.recorded_models[0]
     made: dict[str, Any] = {word: {} for word in variants}
     for word in variants:
-        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), overlays_of(VARIANTS[word]))
+        resolved, _ = bind(plan, recorded.tree, MeshSizes(tp=TPS[0]), overlays_of(VARIANTS[word]))
         for tp in TPS:
             program = compile_plan(short.build("meta"), {"tp": tp}, plan.name, sequence_parallel=VARIANTS[word])
-            made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, bench, found.tree, tp)}
+            made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, recorded, found.tree, tp)}
     return made
 
 

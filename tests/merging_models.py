@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
-from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout import LayoutReport, RecordedModel, check_layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.language import parse_plan
@@ -196,7 +196,7 @@ def checked(
     """The plan with what the layout check saw in a run of the model in that mode."""
     model = made(build, recorded)
     plan = bound(model, rules, tp)
-    report = check_layout(plan, Workbench(model, inputs_of(build), plan.tree))
+    report = check_layout(plan, RecordedModel(model, inputs_of(build), plan.tree))
     return report.onto(plan), report
 
 

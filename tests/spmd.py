@@ -20,7 +20,7 @@ from spmd_types._type_attr import set_local_type
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.layout.rank_run import RankRecorder, chosen_arguments, rank_model
 from shardplan.compiler.layout.typed_modules import boundaries, outside_in
 from shardplan.core.layout import Layout, R
@@ -146,7 +146,7 @@ def _decided(one: BoundModule, found: Layout) -> BoundModule:
     return replace(one, boundary=replace(one.boundary, output=replace(output, destination=found)))
 
 
-def reason(bench: Workbench, plan: ResolvedPlan, incoming: Mapping[str, Layout]) -> str:
+def reason(recorded: RecordedModel, plan: ResolvedPlan, incoming: Mapping[str, Layout]) -> str:
     """What the other engine says against a plan; empty where nothing.
 
     Args:
@@ -155,14 +155,14 @@ def reason(bench: Workbench, plan: ResolvedPlan, incoming: Mapping[str, Layout])
     ranks, plan = plan.sizes.tp, replace(plan, incoming=incoming)  # some gradients follow what comes in
     bound = {name: _decided(one, incoming.get(name, R)) for name, one in boundaries(plan).items()}
     with _mesh(ranks) as mesh:
-        model = rank_model(bench.model, bound, ranks, 0)
-        run = Typed(model, bench.atoms, bound, bench.reference, ranks, 0)
+        model = rank_model(recorded.model, bound, ranks, 0)
+        run = Typed(model, recorded.atoms, bound, recorded.reference, ranks, 0)
         run.axis = spmd.MeshAxis.of(mesh.get_group("tp"))
         held = {full_name(b.name, p.name): p for b in bound.values() for p in b.parameters}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             run.give(parameter, getattr(spmd, held[name].computed.kind))
         with spmd.set_current_mesh(mesh), checker.typecheck():
-            output = run.run(bench.inputs)
+            output = run.run(recorded.inputs)
         if run.trace.crash is not None:
             return run.trace.crash.message
         split = any(one.style is not None and one.style.features.dtensor for one in bound.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_code_without_a_file_is_not_kept(folder: Path) -> None:
 
 
 def test_the_search_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft, "MOST_TRIES", 1)
+    monkeypatch.setattr(draft, "BOUNDS", replace(draft.BOUNDS, drafts=1))
     with pytest.raises(PlanError, match="the search ended after 1 tries"):
         compiled()
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardplan.compiler.bind import bind
-from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout import LayoutReport, RecordedModel, check_layout
 from shardplan.compiler.layout.spread import Spread, spread_of
 from shardplan.compiler.layout.spreads import Spreads
 from shardplan.compiler.lower import lower
@@ -29,28 +29,28 @@ from tests.proofs import PLANS
 
 
 @cache
-def bench_of(name: str, tp: int = 2) -> Workbench:
+def recorded_of(name: str, tp: int = 2) -> RecordedModel:
     reduced_model = make_reduced_model(find_model(name), tp=tp, experts_implementation="eager")
     model, inputs = reduced_model.build(), reduced_model.inputs()
     if "output_router_logits" in vars(model.config):
         inputs["output_router_logits"] = True
-    return Workbench(model, inputs, tree_of(model))
+    return RecordedModel(model, inputs, tree_of(model))
 
 
 def checked(
-    bench: Workbench, plan: dict | str, *, tp: int = 2, sequence_parallel: bool = False, help: bool = False
+    recorded: RecordedModel, plan: dict | str, *, tp: int = 2, sequence_parallel: bool = False, help: bool = False
 ) -> LayoutReport:
     parsed = parse_plan(plan)
     assert not [d for d in parsed.diagnostics if d.is_error], parsed.diagnostics
-    resolved, about = bind(parsed.plan, bench.tree, MeshSizes(tp=tp), overlays_of(sequence_parallel))
+    resolved, about = bind(parsed.plan, recorded.tree, MeshSizes(tp=tp), overlays_of(sequence_parallel))
     assert not [d for d in about if d.is_error], about
-    return check_layout(resolved, bench, help=help)
+    return check_layout(resolved, recorded, help=help)
 
 
 def test_ids_that_a_rule_would_gather_are_found() -> None:
     """They are reshaped before they are looked up: what reads them is not differentiable itself."""
     plan = extended("gpt2", sequence_parallel={"transformer": "gather_seq_input"})
-    codes = [d.code for d in checked(bench_of("gpt2"), plan, sequence_parallel=True).diagnostics]
+    codes = [d.code for d in checked(recorded_of("gpt2"), plan, sequence_parallel=True).diagnostics]
     assert codes == ["SP402"]
 
 
@@ -62,15 +62,15 @@ def extended(parent: str, **sections: dict) -> dict:
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PLANS)
 def test_builtin_plans_are_proven(name: str, tp: int, sequence_parallel: bool) -> None:
-    report = checked(bench_of(parse_plan(name).plan.models[0], tp), name, tp=tp, sequence_parallel=sequence_parallel)
+    report = checked(recorded_of(parse_plan(name).plan.models[0], tp), name, tp=tp, sequence_parallel=sequence_parallel)
     assert report.diagnostics == () and report.secondary == ()
 
 
 def test_what_arrives_is_reported_for_the_lowering() -> None:
-    plain = checked(bench_of("llama"), "llama")
+    plain = checked(recorded_of("llama"), "llama")
     assert plain.incoming["lm_head"] == I
     assert plain.incoming["model.layers.0.self_attn.q_proj"] == R
-    overlaid = checked(bench_of("llama"), "llama", sequence_parallel=True)
+    overlaid = checked(recorded_of("llama"), "llama", sequence_parallel=True)
     assert overlaid.incoming["lm_head"] == R
     assert overlaid.incoming["model.norm"] == R  # what it hands on
 
@@ -174,7 +174,10 @@ MISTAKES = {
 def test_mistakes(name: str) -> None:
     architecture, parent, sections, sequence_parallel, code, about, help = MISTAKES[name]
     report = checked(
-        bench_of(architecture), extended(parent, **sections), sequence_parallel=sequence_parallel, help=help is not None
+        recorded_of(architecture),
+        extended(parent, **sections),
+        sequence_parallel=sequence_parallel,
+        help=help is not None,
     )
     first = report.diagnostics[0]
     assert (first.code, first.modules[0] if first.modules else "") == (code, about), report.diagnostics
@@ -187,7 +190,7 @@ def test_several_mistakes_are_several_findings() -> None:
     sections = {
         "tensor_parallel": {"model.layers.*.self_attn.q_norm": "none", "model.norm": "replicated_with_grad_allreduce"}
     }
-    report = checked(bench_of("qwen3"), extended("qwen3", **sections), help=True)
+    report = checked(recorded_of("qwen3"), extended("qwen3", **sections), help=True)
     assert [d.code for d in report.diagnostics] == ["SP401", "SP406"]
 
 
@@ -195,7 +198,7 @@ def test_a_mistake_after_a_crash_is_found() -> None:
     sections = {
         "tensor_parallel": {"model.layers.*.mlp.down_proj": "none", "model.norm": "replicated_with_grad_allreduce"}
     }
-    report = checked(bench_of("llama"), extended("llama", **sections), help=True)
+    report = checked(recorded_of("llama"), extended("llama", **sections), help=True)
     assert [d.code for d in report.diagnostics] == ["SP408", "SP406"], [d.message for d in report.diagnostics]
 
 
@@ -233,8 +236,8 @@ SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 def own(inner, rules=SPLIT, **given) -> LayoutReport:
     model = Own(inner)
-    bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
-    return checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}, **given)
+    recorded = RecordedModel(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
+    return checked(recorded, {"version": "1", "name": "own", "tensor_parallel": rules}, **given)
 
 
 class Squared(torch.autograd.Function):
@@ -366,8 +369,8 @@ def test_a_sum_over_the_split_dim_is_a_partial_sum() -> None:
 def test_frozen_parameters_need_no_reduction() -> None:
     model = Own(lambda block, h: h * block.gain[0])
     model.blocks[0].gain.requires_grad_(False)
-    bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
-    assert checked(bench, {"version": "1", "name": "own", "tensor_parallel": SPLIT}).ok
+    recorded = RecordedModel(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
+    assert checked(recorded, {"version": "1", "name": "own", "tensor_parallel": SPLIT}).ok
 
 
 def test_another_way_on_a_slice_cannot_be_told() -> None:
@@ -423,10 +426,10 @@ def test_a_module_that_does_not_run_may_read_what_is_below_it() -> None:
     """Nothing was seen of it, so that all below it are local tensors in its code."""
     model = Own()
     model.idle = nn.MultiheadAttention(8, 2)  # reads the weight of its out_proj
-    bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
+    recorded = RecordedModel(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
     plan = parse_plan({"version": "1", "name": "own", "tensor_parallel": SPLIT}).plan
-    resolved, _ = bind(plan, bench.tree, MeshSizes(tp=2))
-    report = check_layout(resolved, bench)
+    resolved, _ = bind(plan, recorded.tree, MeshSizes(tp=2))
+    report = check_layout(resolved, recorded)
     assert "idle" not in report.cross_module_reads
     program = lower(replace(resolved, cross_module_reads=report.cross_module_reads))
     assert {name for name, _ in program.modules["idle"].also_reads} == {"out_proj"}
@@ -465,25 +468,25 @@ def test_uneven_vocabulary() -> None:
             self.embed, self.head = nn.Embedding(33, 8), nn.Linear(8, 33)
 
     model = Uneven()
-    bench = Workbench(model, {"ids": torch.arange(32).view(2, 16)}, tree_of(model))
+    recorded = RecordedModel(model, {"ids": torch.arange(32).view(2, 16)}, tree_of(model))
     rules = {"embed": "embedding_rowwise", "head": "colwise_gather_output", **SPLIT}
-    assert checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}).ok
+    assert checked(recorded, {"version": "1", "name": "own", "tensor_parallel": rules}).ok
 
 
 def test_the_model_is_not_changed() -> None:
-    bench = bench_of("gpt2")
-    before = {name: value.clone() for name, value in bench.model.state_dict().items()}
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in bench.model.modules()]
-    checked(bench, "gpt2", sequence_parallel=True)
-    assert all(torch.equal(value, before[name]) for name, value in bench.model.state_dict().items())
-    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in bench.model.modules()]
+    recorded = recorded_of("gpt2")
+    before = {name: value.clone() for name, value in recorded.model.state_dict().items()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in recorded.model.modules()]
+    checked(recorded, "gpt2", sequence_parallel=True)
+    assert all(torch.equal(value, before[name]) for name, value in recorded.model.state_dict().items())
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in recorded.model.modules()]
 
 
 def test_a_tp_size_is_needed() -> None:
-    bench = bench_of("llama")
-    resolved, _ = bind(parse_plan("llama").plan, bench.tree, MeshSizes())
+    recorded = recorded_of("llama")
+    resolved, _ = bind(parse_plan("llama").plan, recorded.tree, MeshSizes())
     with pytest.raises(ValueError, match="tp size"):
-        check_layout(resolved, bench)
+        check_layout(resolved, recorded)
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardplan
 from shardplan.compiler.bind import bind
-from shardplan.compiler.layout import LayoutReport, ModelLayouts, Workbench, check_layout
+from shardplan.compiler.layout import LayoutReport, ModelLayouts, RecordedModel, check_layout
 from shardplan.compiler.layout.layout_check import Search
 from shardplan.compiler.layout.spread import Spread, spread_of
 from shardplan.core.mesh import MeshSizes
@@ -25,7 +25,7 @@ from shardplan.model.reduced.nests import tensors_in
 from shardplan.runtime.parallel.outputs import on_first
 from shardplan.torchlib.modes import CheckedSizes
 from tests import own_streams, own_structures
-from tests.test_layout import bench_of, checked
+from tests.test_layout import checked, recorded_of
 
 
 def codes(report: LayoutReport) -> list[str]:
@@ -66,9 +66,9 @@ PARTIAL = {"up": "colwise", "down.weight": "rowwise"}  # what `down` gives stays
 def of(code: Callable[[Block, Tensor, Tensor], Any], rules: dict[str, Any] = PLAIN, **given: Any) -> LayoutReport:
     model = Model(code)
     generator = torch.Generator().manual_seed(1)
-    bench = Workbench(model, {"x": torch.randn(2, 4, 8, generator=generator)}, tree_of(model))
+    recorded = RecordedModel(model, {"x": torch.randn(2, 4, 8, generator=generator)}, tree_of(model))
     rules = {f"block.{name}": style for name, style in rules.items()}
-    return checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}, **given)
+    return checked(recorded, {"version": "1", "name": "own", "tensor_parallel": rules}, **given)
 
 
 # A partial sum, or a slice, that has a part in a whole result.
@@ -197,8 +197,8 @@ def boxed(join: Callable[[Tensor, Tensor], Any], rules: dict[str, Any], found: l
             return self.block(x)
 
     model = Boxed()
-    bench = Workbench(model, {"x": torch.randn(2, 4, 8)}, tree_of(model))
-    assert codes(checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules})) == found
+    recorded = RecordedModel(model, {"x": torch.randn(2, 4, 8)}, tree_of(model))
+    assert codes(checked(recorded, {"version": "1", "name": "own", "tensor_parallel": rules})) == found
 
 
 @pytest.mark.parametrize("kind", [tuple, list, dict, Outcome])
@@ -394,9 +394,9 @@ def test_slices_of_nothing() -> None:
 def wrong_norm(search: Search | None) -> LayoutReport:
     rules = {"model.layers.*.self_attn.q_norm": "none"}
     plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
-    bench = bench_of("qwen3")
-    resolved, _ = bind(plan.plan, bench.tree, MeshSizes(tp=2))
-    return check_layout(resolved, bench, search=search)
+    recorded = recorded_of("qwen3")
+    resolved, _ = bind(plan.plan, recorded.tree, MeshSizes(tp=2))
+    return check_layout(resolved, recorded, search=search)
 
 
 @pytest.mark.parametrize("left", [Search(tries=0), Search(seconds=0.0)], ids=["tries", "seconds"])
@@ -434,9 +434,11 @@ def test_a_bias_after_a_reduction_is_added_to_all_features(shape: tuple[int, ...
     model = nn.Module()
     model.block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     model.forward = lambda x: model.block(x)
-    bench = Workbench(model, {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}, tree_of(model))
+    recorded = RecordedModel(
+        model, {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}, tree_of(model)
+    )
     rules = {"block": "gather_seq_output", "block.0": "colwise", "block.2": "rowwise_seq"}
-    found = checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}).diagnostics
+    found = checked(recorded, {"version": "1", "name": "own", "tensor_parallel": rules}).diagnostics
     said = [text for d in found for text in (d.message, *d.notes) if "has 8 features" in text]
     assert bool(said) == bool(found) == (len(shape) == 2), found
 

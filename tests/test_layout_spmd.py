@@ -28,9 +28,9 @@ def test_right_plans_have_no_objection(name: str) -> None:
     model = subject(plan.models[0], 2)
     for on in (False, True):
         resolved, _ = bind(plan, model.tree, MeshSizes(tp=2), overlays_of(on))
-        proof = prove(resolved, model.bench)
+        proof = prove(resolved, model.recorded)
         assert proof.findings == ()
-        assert reason(model.bench, resolved, proof.incoming) == ""
+        assert reason(model.recorded, resolved, proof.incoming) == ""
 
 
 @pytest.mark.slow
@@ -51,12 +51,12 @@ def test_edited_plans(name: str) -> None:
             resolved, about = bind(plan, model.tree, MeshSizes(tp=2), overlays_of(on))
             if any(d.is_error for d in (*about, *check(resolved, seq_len=None))):
                 continue
-            proof = prove(resolved, model.bench)
+            proof = prove(resolved, model.recorded)
             kinds = [finding.kind for finding in proof.findings]
             if not kinds:
-                assert reason(model.bench, resolved, proof.incoming) == "", edit
+                assert reason(model.recorded, resolved, proof.incoming) == "", edit
                 seen["passed"] += 1
             elif kinds[0] in GRADIENTS:
-                assert reason(model.bench, resolved, proof.incoming) != "", edit
+                assert reason(model.recorded, resolved, proof.incoming) != "", edit
                 seen["refused"] += 1
     assert all(seen.values()), seen

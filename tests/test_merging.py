@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from shardplan import Model, compile_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
-from shardplan.compiler.layout import Workbench, check_layout
+from shardplan.compiler.layout import RecordedModel, check_layout
 from shardplan.compiler.layout.names_in_model import Alike, disagreeing, incoming_of, shared_reads_of
 from shardplan.compiler.layout.unsummed import acting, dropping
 from shardplan.compiler.lower import Program, lower
@@ -359,7 +359,7 @@ def test_a_sum_after_a_dropout() -> None:
     for block in real.blocks:
         block.drop.p = 0.1
     plan = bound(model, SUMMED)
-    report = check_layout(plan, Workbench(model, inputs_of(Stack), plan.tree))
+    report = check_layout(plan, RecordedModel(model, inputs_of(Stack), plan.tree))
     assert report.ok and {name for _, name in report.through} == {"blocks.0.drop", "blocks.1.drop"}
     real = tree_of(real)
     assert (
@@ -437,9 +437,9 @@ def test_a_sum_is_reduced_in_its_own_forward() -> None:
 def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: int, after: int) -> None:
     """Two layers have two boundaries each, and one is at the head: 5; q and k norms add one per layer. Counted as they run."""
     model = subject(name, 2)
-    parsed = from_hf_tp_plan(*hf_tp_plan(model.bench.model))
+    parsed = from_hf_tp_plan(*hf_tp_plan(model.recorded.model))
     plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
-    report = check_layout(plan, model.bench)
+    report = check_layout(plan, model.recorded)
     assert report.ok
     seen = report.onto(plan)
     expected = expected_collectives(lower(seen).modules)
@@ -449,7 +449,7 @@ def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: in
     right, _, worst = _numbers(model, seen)
     assert right, worst
     sharded = copy.deepcopy(model.models[torch.float32])
-    inputs = cast(model.bench.inputs, torch.float32)
+    inputs = cast(model.recorded.inputs, torch.float32)
     with fake_mesh(2) as mesh:
         apply_program(sharded, read_mesh(mesh), lower(seen), src_data_rank=None)
         with CollectiveCounter() as forward:
@@ -467,15 +467,15 @@ def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
     """The number of collectives is read off the layout check's run; that they are so many is decided when the model runs."""
     model = subject(name, 2)
     plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), overlays_of(sp))[0]
-    seen = check_layout(plan, model.bench).onto(plan)
+    seen = check_layout(plan, model.recorded).onto(plan)
     sharded = copy.deepcopy(model.models[torch.float32])
     with fake_mesh(2) as mesh:
         apply_program(sharded, read_mesh(mesh), lower(seen), src_data_rank=None)
         with CollectiveCounter() as forward:
-            loss = sharded(**cast(model.bench.inputs, torch.float32)).loss
+            loss = sharded(**cast(model.recorded.inputs, torch.float32)).loss
         with CollectiveCounter() as backward:
             loss.backward()
-    assert collectives(seen, model.bench.reference) == {
+    assert collectives(seen, model.recorded.reference) == {
         "forward": dict(forward.counts),
         "backward": dict(backward.counts),
     }
@@ -486,7 +486,7 @@ def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
 def test_parallel_residuals_are_reduced_once(name: str, sp: bool) -> None:
     model = subject(name, 2)
     plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), overlays_of(sp))[0]
-    report = check_layout(plan, model.bench)
+    report = check_layout(plan, model.recorded)
     assert report.ok
     found = expected_collectives(lower(report.onto(plan)).modules)
     operation = "reduce_scatter" if sp else "all_reduce"
@@ -497,9 +497,9 @@ def test_parallel_residuals_are_reduced_once(name: str, sp: bool) -> None:
 
 def test_facts_of_the_small_copy_hold_for_all_layers() -> None:
     model = subject("llama", 2)
-    parsed = from_hf_tp_plan(*hf_tp_plan(model.bench.model))
+    parsed = from_hf_tp_plan(*hf_tp_plan(model.recorded.model))
     plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
-    report = check_layout(plan, model.bench)
+    report = check_layout(plan, model.recorded)
     alike = Alike(find("llama").tree, model.tree)
     reads, incoming = shared_reads_of(alike, report.shared_reads), incoming_of(alike, report.incoming)
     for found, seen in ((reads, report.shared_reads), (incoming, report.incoming)):

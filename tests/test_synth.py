@@ -25,8 +25,8 @@ ATTENTION = "model.layers.*.self_attn"
 
 @cache
 def flow(name: str) -> Flow:
-    bench = ModelLayouts(find(name), 2).benches[0]
-    return Flow(bench.reference, bench.tree)
+    recorded = ModelLayouts(find(name), 2).recorded_models[0]
+    return Flow(recorded.reference, recorded.tree)
 
 
 @cache
@@ -60,14 +60,14 @@ def test_experts_go_with_all_that_is_summed_up_with_them() -> None:
 
 def test_parts_are_read_off_the_slices() -> None:
     found = find_any("phi3", settings={"num_key_value_heads": 8})
-    bench = ModelLayouts(found, 2).benches[0]
-    run = Flow(bench.reference, bench.tree)
+    recorded = ModelLayouts(found, 2).recorded_models[0]
+    run = Flow(recorded.reference, recorded.tree)
     made = next(p for p in run.products.values() if p.name.endswith("qkv_proj"))
-    numbers = bench.tree.numbers
+    numbers = recorded.tree.numbers
     heads, shared = numbers["num_attention_heads"], numbers["num_key_value_heads"]
     assert cut(run, made) == tuple(n * numbers["head_dim"] for n in (heads, shared, shared))
     weight = found.tree.modules["model.layers.0.self_attn.qkv_proj"].parameter("weight")
-    said = packed(cut(run, made), bench.tree, found.tree, weight.shape[0])
+    said = packed(cut(run, made), recorded.tree, found.tree, weight.shape[0])
     shared_words = "num_key_value_heads * head_dim"
     assert said == ["num_attention_heads * head_dim", shared_words, shared_words]
 

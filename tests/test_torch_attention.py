@@ -292,7 +292,7 @@ def test_queries_keys_and_values_of_one_tensor_are_moved_once(sequence_parallel:
     plan = parse_plan(PLAN).plan
     assert plan is not None
     resolved = bind(plan, found.tree, MeshSizes(tp=2), overlays_of(sequence_parallel))[0]
-    report = check_layout(resolved, ModelLayouts(found, 2).benches)
+    report = check_layout(resolved, ModelLayouts(found, 2).recorded_models)
     assert report.ok
     program = lower(report.onto(resolved))
     expected = expected_collectives(program.modules)

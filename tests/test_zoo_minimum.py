@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.compiler.bind import bind
-from shardplan.compiler.layout import Workbench, check_layout
+from shardplan.compiler.layout import RecordedModel, check_layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
@@ -138,18 +138,18 @@ class Case:
         torch.manual_seed(0)
         model = Model(block)
         tree = tree_of(model)
-        bench = Workbench(model, {"input_ids": torch.arange(8).view(2, 4)}, tree)
+        recorded = RecordedModel(model, {"input_ids": torch.arange(8).view(2, 4)}, tree)
         document = {"version": "1", "name": "case", "tensor_parallel": {**SPLIT, **(rules or {})}}
         plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2))
-        report = check_layout(plan, bench)
+        report = check_layout(plan, recorded)
         assert not findings and report.ok, [*findings, *report.diagnostics]
         plan = report.onto(plan) if merged else replace(plan, incoming=report.incoming)
         real = tree if own is None else tree_of(Model(own))
-        self.frontier: Frontier = choices(plan, bench, real)
-        self.spent = spent(plan, bench, real)
-        self.minimum = minimum(plan, bench)
+        self.frontier: Frontier = choices(plan, recorded, real)
+        self.spent = spent(plan, recorded, real)
+        self.minimum = minimum(plan, recorded)
         self.fewest = self.minimum["backward"]["all_reduce"]
-        self.least = least_of_a_step(plan, bench, real, 2)
+        self.least = least_of_a_step(plan, recorded, real, 2)
 
     @property
     def is_beaten(self) -> bool:

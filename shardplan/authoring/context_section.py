@@ -25,7 +25,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .hollow_run import reads_shapes_alone
 from .own_tokens_run import losses_are_shares
-from .router_runs import benches_with_routers
+from .router_runs import recorded_with_routers
 
 RANKS = 2  # the cp ranks on which it is tried
 ENTER, MIX, LEAVE, READ = "split_seq_input", "replicate_seq", "gather_seq_output", "gather_seq_input"
@@ -80,7 +80,7 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         return ResolvedPlan(plan, tree, MeshSizes(tp=RANKS), _ON, assignments, axis=Axis.CP)
 
     def checked(on_cp: ResolvedPlan) -> LayoutReport:
-        return check_layout(on_cp, layouts.benches_for(on_cp), help=False)
+        return check_layout(on_cp, layouts.recorded_for(on_cp), help=False)
 
     def wrong(rules: Mapping[str, Rule]) -> tuple[Diagnostic, ...]:
         return checked(bound(rules)).diagnostics
@@ -91,7 +91,7 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
         if report.diagnostics or scattering(on_cp):
             return False
         whole = replace(resolved, on_cp=on_cp, cross_module_reads=report.cross_module_reads)
-        return all(reads_shapes_alone(bench, with_heads(whole, {})[0]) for bench in layouts.benches)
+        return all(reads_shapes_alone(recorded, with_heads(whole, {})[0]) for recorded in layouts.recorded_models)
 
     if findings := wrong(_outermost(rules)):
         # A module that scatters no result only reads all tokens; if it adds an argument of the block to its result, both have the rank's own tokens.
@@ -122,7 +122,9 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
             rules |= heads
     exits = {name: rule for name, rule in _outermost(rules).items() if rule.style in (LEAVE, READ)}
     inside = {name: rule for name, rule in rules.items() if name not in exits}
-    if all(losses_are_shares(bench, exits) for bench in layouts.benches) and not wrong(_outermost(inside)):
+    if all(losses_are_shares(recorded, exits) for recorded in layouts.recorded_models) and not wrong(
+        _outermost(inside)
+    ):
         rules = inside
     return dict(_written(layouts, _outermost(rules)))
 
@@ -131,8 +133,8 @@ def _handed_out(layouts: ModelLayouts) -> dict[str, Rule]:
     """Token-wise rules for the outermost modules in blocks with a result that code outside the blocks reads in every layer
     when routers return theirs (for an auxiliary loss, or hooks that record them). The rules say that it is read outside."""
     tree, found = layouts.tree, dict[str, set[str]]()
-    for bench in benches_with_routers(layouts)[len(layouts.benches) :]:
-        events = bench.reference.events
+    for recorded in recorded_with_routers(layouts)[len(layouts.recorded_models) :]:
+        events = recorded.reference.events
         outer = (e for e in events if (e.kind == "op" and not element(block(e.module))) or _is_end(e))
         read = {number for event in outer for number in event.inputs}
         for event in events:

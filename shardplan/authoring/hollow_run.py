@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.compiler.layout.run import Workbench
+from shardplan.compiler.layout.run import RecordedModel
 from shardplan.core.module_program import ModuleProgram
 from shardplan.model.labels_over_cp import SEQUENCE
 from shardplan.model.rebinding import copied
@@ -17,14 +17,14 @@ from shardplan.runtime.parallel.forward import arguments_of
 from shardplan.torchlib.hollow import Hollow
 
 
-def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) -> bool:
+def reads_shapes_alone(recorded: RecordedModel, programs: Mapping[str, ModuleProgram]) -> bool:
     """Whether the code of these modules reads only the shapes of their arguments, and only the projections below read the values.
     Other values that the projections read must have all tokens. It is tried on one rank, which has all tokens.
 
     Args:
         programs: the modules' programs for the cp rules.
     """
-    model, run = copied(bench.model), _Run()
+    model, run = copied(recorded.model), _Run()
     for name, program in programs.items():
         moves = program.on_cp
         module = model.get_submodule(name)
@@ -34,7 +34,7 @@ def reads_shapes_alone(bench: Workbench, programs: Mapping[str, ModuleProgram]) 
             module.register_forward_pre_hook(change, with_kwargs=True)
     try:
         with torch.no_grad():
-            model(**bench.inputs)
+            model(**recorded.inputs)
     except Exception:  # raised by code that reads values, or cannot run without them
         return False
     return True

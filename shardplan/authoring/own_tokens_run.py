@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.compiler.layout.run import Workbench
+from shardplan.compiler.layout.run import RecordedModel
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
 from shardplan.model.labels_over_cp import SEQUENCE, own_labels_of
@@ -26,29 +26,31 @@ from .hollow_run import changed_argument
 RANKS = 2
 
 
-def losses_are_shares(bench: Workbench, exits: Mapping[str, Rule]) -> bool:
+def losses_are_shares(recorded: RecordedModel, exits: Mapping[str, Rule]) -> bool:
     """Whether a model whose head reads a part of the tokens computes the loss of this part: the mean of all ranks' losses is then the whole
     loss. Labels are shifted and then cut. It is tried with parts that have different numbers of labels.
 
     Args:
         exits: the rules that would make the sequence whole after the blocks, by module.
     """
-    labels = bench.inputs.get("labels")
+    labels = recorded.inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[SEQUENCE] % RANKS:
         return False
     labels = labels.clone()
     labels[:, 1 : labels.shape[SEQUENCE] // RANKS - 1] = IGNORED
     try:
         with torch.no_grad():
-            whole = results_of(copied(bench.model)(**{**bench.inputs, "labels": labels}))
-            parts = [results_of(_cut(bench.model, exits, rank)(**_own(bench, labels, rank))) for rank in range(RANKS)]
+            whole = results_of(copied(recorded.model)(**{**recorded.inputs, "labels": labels}))
+            parts = [
+                results_of(_cut(recorded.model, exits, rank)(**_own(recorded, labels, rank))) for rank in range(RANKS)
+            ]
     except Exception:  # raised by code that needs all tokens, or cannot take shifted labels
         return False
     return "loss" in whole and all(_same(value, [part.get(name) for part in parts]) for name, value in whole.items())
 
 
-def _own(bench: Workbench, labels: Tensor, rank: int) -> dict[str, Any]:
-    return {**bench.inputs, **own_labels_of(labels, RANKS, rank)}
+def _own(recorded: RecordedModel, labels: Tensor, rank: int) -> dict[str, Any]:
+    return {**recorded.inputs, **own_labels_of(labels, RANKS, rank)}
 
 
 def _same(whole: Tensor, parts: list[Tensor | None]) -> bool:

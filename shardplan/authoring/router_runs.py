@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from shardplan.compiler.layout import ModelLayouts, Workbench
+from shardplan.compiler.layout import ModelLayouts, RecordedModel
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 
 
-def benches_with_routers(layouts: ModelLayouts) -> tuple[Workbench, ...]:
+def recorded_with_routers(layouts: ModelLayouts) -> tuple[RecordedModel, ...]:
     """The reduced model with each kind of input, and again with the routers' outputs where the model can return them. An auxiliary
     loss reads these outside the blocks, and a plan must be right with and without it."""
-    benches = layouts.benches
-    first = benches[0]
+    recorded_models = layouts.recorded_models
+    first = recorded_models[0]
     if AUXILIARY not in vars(getattr(first.model, "config", None) or object):
-        return benches
+        return recorded_models
     try:
-        return (*benches, Workbench(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
+        return (*recorded_models, RecordedModel(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
     except Exception:  # the model's own: without experts it has no such outputs, and raises for every caller
-        return benches
+        return recorded_models

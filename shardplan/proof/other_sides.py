@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.model.reduced import ReducedModel
 
 from .fingerprints import is_own
 
 UNTAKEN = Code("SP423")
-ROUNDS = 3  # a branch may be inside another one
 OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -134,7 +134,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
     made: list[ReducedModel] = []
     others: dict[Place, float] = {}
     failing: set[Place] = set()
-    for _ in range(ROUNDS):
+    for _ in range(BOUNDS.branches):
         sides = _observed(model, others) or []
         for side in sides:
             taken.setdefault(side.place, set()).update(result for _, result in side.seen)

@@ -180,7 +180,7 @@ def prove(
             VariantProof(
                 variant_name(on),
                 worst_of(rows[on]),
-                *_counts(reduced.benches[0].model, program.modules),
+                *_counts(reduced.recorded_models[0].model, program.modules),
                 reduced.names_in_model(untouched),
                 reduced.names_in_model(unproven),
                 scheduled.schedule.name if scheduled is not None else None,

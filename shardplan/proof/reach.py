@@ -33,14 +33,14 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps], kinds: Co
 def _read(reduced: ModelLayouts, kinds: Collection[str], *, computing: bool = False) -> set[str]:
     """The parameters that an operation reads on some kinds of input; with `computing`, only operations with a non-empty result."""
     return {
-        bench.reference.parameters[number]
-        for kind, bench in zip(reduced.reduced_model.kinds, reduced.benches, strict=True)
+        recorded.reference.parameters[number]
+        for kind, recorded in zip(reduced.reduced_model.kinds, reduced.recorded_models, strict=True)
         if kind in kinds
-        for event in bench.reference.events
+        for event in recorded.reference.events
         if event.kind == "op"
-        and (not computing or any(bench.reference.values[output].numel() for output in event.outputs))
+        and (not computing or any(recorded.reference.values[output].numel() for output in event.outputs))
         for number in event.inputs
-        if number in bench.reference.parameters
+        if number in recorded.reference.parameters
     }
 
 
@@ -55,7 +55,12 @@ def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
 
 def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
     """Modules with a move that no run calls, and that have no parameters."""
-    called = {event.module for bench in reduced.benches for event in bench.reference.events if event.kind == "enter"}
+    called = {
+        event.module
+        for recorded in reduced.recorded_models
+        for event in recorded.reference.events
+        if event.kind == "enter"
+    }
     for name, module in program.modules.items():
         below = full_name(name, "")
         if (module.enter or module.leave) and name not in called:

@@ -39,8 +39,8 @@ def digest_of(
             [list(everywhere[n].values()) for n in everywhere if n.startswith("_global") and n.endswith("hooks")]
         )
         digest.add(model.build())
-        for bench in reduced.benches:
-            run = bench.reference
+        for recorded in reduced.recorded_models:
+            run = recorded.reference
             for event in run.events:
                 shapes = [tuple(run.values[i].shape) for i in event.outputs]
                 digest.add(f"{event.kind} {event.name} {event.place} {event.source} {shapes}")

@@ -94,7 +94,7 @@ def prove_stage(
 
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
     """Findings for the other branches of the user's own code, for the variants that are right in the first branches."""
-    sides = other_sides(asked.reduced.reduced_model, asked.reduced.benches[0].model)
+    sides = other_sides(asked.reduced.reduced_model, asked.reduced.recorded_models[0].model)
     for model in sides.models:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
         if not right:

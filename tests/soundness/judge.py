@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.compiler.layout import LayoutReport, ModelLayouts, Workbench, check_layout
+from shardplan.compiler.layout import LayoutReport, ModelLayouts, RecordedModel, check_layout
 from shardplan.compiler.layout.token_by_token import token_findings
 from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lowering_stage import program_of
@@ -39,7 +39,7 @@ class Subject:
         tp: the size of the axis.
         models: by dtype.
         tree: its picture.
-        benches: by kind of input ("text", "image", "video"), its unsharded recorded run.
+        recorded_models: by kind of input ("text", "image", "video"), its unsharded recorded run.
         batches: by kind, what its training steps are called with.
         steps: by kind and dtype, its unsharded training steps.
         unseen: why images that it takes are not among its inputs.
@@ -50,23 +50,23 @@ class Subject:
     tp: int
     models: dict[torch.dtype, nn.Module]
     tree: ModuleTree
-    benches: dict[str, Workbench]
+    recorded_models: dict[str, RecordedModel]
     batches: dict[str, list[dict[str, Any]]]
     steps: dict[str, dict[torch.dtype, Steps]]
     unseen: str = ""
     ep: int = 1
 
-    def benches_for(self, plan: ResolvedPlan) -> tuple[Workbench, ...]:
+    def recorded_for(self, plan: ResolvedPlan) -> tuple[RecordedModel, ...]:
         """The recorded runs for a plan: with the experts that it distributes as one operation each."""
         experts = frozenset(name for name, a in plan.modules.items() if STYLES[a.rule.style].experts is not None)
         if not experts:
-            return tuple(self.benches.values())
-        return tuple(Workbench(one.model, one.inputs, one.tree, experts) for one in self.benches.values())
+            return tuple(self.recorded_models.values())
+        return tuple(RecordedModel(one.model, one.inputs, one.tree, experts) for one in self.recorded_models.values())
 
     @property
-    def bench(self) -> Workbench:
+    def recorded(self) -> RecordedModel:
         """Its run on text."""
-        return next(iter(self.benches.values()))
+        return next(iter(self.recorded_models.values()))
 
 
 class _Steps(dict[torch.dtype, Steps]):
@@ -100,7 +100,7 @@ def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1, heads_tim
     model, exact = reduced_model.build(), reduced_model.build()
     tree = tree_of(model)
     models = {torch.float32: model, torch.float64: exact.to(torch.float64)}
-    benches, batches, steps = {}, {}, {}
+    recorded_models, batches, steps = {}, {}, {}
     for kind in reduced_model.kinds:
         batches[kind] = [reduced_model.inputs(seed=seed, kind=kind) for seed in range(STEPS)]
         if "output_router_logits" in vars(model.config):
@@ -108,8 +108,8 @@ def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1, heads_tim
                 batch["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
         steps[kind] = _Steps(models, batches[kind])
         steps[kind][torch.float32]
-        benches[kind] = Workbench(model, batches[kind][0], tree)
-    return Subject(name, tp, models, tree, benches, batches, steps, reduced_model.unseen, ep)
+        recorded_models[kind] = RecordedModel(model, batches[kind][0], tree)
+    return Subject(name, tp, models, tree, recorded_models, batches, steps, reduced_model.unseen, ep)
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bo
 
 
 def _layouts(subject: Subject, resolved: ResolvedPlan, *, help: bool) -> LayoutReport:
-    benches = subject.benches_for(resolved)
-    report = check_layout(resolved, benches, help=help)
+    recorded_models = subject.recorded_for(resolved)
+    report = check_layout(resolved, recorded_models, help=help)
     if not report.ok or subject.ep == 1:
         return report
-    found = token_findings(resolved, benches, subject.ep)
+    found = token_findings(resolved, recorded_models, subject.ep)
     return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
 
@@ -186,7 +186,7 @@ def _numbers_of_program(subject: Subject, program: Program) -> tuple[bool, bool,
     """(right, wrong with the right loss, what differs most): the first kind of input with which it is wrong."""
     if not any(p.dim is not None for m in program.modules.values() for p in m.parameters):
         return False, True, "nothing is split"
-    for kind in subject.benches:
+    for kind in subject.recorded_models:
         said = _numbers_of(subject, program, kind)
         if not said[0]:
             return said

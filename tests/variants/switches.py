@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_any
 from shardplan.model.build_tree import tree_of
@@ -152,7 +152,7 @@ def _shape(config: PreTrainedConfig) -> tuple[Any, ...]:
 
 def _operations(reduced: ReducedModel) -> tuple[Any, ...]:
     model = reduced.build()
-    events = Workbench(model, reduced.inputs(), tree_of(model)).reference.events
+    events = RecordedModel(model, reduced.inputs(), tree_of(model)).reference.events
     return tuple((event.kind, event.name, event.place) for event in events)
 
 

@@ -14,7 +14,7 @@ from shardplan.authoring.init.new import written
 from shardplan.compiler.automatic import auto_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
-from shardplan.compiler.layout import Workbench, check_layout
+from shardplan.compiler.layout import RecordedModel, check_layout
 from shardplan.compiler.lower import lower, split_parameters
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.coverage import covered
@@ -198,7 +198,7 @@ def entry(name: str, *, derives: bool = False) -> Entry:
         no_overlay=why,
         split=round(split, 3),
         whole={part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
-        images=list(dict.fromkeys(SEEN[kind] for kind in small[SIZES[0]].benches if kind in SEEN)),
+        images=list(dict.fromkeys(SEEN[kind] for kind in small[SIZES[0]].recorded_models if kind in SEEN)),
         unseen=small[SIZES[0]].unseen,
         unlearned=_unlearned(small[SIZES[0]]),
     )
@@ -233,30 +233,30 @@ def proven(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subj
         word: resolved for (word, tp), (_, resolved) in verdicts.items() if resolved is not None and tp == SIZES[0]
     }
     one = Entry(name, plan.name, {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()})
-    return communicating(one, counted, small[SIZES[0]].bench, tree)
+    return communicating(one, counted, small[SIZES[0]].recorded, tree)
 
 
-def communicating(one: Entry, counted: Mapping[str, ResolvedPlan], bench: Workbench, tree: ModuleTree) -> Entry:
+def communicating(one: Entry, counted: Mapping[str, ResolvedPlan], recorded: RecordedModel, tree: ModuleTree) -> Entry:
     """The entry with what a plan communicates.
 
     Args:
         counted: variant -> the plan as it is lowered.
-        bench: the reduced model that it is bound to.
+        recorded: the reduced model that it is bound to.
         tree: the model's own.
     """
     one = replace(
         one,
-        collectives={word: collectives(resolved, bench.reference) for word, resolved in counted.items()},
-        minimum={word: minimum(resolved, bench) for word, resolved in counted.items()},
+        collectives={word: collectives(resolved, recorded.reference) for word, resolved in counted.items()},
+        minimum={word: minimum(resolved, recorded) for word, resolved in counted.items()},
         reduced=[],
         choices=[],
         untried="",
     )
     if "tp" not in counted or not one.is_a_choice:
         return one
-    count, size = spent(counted["tp"], bench, tree)
+    count, size = spent(counted["tp"], recorded, tree)
     try:
-        frontier = choices(counted["tp"], bench, tree)
+        frontier = choices(counted["tp"], recorded, tree)
     except TooManyChoices as error:
         return replace(one, untried=str(error))
     return replace(one, reduced=[count, *size], choices=[[n, *least] for n, least in sorted(frontier.items())])
@@ -268,13 +268,13 @@ def counted_again(before: Entry) -> Entry:
     if before.plan is None:
         return before
     found, plan = find(before.name), parse_plan(before.plan).plan
-    bench = fitting(before.name, SIZES[0], plan).bench
+    recorded = fitting(before.name, SIZES[0], plan).recorded
     counted = {}
     for word in before.collectives:
-        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=SIZES[0]), overlays_of(word == "sp"))
-        report = check_layout(resolved, bench, help=False)
+        resolved, _ = bind(plan, recorded.tree, MeshSizes(tp=SIZES[0]), overlays_of(word == "sp"))
+        report = check_layout(resolved, recorded, help=False)
         counted[word] = report.onto(resolved)
-    return communicating(before, counted, bench, found.tree)
+    return communicating(before, counted, recorded, found.tree)
 
 
 def judged(
@@ -296,7 +296,7 @@ def judged(
 
 def _unlearned(small: Subject) -> list[str]:
     """Parameters of a model that takes images to which, in no layer, any kind of input gives a gradient that is not zero."""
-    if set(small.benches) <= {"text"}:
+    if set(small.recorded_models) <= {"text"}:
         return []
     learned = {
         name

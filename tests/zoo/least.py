@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from shardplan.authoring.init.flow import Flow
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, ancestors, block, element
 
@@ -14,7 +14,7 @@ from .minimum import SHARES, Reductions, means, reductions, split_features, whol
 from .sizes import Sizes, tokens
 
 
-def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -> Size:
+def least(resolved: ResolvedPlan, recorded: RecordedModel, tree: ModuleTree, tp: int) -> Size:
     """Elements, each counted as an all-reduce moves it; with whole logits.
 
     With the sequence split what is sent for each token is the same (each all-reduce is then a reduce-scatter and an
@@ -22,17 +22,17 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     and needs the whole sequence gathers what it reads, and the gradient of what it makes.
 
     Args:
-        resolved, bench: see `minimum`.
+        resolved, recorded: see `minimum`.
         tree: the model's own, for the sizes.
         tp: the number of ranks: logits are padded to a multiple of it.
     """
-    flow = Flow(bench.reference, bench.tree)
+    flow = Flow(recorded.reference, recorded.tree)
     run = reductions(flow, split_features(resolved))
-    sizes = Sizes(flow, tree, tokens(bench))
+    sizes = Sizes(flow, tree, tokens(recorded))
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
     logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if run.is_head(made.name))
     backward = min(BlockInputs(flow, _effects(run, sizes), sizes, run.home).frontier.values())
-    both_ways = 2 * sum(map(sizes.value, means(resolved, bench.reference)))
+    both_ways = 2 * sum(map(sizes.value, means(resolved, recorded.reference)))
     found = Size(forward + logits * SHARES["all_gather"] + both_ways, 0) + backward
     if resolved.sequence_parallel:
         whole = whole_parts(resolved)

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import Literal
 
 from shardplan.authoring.init.flow import Flow
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.lower import lower, shared_parameters, split_parameters
 from shardplan.core.layout import SEQ, I, V
 from shardplan.core.module_program import ModuleProgram
@@ -53,27 +53,27 @@ LINEAR = frozenset(
 SCALING = frozenset("mul __mul__ __rmul__ div __truediv__ mul_ __imul__".split())  # this too, by a whole factor
 
 
-def spent(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> tuple[int, Size]:
+def spent(resolved: ResolvedPlan, recorded: RecordedModel, tree: ModuleTree) -> tuple[int, Size]:
     """What a plan without sequence parallelism reduces backward: how many collectives, of how much.
 
     Args:
         resolved: as it is lowered.
-        bench, tree: see `minimum`.
+        recorded, tree: see `minimum`.
     """
     count, size = 0, NOTHING
-    sizes = Sizes(Flow(bench.reference, bench.tree), tree, tokens(bench))
-    times = Counter(event.module for event in bench.reference.events if event.kind == "enter")
+    sizes = Sizes(Flow(recorded.reference, recorded.tree), tree, tokens(recorded))
+    times = Counter(event.module for event in recorded.reference.events if event.kind == "enter")
     programs = lower(resolved).modules
     for name, program in programs.items():
         count += times[name] * (program.group is not None)
         summed = program.group.parameters if program.group is not None else ()
         size += Size(0, sum(sizes.parameter(full_name(full_name(name, module), p)) for module, p in summed))
-    for number in means(resolved, bench.reference):
+    for number in means(resolved, recorded.reference):
         count += 1
         size += Size(sizes.value(number), 0)
-    for event in bench.reference.events:
+    for event in recorded.reference.events:
         program = programs.get(event.module)
-        for number, share in () if program is None else _moved(bench.reference, event, program):
+        for number, share in () if program is None else _moved(recorded.reference, event, program):
             count += 1
             size += Size(sizes.value(number) * share, 0)
         if program is not None and program.tail and event.kind == "leave":
@@ -99,30 +99,30 @@ def _moved(run: Trace, event: Event, program: ModuleProgram) -> Iterator[tuple[i
             yield event.inputs[0], share
 
 
-def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int]]:
+def minimum(resolved: ResolvedPlan, recorded: RecordedModel) -> dict[str, dict[str, int]]:
     """The fewest collectives on the tp axis of a step in which the same parameters are split.
 
     Args:
         resolved: says which; bound to the reduced model.
-        bench: the unsharded run.
+        recorded: the unsharded run.
     """
-    run = reductions(Flow(bench.reference, bench.tree), split_features(resolved))
+    run = reductions(Flow(recorded.reference, recorded.tree), split_features(resolved))
     forward, backward = Counter(), Counter()
     parts = run.count - run.tables
     groups = len(set(map(_home, run.partial)))
     if resolved.sequence_parallel:
-        gathers = _whole_parts(resolved, bench)
+        gathers = _whole_parts(resolved, recorded)
         groups = len({_home(name) for name in run.whole if element(block(name)) or run.is_read_split(name)})
         forward.update(reduce_scatter=run.count, all_gather=parts + 1 + gathers)
         backward.update(reduce_scatter=parts + run.heads, all_gather=parts + 1 + gathers)
     else:
         forward.update(all_reduce=run.count)
         backward.update(all_reduce=parts + run.heads)
-    of_means = sum(1 for _ in means(resolved, bench.reference))
+    of_means = sum(1 for _ in means(resolved, recorded.reference))
     forward.update(all_reduce=of_means)
     backward.update(all_reduce=groups + of_means)
     forward.update(all_gather=run.heads)  # the logits
-    for runs, trained in _shared_rows(resolved, bench.reference):
+    for runs, trained in _shared_rows(resolved, recorded.reference):
         forward.update(all_gather=runs)
         backward.update(reduce_scatter=runs * trained)
     return {
@@ -131,17 +131,17 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
     }
 
 
-def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Frontier:
+def choices(resolved: ResolvedPlan, recorded: RecordedModel, tree: ModuleTree) -> Frontier:
     """What a step without sequence parallelism has to reduce backward, by where it is reduced.
 
     Args:
-        resolved, bench: see `minimum`.
+        resolved, recorded: see `minimum`.
         tree: the model's own, for the sizes.
     """
-    flow = Flow(bench.reference, bench.tree)
+    flow = Flow(recorded.reference, recorded.tree)
     run = reductions(flow, split_features(resolved))
-    sizes = Sizes(flow, tree, tokens(bench))
-    of_means = [sizes.value(number) for number in means(resolved, bench.reference)]
+    sizes = Sizes(flow, tree, tokens(recorded))
+    of_means = [sizes.value(number) for number in means(resolved, recorded.reference)]
     return joined(BlockInputs(flow, run.effects, sizes, run.home).frontier, {len(of_means): Size(sum(of_means), 0)})
 
 
@@ -180,10 +180,10 @@ def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
     return {**dict.fromkeys(split_parameters(resolved) - gathered, "out"), **split}
 
 
-def _whole_parts(resolved: ResolvedPlan, bench: Workbench) -> int:
+def _whole_parts(resolved: ResolvedPlan, recorded: RecordedModel) -> int:
     """How often parts run that are whole and need the whole sequence: each gathers it, and the gradient of its own result."""
     whole = whole_parts(resolved)
-    return sum(event.kind == "enter" and event.module in whole for event in bench.reference.events)
+    return sum(event.kind == "enter" and event.module in whole for event in recorded.reference.events)
 
 
 def whole_parts(resolved: ResolvedPlan) -> frozenset[str]:

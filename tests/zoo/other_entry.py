@@ -101,7 +101,7 @@ def other_entry(
         return OtherEntry(name, own and own.name, reason=_said(error))
     except Exception as error:  # of the model's own code
         return OtherEntry(name, own and own.name, reason=f"does not run: {type(error).__name__}: {error}")
-    inputs = list(small[sizes[0]].benches)
+    inputs = list(small[sizes[0]].recorded_models)
 
     def entry(plan: PlanFile, said: str, why: str) -> OtherEntry:
         verdicts = {f"{word}{tp}": text for (word, tp), (text, _) in judged(found.tree, plan, small).items()}

@@ -8,16 +8,16 @@ from functools import cache, cached_property
 import torch
 
 from shardplan.authoring.init.flow import Flow, Product
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.core.tree import ModuleTree
 from shardplan.model.reduced.trace import Event
 from shardplan.styles import feature_dim
 from shardplan.styles.style_record import Features
 
 
-def tokens(bench: Workbench) -> int:
+def tokens(recorded: RecordedModel) -> int:
     """The number of positions in the inputs of a run."""
-    return next(value.numel() for value in bench.inputs.values() if isinstance(value, torch.Tensor))
+    return next(value.numel() for value in recorded.inputs.values() if isinstance(value, torch.Tensor))
 
 
 class Sizes:

@@ -8,12 +8,12 @@ from itertools import pairwise, permutations
 
 import torch
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.model.reduced.trace import Event
 
 from .flow import MATMULS, Flow
 
 POSITION_OF_CHANNELS = 1  # in [batch, channels, positions], the layout of convolutions
-MOST_DIMS = 5  # of a value whose permuted dims are recognised
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _but(value: torch.Tensor, dim: int) -> tuple[int, ...]:
 
 def _turned(span: _Span, whole: torch.Tensor, result: torch.Tensor) -> int | None:
     """The features' dim in a result that is a value with permuted dims."""
-    if whole.ndim > MOST_DIMS or sorted(whole.shape) != sorted(result.shape):
+    if whole.ndim > BOUNDS.dims or sorted(whole.shape) != sorted(result.shape):
         return None
     for order in permutations(range(whole.ndim)):
         if order != tuple(range(whole.ndim)) and torch.equal(whole.permute(order), result):

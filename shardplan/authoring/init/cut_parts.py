@@ -25,10 +25,10 @@ def cut_parts(found: FoundModel, patterns: Iterable[str]) -> dict[str, int | lis
         found: what `Model.find` returned.
     """
     try:
-        bench = ModelLayouts(found, TP).benches[0]
+        recorded = ModelLayouts(found, TP).recorded_models[0]
     except PlanError:  # without a run, cuts are unknown; validating a plan says what prevents the run
         return {}
-    flow, parts = Flow(bench.reference, bench.tree), {}
+    flow, parts = Flow(recorded.reference, recorded.tree), {}
     for pattern in patterns:
         names, modules = _modules(flow.tree, pattern), _modules(found.tree, pattern)
         made = next((product for product in flow.products.values() if product.name in names), None)

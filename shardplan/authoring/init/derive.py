@@ -6,26 +6,27 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardplan.authoring.router_runs import benches_with_routers
+from shardplan.authoring.router_runs import recorded_with_routers
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check, half_covered
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, block, full_name, part
 from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
 from .distributed import with_distributed
-from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options, partial_gradients
+from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, partial_gradients
 from .flow import Flow
 from .forbidding import Forbidden, forbidden
-from .fronts import with_fronts
 from .init_stages import pipeline_section
 from .init_sums import with_sums
 from .layer_kinds import kinded, plain, together
+from .merged_block_inputs import with_merged_block_inputs
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solved, Solver
@@ -96,11 +97,11 @@ def derive(
     """
     progress("running a reduced model")
     layouts = ModelLayouts(found, tp)
-    benches = _fullest_first(benches_with_routers(layouts))
+    recorded_models = _fullest_first(recorded_with_routers(layouts))
     if layouts.random is not None:
         raise PlanError((layouts.random,))
-    tree = replace(benches[0].tree, base_prefix="")
-    board, searched = _with_kinds(benches, tree, found.tree, tp, progress, sequence_parallel=sequence_parallel)
+    tree = replace(recorded_models[0].tree, base_prefix="")
+    trials, searched = _with_kinds(recorded_models, tree, found.tree, tp, progress, sequence_parallel=sequence_parallel)
     result, whole = searched.draft, searched.whole
     progress("distributing the experts")
     distributed = with_distributed(ModelLayouts(found, tp, tp), result) if expert_parallel else result
@@ -108,12 +109,12 @@ def derive(
     result = result if isinstance(distributed, str) else distributed
     return Derived(
         result,
-        benches[0].tree,
+        recorded_models[0].tree,
         whole,
-        MOST_TRIES - board.left,
+        BOUNDS.drafts - trials.left,
         searched.no_overlay,
         no_experts,
-        pipeline_section(benches, found.tree),
+        pipeline_section(recorded_models, found.tree),
         searched.gathered,
     )
 
@@ -129,14 +130,14 @@ class Searched:
 
 
 def _with_kinds(
-    benches: tuple[Workbench, ...],
+    recorded_models: tuple[RecordedModel, ...],
     reduced: ModuleTree,
     tree: ModuleTree,
     tp: int,
     progress: Callable[[str], None],
     *,
     sequence_parallel: bool,
-) -> tuple[Board, Searched]:
+) -> tuple[DraftTrials, Searched]:
     """The results with separate patterns for kinds of layers, where they make one plan; else those without.
 
     Args:
@@ -145,23 +146,25 @@ def _with_kinds(
     """
     told, own = kinded(reduced, tree)
     if told is not reduced:
-        board = Board(benches, tp, told)
-        searched = _search(board, own, progress, sequence_parallel=sequence_parallel)
+        trials = DraftTrials(recorded_models, tp, told)
+        searched = _search(trials, own, progress, sequence_parallel=sequence_parallel)
         draft = together(searched.draft, told)
-        if draft is not None and _is_right(board, draft):
-            return board, replace(searched, draft=draft)
-    board = Board(benches, tp, reduced)
-    return board, _search(board, tree, progress, sequence_parallel=sequence_parallel)
+        if draft is not None and _is_right(trials, draft):
+            return trials, replace(searched, draft=draft)
+    trials = DraftTrials(recorded_models, tp, reduced)
+    return trials, _search(trials, tree, progress, sequence_parallel=sequence_parallel)
 
 
-def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, sequence_parallel: bool) -> Searched:
+def _search(
+    trials: DraftTrials, tree: ModuleTree, progress: Callable[[str], None], *, sequence_parallel: bool
+) -> Searched:
     """Rules for all groups that can be split, for the vocabulary, and, where wanted, for the sequence.
 
     Args:
         tree: the model's own.
     """
-    flow = Flow(board.benches[0].reference, board.tree)
-    solver = Solver(board, flow, tree)
+    flow = Flow(trials.recorded_models[0].reference, trials.tree)
+    solver = Solver(trials, flow, tree)
     draft, whole, gathered = Draft({}), list[Whole](), list[Whole]()
     groups = list(grouped(regions(flow), flow))
     named = {tree.pattern(name) for name in (*tree.modules, *tree.parameters)}
@@ -171,7 +174,7 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
             continue
         progress(f"splitting {', '.join(map(plain, (*group.columns, *group.rows)))}")
         solved = solver.solve(group)
-        more = _with_group(board, draft, solved)
+        more = _with_group(trials, draft, solved)
         if isinstance(more, Draft):
             draft = more
             gathered += [] if solved.forbidden is None else [_whole(group, solved.forbidden)]
@@ -181,12 +184,14 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
         else:
             whole.append(_whole(group, more))
     progress("splitting the vocabulary")
-    draft = with_fronts(board, flow, tree, with_block_inputs(board, flow, with_vocabulary(board, flow, draft)))
+    draft = with_merged_block_inputs(
+        trials, flow, tree, with_block_inputs(trials, flow, with_vocabulary(trials, flow, draft))
+    )
     progress("splitting the sequence")
-    overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
+    overlaid = with_overlay(trials, flow, draft) if sequence_parallel else draft
     reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
-    result = with_sums(board, with_whole_named(result, board.tree, board.tp))
+    result = with_sums(trials, with_whole_named(result, trials.tree, trials.tp))
     whole += list(_alone(flow, tree, draft, {name for one in (*whole, *gathered) for name in one.patterns}))
     return Searched(result, tuple(whole), tuple(gathered), reason)
 
@@ -218,9 +223,9 @@ def _whole(group: Group, why: Forbidden) -> Whole:
     return Whole(tuple(matrices), why)
 
 
-def _is_right(board: Board, draft: Draft) -> bool:
+def _is_right(trials: DraftTrials, draft: Draft) -> bool:
     overlays = (False, True) if draft.sequence_parallel else (False,)
-    reports = [board.report(draft, overlay=overlay) for overlay in overlays]
+    reports = [trials.report(draft, overlay=overlay) for overlay in overlays]
     return all(report is not None and report.ok for report in reports)
 
 
@@ -234,38 +239,38 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
     return draft.with_rules(dict.fromkeys(map(tree.pattern, names), {"style": "replicate"}))
 
 
-def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden:
+def _with_group(trials: DraftTrials, draft: Draft, solved: Solved) -> Draft | Forbidden:
     """The draft with the rules of a group added, or the reason that forbids them."""
     if solved.draft is None:
         assert solved.forbidden is not None
         return solved.forbidden
     both = draft.with_rules(solved.draft.tensor_parallel)
-    return board.fixed(both) or forbidden(board, both)
+    return trials.fixed(both) or forbidden(trials, both)
 
 
-def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:
+def _fullest_first(recorded_models: tuple[RecordedModel, ...]) -> tuple[RecordedModel, ...]:
     """The inputs; first comes one that runs all modules of the first kind of input and more of the same blocks (for example
     cross-attention, which runs where a decoder gets an encoder's states)."""
-    first, *others = ({e.module for e in bench.reference.events if e.kind == "op"} for bench in benches)
+    first, *others = ({e.module for e in recorded.reference.events if e.kind == "op"} for recorded in recorded_models)
     blocks = set(map(block, first))
     for number, ran in enumerate(others, 1):
         if ran > first and blocks.issuperset(map(block, ran)):
-            return (benches[number], *benches[:number], *benches[number + 1 :])
-    return benches
+            return (recorded_models[number], *recorded_models[:number], *recorded_models[number + 1 :])
+    return recorded_models
 
 
-def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
+def with_vocabulary(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft:
     """The draft with the token embedding and the output head split too, where this is right."""
-    rows = board.tree.numbers.get("vocab_size") or _largest_table(board)
+    rows = trials.tree.numbers.get("vocab_size") or _largest_table(trials)
     embeddings, heads = [], []
     for product in dict.fromkeys(flow.products.values()):
-        module = board.tree.modules.get(product.name)
+        module = trials.tree.modules.get(product.name)
         if module is None:
             continue
         weight = module.parameter("weight")
         if weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
             continue
-        pattern = board.tree.pattern(product.name)
+        pattern = trials.tree.pattern(product.name)
         if pattern != product.name and block(product.name) != product.name:
             continue  # it belongs to a layer
         if module.kind == "embedding":
@@ -279,64 +284,66 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
                 bias: {"style": "colwise", "optional": True}
                 for name in names
                 if name in heads
-                for bias in tied_to(board, name)
+                for bias in tied_to(trials, name)
             }
-            more = board.fixed(draft.with_rules({**{name: split[name] for name in names}, **tied}))
+            more = trials.fixed(draft.with_rules({**{name: split[name] for name in names}, **tied}))
             if more is not None:
                 return more
     return draft
 
 
-def _largest_table(board: Board) -> int:
+def _largest_table(trials: DraftTrials) -> int:
     """The number of rows of the longest table outside the blocks, which is that of the tokens."""
-    tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and board.tree.pattern(name) == name)
+    tables = (
+        m for name, m in trials.tree.modules.items() if m.kind == "embedding" and trials.tree.pattern(name) == name
+    )
     weights = (module.parameter("weight") for module in tables)
     return max((weight.shape[0] for weight in weights if weight is not None), default=0)
 
 
-def tied_to(board: Board, head: str) -> tuple[str, ...]:
+def tied_to(trials: DraftTrials, head: str) -> tuple[str, ...]:
     """Other names of a head's bias."""
     bias = full_name(head, "bias")
-    return tuple(name for group in board.tree.tied if bias in group for name in group if name != bias)
+    return tuple(name for group in trials.tree.tied if bias in group for name in group if name != bias)
 
 
-def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
+def with_block_inputs(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft:
     """The draft with one block input around modules that read the same value and each move it themselves."""
-    report = board.report(draft)
+    report = trials.report(draft)
     if report is None:  # there is no rule, so no plan to check
         return draft
     block_inputs: dict[str, Options] = {}
     for read in report.reads:
-        pattern = board.tree.pattern(read.module)
+        pattern = trials.tree.pattern(read.module)
         rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if rule["style"] == "replicate" or rule == PARTIAL:
-            argument = argument_of_input(board, read.module, read.argument)
+            argument = argument_of_input(trials, read.module, read.argument)
             block_inputs[pattern] = {"style": BLOCK_INPUT, **(argument or moved_alike(flow, pattern))}
         if rule == PARTIAL:  # a block input does not concern the module's own parameters
-            own = partial_gradients(pattern, board.tree.modules[read.module])
+            own = partial_gradients(pattern, trials.tree.modules[read.module])
             block_inputs |= {name: options for name, options in own.items() if name not in draft.tensor_parallel}
-    draft = board.fixed(draft.with_rules(block_inputs)) or draft
-    for pattern in lone_blocks(board, draft):
+    draft = trials.fixed(draft.with_rules(block_inputs)) or draft
+    for pattern in lone_blocks(trials, draft):
         more = draft.with_rules({pattern: {"style": BLOCK_INPUT, **moved_alike(flow, pattern)}})
-        report = board.report(more)
+        report = trials.report(more)
         if report is not None and report.ok:
             draft = more
     return draft
 
 
-def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
+def lone_blocks(trials: DraftTrials, draft: Draft) -> tuple[str, ...]:
     """Parts of blocks with a matrix that moves its own input. A block input at the part may do this instead: the sequence
     is gathered there, and people look for it there."""
     found: dict[str, None] = {}
-    for name in board.tree.modules:
+    for name in trials.tree.modules:
         around_it = part(name)
-        rule = draft.tensor_parallel.get(board.tree.pattern(name))
-        if around_it in (None, name) or board.tree.modules[around_it].kind == "list":  # a list is not called
+        rule = draft.tensor_parallel.get(trials.tree.pattern(name))
+        if around_it in (None, name) or trials.tree.modules[around_it].kind == "list":  # a list is not called
             continue
         if rule is not None and R in STYLES[rule["style"]].input_sources:
-            around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
+            around = {draft.tensor_parallel.get(trials.tree.pattern(a), {}).get("style") for a in ancestors(name)}
             if BLOCK_INPUT not in around:
-                found[board.tree.pattern(around_it)] = None
+                found[trials.tree.pattern(around_it)] = None
     return tuple(found)
 
 
@@ -346,7 +353,7 @@ def moved_alike(flow: Flow, pattern: str) -> Options:
     return {"arguments": alike} if alike else {}
 
 
-def argument_of_input(board: Board, module: str, argument: str | None) -> Options:
+def argument_of_input(trials: DraftTrials, module: str, argument: str | None) -> Options:
     """The option that names the argument that a block input moves, where it is not the first."""
-    first = board.first_argument(module)
+    first = trials.first_argument(module)
     return {} if argument == first else {"argument": argument}

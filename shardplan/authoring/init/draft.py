@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
-from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout import LayoutReport, RecordedModel, check_layout
 from shardplan.compiler.layout.layout_check import Search
 from shardplan.compiler.layout.repairs import Repair
 from shardplan.compiler.layout.run import prove
@@ -17,6 +17,7 @@ from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.language import parse_plan
 from shardplan.model.forward_code import argument_names
@@ -30,7 +31,6 @@ Entry = TypeVar("Entry")
 FURTHER = "#"  # no module name contains it
 BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
-MOST_TRIES = 1000
 FIXABLE = ("partial", "complete", "meeting", "output")  # of gradients of whole values: the sharding fits
 
 
@@ -150,11 +150,11 @@ def _entry(rules: Sequence[Options]) -> Any:
     return rules[0]["style"] if rules[0].keys() == {"style"} else dict(rules[0])
 
 
-class Board:
+class DraftTrials:
     """Tries drafts on a reduced model.
 
     Args:
-        benches: the reduced model with each kind of input.
+        recorded_models: the reduced model with each kind of input.
         tp: the size of the axis.
         tree: the reduced model's. The patterns of drafts have no prefix.
 
@@ -162,15 +162,15 @@ class Board:
         left: the number of runs of drafts that may still be tried. It is a count, so that every machine finds the same plan.
     """
 
-    def __init__(self, benches: tuple[Workbench, ...], tp: int, tree: ModuleTree | None = None):
-        self.benches, self.tp = benches, tp
-        self.tree = replace(benches[0].tree, base_prefix="") if tree is None else tree
-        self.left = MOST_TRIES
+    def __init__(self, recorded_models: tuple[RecordedModel, ...], tp: int, tree: ModuleTree | None = None):
+        self.recorded_models, self.tp = recorded_models, tp
+        self.tree = replace(recorded_models[0].tree, base_prefix="") if tree is None else tree
+        self.left = BOUNDS.drafts
         self._proofs: dict[str, Proof] = {}
 
     def first_argument(self, module: str) -> str:
         """The name of a module's first argument."""
-        return argument_names(self.benches[0].model.get_submodule(module))[0]
+        return argument_names(self.recorded_models[0].model.get_submodule(module))[0]
 
     def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
         """The draft bound to the reduced model; None where binding or the structural checks have an error."""
@@ -192,7 +192,7 @@ class Board:
             if resolved is None or self.over:
                 return None
             self.left -= 1
-            self._proofs[key] = prove(resolved, self.benches[0])
+            self._proofs[key] = prove(resolved, self.recorded_models[0])
         return self._proofs[key]
 
     def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
@@ -200,10 +200,10 @@ class Board:
         resolved = self.bound(draft, overlay=overlay)
         if resolved is None or self.over:
             return None
-        self.left -= len(self.benches)
+        self.left -= len(self.recorded_models)
         allowed = min(Search().tries, self.left)
         search = Search(allowed, seconds=inf)
-        found = check_layout(resolved, self.benches, help=help, search=search)
+        found = check_layout(resolved, self.recorded_models, help=help, search=search)
         self.left -= (allowed - search.tries) if help else 0
         return found
 
@@ -218,12 +218,12 @@ class Board:
         assert plan is not None
         resolved, errors = self._checked(plan, overlay)
         if not errors and self.over:
-            return f"the search ended after {MOST_TRIES} tries"
-        found = errors or check_layout(resolved, self.benches, help=False).diagnostics
+            return f"the search ended after {BOUNDS.drafts} tries"
+        found = errors or check_layout(resolved, self.recorded_models, help=False).diagnostics
         where = next((note for note in found[0].notes if "`" in note), "")
         return f"{found[0].message} ({where})" if where else found[0].message
 
-    def fixed(self, draft: Draft, *, overlay: bool = False, rounds: int = 6) -> Draft | None:
+    def fixed(self, draft: Draft, *, overlay: bool = False, rounds: int = BOUNDS.repair_rounds) -> Draft | None:
         """The draft with the changes that the layout check proposes; None where they do not suffice."""
         for _ in range(rounds):
             report = self.report(draft, overlay=overlay, help=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ancestors, parent
 
 from .draft import Draft, Options, Rules, partial_gradients
 from .flow import Flow, Product
 
-MOST_AROUND = 2  # modules around a list that may return the blocks' output
 GATHERS: Options = {"style": "gather_seq_input"}
 GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # after a module that works on slices
 COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel section has no block input here
@@ -149,7 +149,7 @@ class Ends:
             yield {reader: GATHERS}
             yield {reader: COMPLETE}
         around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
-            :MOST_AROUND
+            : BOUNDS.around_list
         ]
         for name in around:
             yield {self.tree.pattern(name): {"style": "gather_seq_output"}}

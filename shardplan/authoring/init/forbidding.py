@@ -8,7 +8,7 @@ from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_diagnostics import diagnostic
 from shardplan.model.reduced.fields import role
 
-from .draft import FIXABLE, Board, Draft
+from .draft import FIXABLE, Draft, DraftTrials
 
 SHAPES = frozenset(("view", "reshape", "unflatten", "expand", "repeat", "view_as", "as_strided"))
 CUTS = frozenset(("split", "split_with_sizes", "chunk", "tensor_split", "narrow", "unbind", "__getitem__", "select"))
@@ -28,22 +28,22 @@ class Forbidden:
     change: str | None = None
 
 
-def forbidden(board: Board, draft: Draft) -> Forbidden:
+def forbidden(trials: DraftTrials, draft: Draft) -> Forbidden:
     """The first error of a wrong draft, with the line of code and how to change it."""
-    proof, resolved = board.proof(draft), board.bound(draft)
+    proof, resolved = trials.proof(draft), trials.bound(draft)
     hard = [found for found in (() if proof is None else proof.findings) if found.kind not in FIXABLE]
     if not hard or resolved is None:
-        return Forbidden(board.reason(draft))
+        return Forbidden(trials.reason(draft))
     said = diagnostic(resolved, hard[:1], None, None)
     where = next((note for note in said.notes if "`" in note), "")
-    change = _uneven(board, hard[0].module) or _change(hard[0])
+    change = _uneven(trials, hard[0].module) or _change(hard[0])
     return Forbidden(f"{said.message} ({where})" if where else said.message, change)
 
 
-def _uneven(board: Board, module: str) -> str | None:
+def _uneven(trials: DraftTrials, module: str) -> str | None:
     """Advice on tp, where a module counts heads that tp does not divide."""
-    numbers = board.tree.modules[module].numbers
-    counted = next((n for n, size in numbers.items() if role(n) == "heads" and size % board.tp), None)
+    numbers = trials.tree.modules[module].numbers
+    counted = next((n for n, size in numbers.items() if role(n) == "heads" and size % trials.tp), None)
     if counted is None:
         return None
     return (

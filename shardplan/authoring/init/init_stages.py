@@ -6,25 +6,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.layout.stage_check import blocks_of, derived_parts
 from shardplan.core.tree import ModuleTree, parent
 
 
-def pipeline_section(benches: Sequence[Workbench], tree: ModuleTree) -> dict[str, Any] | None:
+def pipeline_section(recorded_models: Sequence[RecordedModel], tree: ModuleTree) -> dict[str, Any] | None:
     """The fields of `pipeline_parallel`: the blocks, the values to carry, and the stage of parts that no run reads. None where
     the runs do not show that the model can be cut.
 
     Args:
-        benches: the reduced model, with each kind of input.
+        recorded_models: the reduced model, with each kind of input.
         tree: the tree of the model itself.
     """
-    reduced = benches[0].tree
+    reduced = recorded_models[0].tree
     home = next((parent(name) for name in blocks_of(tree)), None)
     blocks = reduced.children.get(home, ()) if home is not None else ()
     if home is None or len(blocks) < 2 or tree.shared or tree.numbers.get("is_encoder_decoder"):
         return None
-    parts, facts = derived_parts(benches, blocks)
+    parts, facts = derived_parts(recorded_models, blocks)
     unread = facts.ends.unread
     facts = replace(facts, ends=replace(facts.ends, unread=()))
     if not facts.proven:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from shardplan.compiler.layout.mergeable_sums import SharedSum, in_every_block
 from shardplan.core.tree import block, element
 
-from .draft import Board, Draft, Options
+from .draft import Draft, DraftTrials, Options
 
 
-def with_sums(board: Board, draft: Draft) -> Draft:
+def with_sums(trials: DraftTrials, draft: Draft) -> Draft:
     """The draft with the sums that the layout check finds, where the result passes the check."""
-    whole = _declared(board, draft, overlay=False)
+    whole = _declared(trials, draft, overlay=False)
     if not draft.tensor_parallel:
         return draft
-    sliced = _declared(board, draft, overlay=True) if draft.sequence_parallel else whole
+    sliced = _declared(trials, draft, overlay=True) if draft.sequence_parallel else whole
     changed = {pattern: sliced.get(pattern, {"sum_outputs": []}) for pattern in {**whole, **sliced}}
     sums = {
         "tensor_parallel": whole,
@@ -24,20 +24,20 @@ def with_sums(board: Board, draft: Draft) -> Draft:
     }
     more = replace(draft, sums={section: rules for section, rules in sums.items() if rules})
     overlays = (False, True) if draft.sequence_parallel else (False,)
-    reports = [board.report(more, overlay=overlay) for overlay in overlays]
+    reports = [trials.report(more, overlay=overlay) for overlay in overlays]
     return more if more.sums and all(report is not None and report.ok for report in reports) else draft
 
 
-def _declared(board: Board, draft: Draft, *, overlay: bool) -> Mapping[str, Options]:
+def _declared(trials: DraftTrials, draft: Draft, *, overlay: bool) -> Mapping[str, Options]:
     """Block -> its rule's options. Each block has at most one sum, and only one that all blocks of its kind have."""
-    report, tree = board.report(draft, overlay=overlay), board.tree
+    report, tree = trials.report(draft, overlay=overlay), trials.tree
     found: dict[str, Options] = {}
     if report is None:
         return found
     for one in report.sums:
         pattern = tree.pattern(block(one.closer))
         blocks = [name for name in tree.modules if element(name) and tree.pattern(name) == pattern]
-        if pattern not in found and in_every_block(report.sums, blocks) and _only_dropouts(board, one):
+        if pattern not in found and in_every_block(report.sums, blocks) and _only_dropouts(trials, one):
             inside = f"{block(one.closer)}."
             found[pattern] = {"sum_outputs": [name.removeprefix(inside) for name in one.members]}
             if one.through:  # with active dropouts, the sums are reduced separately
@@ -45,5 +45,5 @@ def _declared(board: Board, draft: Draft, *, overlay: bool) -> Mapping[str, Opti
     return found
 
 
-def _only_dropouts(board: Board, one: SharedSum) -> bool:
-    return all(board.tree.modules[name].kind == "dropout" for name in one.through)
+def _only_dropouts(trials: DraftTrials, one: SharedSum) -> bool:
+    return all(trials.tree.modules[name].kind == "dropout" for name in one.through)

@@ -9,12 +9,10 @@ from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import combinations_with_replacement, islice, product
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, is_count
 
 from .channels import Part
-
-MOST_WORDS = 6  # expressions for one number
-MOST_CHOICES = 4000  # of expressions for all parts of a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class Lengths:
         kinds = list(dict.fromkeys(parts))
         choices = [list(self._sized(part, of)) for part in kinds]
         found: list[tuple[float, tuple[Sized, ...]]] = []
-        for chosen in islice(product(*choices), MOST_CHOICES):
+        for chosen in islice(product(*choices), BOUNDS.expressions_together):
             named = dict(zip(kinds, chosen, strict=True))
             all_parts = tuple(named[part] for part in parts)
             if sum(one.full for one in all_parts) == size:
@@ -125,8 +123,8 @@ class Lengths:
         single = [self._length(name, value, of) for name, known in self._numbers.items() if known == value]
         if not self._numbers:
             single = [Length(str(value), value, value)]
-        found = sorted(single, key=lambda one: -one.likeness)[:MOST_WORDS]
-        return found or list(islice(self._products(value, of), MOST_WORDS))
+        found = sorted(single, key=lambda one: -one.likeness)[: BOUNDS.expressions]
+        return found or list(islice(self._products(value, of), BOUNDS.expressions))
 
     def _shapes(self, number: str, parameter: str) -> bool:
         """Whether the shape of a parameter depends on a number."""

@@ -9,25 +9,23 @@ from itertools import product
 
 from shardplan.compiler.layout.finding import Finding
 from shardplan.core.layout import R
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, alternative, partial_gradients
+from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, Rules, alternative, partial_gradients
 from .ends import COMPLETE, GATHERED, GATHERS, Ends
 from .flow import Flow
 from .layer_kinds import plain
 
-FIXABLE = 4  # errors; with more, the candidate itself is wrong
-MOST_FIXED = 4  # candidates, those with the fewest errors
-MOST_WHOLE = 4  # parts of a block
 GATHERING = ("gather_seq_input", "colwise_seq")
 
 
-def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
+def with_overlay(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft | str:
     """The draft with a sequence-parallel section that passes the layout check; else the check's error."""
     reasons = []
-    for listing in lists_of_blocks(board, flow, draft):
-        found = _with_list(board, flow, draft, listing)
+    for listing in lists_of_blocks(trials, flow, draft):
+        found = _with_list(trials, flow, draft, listing)
         if isinstance(found, str):
             reasons.append(found)
         else:
@@ -37,68 +35,70 @@ def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
     return reasons[0] if reasons else "there is no list of blocks that run one after the other"
 
 
-def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
+def lists_of_blocks(trials: DraftTrials, flow: Flow, draft: Draft) -> tuple[str, ...]:
     """The outermost lists whose elements are called and have split parts, in the model's order: for example an encoder's and a decoder's."""
     ran = {event.module for event in flow.run.events if event.kind == "enter"}
-    split = {name for name in board.tree.modules if name in ran and element(name) and _split_below(board, draft, name)}
-    found = dict.fromkeys(parent(name) for name in board.tree.modules if name in split)
+    split = {
+        name for name in trials.tree.modules if name in ran and element(name) and _split_below(trials, draft, name)
+    }
+    found = dict.fromkeys(parent(name) for name in trials.tree.modules if name in split)
     return tuple(name for name in found if not any(element(one) for one in (name, *ancestors(name))))
 
 
-def _split_below(board: Board, draft: Draft, name: str) -> bool:
-    pattern = board.tree.pattern(name)
+def _split_below(trials: DraftTrials, draft: Draft, name: str) -> bool:
+    pattern = trials.tree.pattern(name)
     alike = pattern.endswith("*")  # elements with different patterns are not blocks
     rules = map(plain, draft.tensor_parallel)
     return alike and any(rule == pattern or rule.startswith(f"{pattern}.") for rule in rules)
 
 
-def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | str:
+def _with_list(trials: DraftTrials, flow: Flow, draft: Draft, listing: str) -> Draft | str:
     """As `with_overlay`, for the blocks of one list."""
-    overlay = Overlay(board, flow, draft, listing)
+    overlay = Overlay(trials, flow, draft, listing)
     candidates = list(overlay.candidates())
-    if overlay.ends.length % board.tp:
-        return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={board.tp} does not divide"
-    for candidate in Overlay(board, flow, draft, listing, by_token=True).candidates():
+    if overlay.ends.length % trials.tp:
+        return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={trials.tp} does not divide"
+    for candidate in Overlay(trials, flow, draft, listing, by_token=True).candidates():
         if candidate not in candidates:
-            report = board.report(candidate, overlay=True)
+            report = trials.report(candidate, overlay=True)
             if report is not None and report.ok:
                 return candidate
     counts: dict[int, int] = {}  # candidate -> the number of its errors
     for number, candidate in enumerate(candidates):
-        report = board.report(candidate, overlay=True)
+        report = trials.report(candidate, overlay=True)
         if report is not None and report.ok:
             return candidate
-        if report is not None and len(report.diagnostics) <= FIXABLE:
+        if report is not None and len(report.diagnostics) <= BOUNDS.overlay_errors:
             counts[number] = len(report.diagnostics)
-    for number in sorted(counts, key=lambda number: (counts[number], number))[:MOST_FIXED]:
-        found = board.fixed(candidates[number], overlay=True)
+    for number in sorted(counts, key=lambda number: (counts[number], number))[: BOUNDS.overlays_fixed]:
+        found = trials.fixed(candidates[number], overlay=True)
         if found is not None:
             return found
     for candidate in candidates:
-        found = with_whole_parts(board, flow, candidate)
+        found = with_whole_parts(trials, flow, candidate)
         if found is not None:
             return found
-    return board.reason(candidates[-1], overlay=True)
+    return trials.reason(candidates[-1], overlay=True)
 
 
-def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
+def with_whole_parts(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft | None:
     """The draft with the sequence gathered before, and split after, the parts of blocks that cannot work with slices of it.
     Inside, these parts run as without sequence parallelism. Values that a block's own code combines with whole ones are
     gathered too. None where this is not enough."""
-    for _ in range(MOST_WHOLE):
+    for _ in range(BOUNDS.overlay_whole):
         assert draft.sequence_parallel is not None  # the draft has an overlay
-        proof = board.proof(draft, overlay=True)
+        proof = trials.proof(draft, overlay=True)
         if proof is None:
             return None
         if not proof.findings:
-            report = board.report(draft, overlay=True)
+            report = trials.report(draft, overlay=True)
             return draft if report is not None and report.ok else None
         finding = proof.findings[0]
         found = part(finding.module)
         rules = (
             gathered_between(flow, draft.sequence_parallel, finding)
             if found is None
-            else gathered_around(board, draft, found)
+            else gathered_around(trials, draft, found)
         )
         if rules is None:
             return None
@@ -106,9 +106,9 @@ def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
     return None
 
 
-def gathered_around(board: Board, draft: Draft, found: str) -> Rules | None:
+def gathered_around(trials: DraftTrials, draft: Draft, found: str) -> Rules | None:
     """Rules that make a part of a block compute with the whole sequence; None where it already does, or is split."""
-    rules, pattern = draft.sequence_parallel or {}, board.tree.pattern(found)
+    rules, pattern = draft.sequence_parallel or {}, trials.tree.pattern(found)
     options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
     if rules.get(pattern, {}).get("style") == "replicate_seq" or options["style"] != "replicate":
         return None
@@ -121,7 +121,7 @@ def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None
     token for each layer): the sequence is gathered after this module, and split before the next one."""
     if finding.kind != "crash" or not element(finding.module):
         return None
-    inside = [n for one in finding.operands for n in one.origins if n.startswith(f"{finding.module}.")]
+    inside = [n for one in finding.operands for n in one.from_modules if n.startswith(f"{finding.module}.")]
     maker = next((n for n in inside if rules.get(flow.tree.pattern(n)) == {"style": "sequence_parallel"}), None)
     ran = dict.fromkeys(
         e.module for e in flow.run.events if e.kind == "enter" and flow.tree.modules[e.module].parameters
@@ -144,7 +144,7 @@ class Overlay:
     """Makes an overlay from the structure of the run.
 
     Args:
-        board: the board on which it is tried.
+        trials: tries it on the reduced model.
         flow: the unsharded run.
         draft: the tensor-parallel rules, and the sequence-parallel rules for other lists.
         listing: the list of the blocks.
@@ -152,8 +152,8 @@ class Overlay:
             with the whole sequence.
     """
 
-    def __init__(self, board: Board, flow: Flow, draft: Draft, listing: str, *, by_token: bool = False):
-        self.board, self.flow, self.draft, self.tree, self.by_token = board, flow, draft, board.tree, by_token
+    def __init__(self, trials: DraftTrials, flow: Flow, draft: Draft, listing: str, *, by_token: bool = False):
+        self.trials, self.flow, self.draft, self.tree, self.by_token = trials, flow, draft, trials.tree, by_token
         self.ends = Ends(flow, draft, listing)
 
     def candidates(self) -> Iterator[Draft]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
 from shardplan.styles import feature_dim
 from shardplan.styles.style_record import Features
 
 COEFFICIENTS = (1, 2, 3, 4)
-MOST_PARTS = 5  # parts with different lengths
 # The words for a length, the most likely first; all other numbers of the configuration come after them.
 KNOWN = (
     ("num_attention_heads", "head_dim"),
@@ -51,7 +51,7 @@ def packed(
     """
     if len(set(lengths)) == 1:
         return len(lengths)
-    if len(lengths) > MOST_PARTS or size is None:
+    if len(lengths) > BOUNDS.parts or size is None:
         return None
     if not tree.numbers and sum(lengths) == size:
         return list(map(str, lengths))  # a model without configuration is its own reduced model

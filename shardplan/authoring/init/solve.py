@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from shardplan.compiler.layout.finding import Kind
 from shardplan.compiler.layout.typing_result import Proof
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, block, element, full_name, parent
 from shardplan.model.forward_code import forward_reads
 from shardplan.styles.head_counts import HEAD_SIZES
 
 from .all_heads import reading_shares
-from .draft import FIXABLE, Board, Draft, divided, sharing
+from .draft import FIXABLE, Draft, DraftTrials, divided, sharing
 from .flow import Flow
 from .forbidding import Forbidden, forbidden
 from .regions import Group
+from .split_candidates import SplitCandidates
 from .states import States
-from .ways import Ways
 
-MOST_DIVIDED = 5  # attributes in one group
 # A group with a smaller share of its blocks' parameters stays whole. Splitting it costs the same number of collectives in each block as
 # for an MLP, which take the same time for an indexer's or router's matrices as for wide ones, and saves a rank at most this memory.
 LEAST = 0.005
@@ -63,18 +63,18 @@ class Solver:
     """Finds the rules of regions.
 
     Args:
-        board: the board on which drafts are tried.
+        trials: tries drafts on the reduced model.
         flow: the unsharded run.
         tree: the tree of the model itself.
     """
 
-    def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
-        self.board, self.flow, self.tree = board, flow, tree
-        self.ways = Ways(board, flow, tree)
+    def __init__(self, trials: DraftTrials, flow: Flow, tree: ModuleTree):
+        self.trials, self.flow, self.tree = trials, flow, tree
+        self.candidates = SplitCandidates(trials, flow, tree)
 
     def solve(self, group: Group) -> Solved:
         """Rules that split a group and are right on their own; where none are found, what forbids the best."""
-        if not self.ways.experts(group) and (share := self._share(group)) < LEAST:
+        if not self.candidates.experts(group) and (share := self._share(group)) < LEAST:
             return Solved(
                 None,
                 Forbidden(
@@ -84,22 +84,22 @@ class Solver:
         state = self._with_state(group)
         solved = state if state.draft is not None else self._split_through(group)
         against = state.forbidden or solved.forbidden
-        if solved.draft is None and not self.ways.experts(group):
-            return Solved(self.board.fixed(self.ways.gathered(group)), against)
+        if solved.draft is None and not self.candidates.experts(group):
+            return Solved(self.trials.fixed(self.candidates.gathered(group)), against)
         return solved if solved.draft is not None else Solved(None, against)
 
     def _with_state(self, group: Group) -> Solved:
         """Split the states of a state space or linear attention layer, if the group belongs to one."""
-        states = States(self.board, self.flow, self.tree, group) if group.container is None else None
+        states = States(self.trials, self.flow, self.tree, group) if group.container is None else None
         if states is None or not states.has_state:
             return Solved(None)
         draft, best = states.solved()
-        return Solved(draft, forbidden(self.board, best) if draft is None and best is not None else None)
+        return Solved(draft, forbidden(self.trials, best) if draft is None and best is not None else None)
 
     def _split_through(self, group: Group) -> Solved:
         """Split the group without gathers between the first matrices and the last."""
-        solved = self._best_of(group, self.ways.drafts(group))
-        if solved.draft is None and (narrow := list(self.ways.narrow(group))):
+        solved = self._best_of(group, self.candidates.drafts(group))
+        if solved.draft is None and (narrow := list(self.candidates.narrow(group))):
             other = self._best_of(group, narrow)
             return other if other.draft is not None or other.reached > solved.reached else solved
         return solved
@@ -116,7 +116,7 @@ class Solver:
                     break
         assert first is not None
         if not scored:
-            return Solved(None, forbidden(self.board, first))
+            return Solved(None, forbidden(self.trials, first))
         furthest = max(score for score, _ in scored)
         # A wrong way may run further by chance: heads cut in halves have the shapes of half the heads.
         worth = [draft for score, draft in scored if score == furthest]
@@ -133,8 +133,8 @@ class Solver:
         if score is not None and not score.fits:
             draft = self._divided(group, draft, score)
         reached = self._score(draft) or NOWHERE
-        fixed = self.board.fixed(draft) if reached.fits else None
-        return Solved(fixed, forbidden(self.board, draft) if fixed is None else None, reached)
+        fixed = self.trials.fixed(draft) if reached.fits else None
+        return Solved(fixed, forbidden(self.trials, draft) if fixed is None else None, reached)
 
     def _share(self, group: Group) -> float:
         """A group's share of its blocks' parameters, in the model itself."""
@@ -145,13 +145,13 @@ class Solver:
         return sum(sizes[name] for name in own) / sum(sizes[name] for name in sizes if block(name) in blocks)
 
     def _score(self, draft: Draft) -> Score | None:
-        proof = self.board.proof(draft)
+        proof = self.trials.proof(draft)
         return None if proof is None else _score(proof)
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
         """The draft that also divides attributes and splits vectors with which it runs further: one by one, or two where both
         are needed."""
-        for _ in range(MOST_DIVIDED):
+        for _ in range(BOUNDS.divided):
             found = (
                 self._best(self._further(group, draft), score)
                 or self._best(self._pairs(group, draft), score)
@@ -178,17 +178,17 @@ class Solver:
     def _further(self, group: Group, draft: Draft) -> Iterator[Draft]:
         wrong = self._wrong(group, draft)
         for pattern in (
-            self.board.tree.pattern(name) for name in wrong if self.board.tree.modules[name].kind == "norm"
+            self.trials.tree.pattern(name) for name in wrong if self.trials.tree.modules[name].kind == "norm"
         ):
             if pattern not in draft.tensor_parallel:
                 yield draft.with_rules({pattern: {"style": "colwise_norm"}})
-        for name in (n for one in wrong for n in self.board.tree.children[one]):
-            if self.board.tree.modules[name].class_name == "Identity":  # an expert that only returns its input
-                yield draft.with_rules({self.board.tree.pattern(name): {"style": "moe_identity_expert"}})
+        for name in (n for one in wrong for n in self.trials.tree.children[one]):
+            if self.trials.tree.modules[name].class_name == "Identity":  # an expert that only returns its input
+                yield draft.with_rules({self.trials.tree.pattern(name): {"style": "moe_identity_expert"}})
         for number in self._attributes({**self._modules(group), **wrong}):
             yield from _dividing(draft, number)
         for name in wrong:
-            yield from reading_shares(self.flow, draft, name, self.board.tp, self.tree)
+            yield from reading_shares(self.flow, draft, name, self.trials.tp, self.tree)
         for pattern, owner in self._vectors(group, wrong).items():
             if pattern not in draft.tensor_parallel:
                 ways = [draft.tensor_parallel[column] for column in group.columns if column in draft.tensor_parallel]
@@ -200,7 +200,11 @@ class Solver:
     def _pairs(self, group: Group, draft: Draft, *, of_config: bool = False) -> Iterator[Draft]:
         """The drafts that divide two attributes of the module that raises, or two configuration numbers that its code reads."""
         wrong = self._wrong(group, draft, "crash")
-        reads = {name for one in wrong for name in forward_reads(type(self.board.benches[0].model.get_submodule(one)))}
+        reads = {
+            name
+            for one in wrong
+            for name in forward_reads(type(self.trials.recorded_models[0].model.get_submodule(one)))
+        }
         own = [
             found
             for found in self._attributes(wrong)
@@ -213,7 +217,7 @@ class Solver:
     def _wrong(self, group: Group, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
         """The module in a block whose code has the first finding, or the first finding of a kind; the block itself where it calls
         the group's matrices."""
-        proof = self.board.proof(draft)
+        proof = self.trials.proof(draft)
         hard = (f for f in (() if proof is None else proof.findings) if f.kind not in FIXABLE)
         found = next((f.module for f in hard if kind in (None, f.kind)), "")
         return {} if not found or (element(found) and found not in self._modules(group)) else {found: None}
@@ -227,7 +231,7 @@ class Solver:
         """Patterns of parameters that the group's modules own and that are not its matrices -> their modules' patterns. These
         are parameters with one number per head, biases of experts and of matrices by which another module multiplies, and
         weights of the wrong norm."""
-        pattern, modules, matrices = self.board.tree.pattern, self._modules(group), (*group.columns, *group.rows)
+        pattern, modules, matrices = self.trials.tree.pattern, self._modules(group), (*group.columns, *group.rows)
 
         def own(owner: ModuleInfo) -> bool:
             if owner.kind in ("other", "norm"):
@@ -236,21 +240,21 @@ class Solver:
 
         found = {
             pattern(full): pattern(owner.name)
-            for full, (owner, p) in self.board.tree.parameters.items()
-            if own(owner) and any(n % self.board.tp == 0 for n in p.shape)
+            for full, (owner, p) in self.trials.tree.parameters.items()
+            if own(owner) and any(n % self.trials.tp == 0 for n in p.shape)
         }
         return {name: owner for name, owner in found.items() if name not in matrices}
 
     def _modules(self, group: Group) -> Mapping[str, None]:
         """The modules of the group's matrices, and the modules around them in the block; the block itself where the matrices are
         its own (XLM's lists of attentions)."""
-        tree = self.board.tree
-        own = {self.board.tree.pattern(full): owner.name for full, (owner, _) in tree.parameters.items()}
+        tree = self.trials.tree
+        own = {self.trials.tree.pattern(full): owner.name for full, (owner, _) in tree.parameters.items()}
         return dict.fromkeys(
             other
             for pattern in (*group.rows, *group.columns)
             for name in (*tree.modules, own.get(pattern, ""))
-            if name and (self.board.tree.pattern(name) == pattern or name == own.get(pattern))
+            if name and (self.trials.tree.pattern(name) == pattern or name == own.get(pattern))
             for other in (name, *ancestors(name))
             if other and (other != block(name) or other == parent(name)) and other not in ancestors(block(name))
         )
@@ -259,13 +263,13 @@ class Solver:
         """Numbers of modules that may count the split parts: (pattern of the module, attribute)."""
         seen: set[tuple[str, str]] = set()
         for name in modules:
-            module = self.board.tree.modules[name]
+            module = self.trials.tree.modules[name]
             config = {f"config.{n}": value for n, value in (module.config or {}).items()}
             for attribute, value in {**module.numbers, **config}.items():
-                key = (self.board.tree.pattern(name), attribute)
+                key = (self.trials.tree.pattern(name), attribute)
                 if attribute.removeprefix("config.") in HEAD_SIZES:
                     continue  # heads are split, not their features
-                if type(value) is int and value > 1 and value % self.board.tp == 0 and key not in seen:
+                if type(value) is int and value > 1 and value % self.trials.tp == 0 and key not in seen:
                     seen.add(key)
                     yield key
 

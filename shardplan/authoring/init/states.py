@@ -6,21 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import Any
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name, is_count
 from shardplan.model.forward_code import forward_reads
 from shardplan.model.shaping_numbers import shapes_with
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
-from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, divided, sharing
+from .draft import BLOCK_INPUT, FIXABLE, Draft, DraftTrials, Options, divided, sharing
 from .flow import Flow, Product
 from .lengths import Lengths, Sized
 from .parts import output_features
 from .regions import Group
-
-MOST_DRAFTS = 24  # combinations of how the matrices of one group are packed and what their norms do
-MOST_CHOICES = 200  # several may give the same draft
-MOST_PACKED = 3  # ways to pack one matrix
-MOST_REMOVED = 3  # attributes that have the value of a divided number by chance
 
 Rules = dict[str, dict[str, Any]]
 Choice = tuple[tuple[Rules, tuple[Sized, ...]], ...]  # the rule and the parts of each matrix, convolution and norm
@@ -31,45 +27,45 @@ class States:
     its convolution, the heads of each part, and the numbers that count them.
 
     Args:
-        board: the board on which drafts are tried.
+        trials: tries drafts on the reduced model.
         flow: the unsharded run.
         tree: the tree of the model itself.
         group: the matrices that one module calls.
     """
 
-    def __init__(self, board: Board, flow: Flow, tree: ModuleTree, group: Group):
-        self.board, self.flow, self.tree, self.group = board, flow, tree, group
+    def __init__(self, trials: DraftTrials, flow: Flow, tree: ModuleTree, group: Group):
+        self.trials, self.flow, self.tree, self.group = trials, flow, tree, group
         self.columns = [one for one in map(self._product, group.columns) if not self._of_heads(one)]
         self.rows = [self._product(name) for name in group.rows]
         self.home = self.rows[0].module
-        self.inside = [m for name, m in board.tree.modules.items() if name == self.home or self._below(name)]
+        self.inside = [m for name, m in trials.tree.modules.items() if name == self.home or self._below(name)]
         self.convolutions = [module for module in self.inside if module.kind == "depthwise"]
         pairs = [(module, self._full(module)) for module in self.inside]
-        model = board.benches[0].model
+        model = trials.recorded_models[0].model
         known = [(one, full) for one, full in pairs if full is not None]
-        self.lengths = Lengths(board.tree, tree, known, lambda number: shapes_with(model, number))
+        self.lengths = Lengths(trials.tree, tree, known, lambda number: shapes_with(model, number))
 
     @property
     def has_state(self) -> bool:
         """Whether the group belongs to one module, and this convolves channels or has parameters of its own that are not matrices."""
         together = {one.module for one in self.rows} == {self.home} and self.home != ""
-        own = self.board.tree.modules[self.home].parameters
+        own = self.trials.tree.modules[self.home].parameters
         return together and (bool(self.convolutions) or any(len(p.shape) == 1 for p in own))
 
     def _below(self, name: str) -> bool:
         return name.startswith(f"{self.home}.")
 
     def _product(self, pattern: str) -> Product:
-        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
+        return next(p for p in self.flow.products.values() if self.trials.tree.pattern(p.name) == pattern)
 
     def _of_heads(self, product: Product) -> bool:
         """Whether a product multiplies by a matrix for each head: this mixes no heads, and counts as a vector of matrices."""
-        found = self.board.tree.parameters.get(product.name)
+        found = self.trials.tree.parameters.get(product.name)
         return found is not None and len(found[1].shape) > 2
 
     def _full(self, module: ModuleInfo) -> ModuleInfo | None:
         """The module in the model itself."""
-        pattern = self.board.tree.pattern(module.name)
+        pattern = self.trials.tree.pattern(module.name)
         same = (one for name, one in self.tree.modules.items() if self.tree.pattern(name) == pattern)
         return next((one for one in same if one.class_name == module.class_name), None)
 
@@ -79,11 +75,11 @@ class States:
         """Rules that split the group and are right on their own; where there are none, the draft that ran furthest."""
         best: tuple[tuple[bool, int, int], Choice] | None = None
         seen: list[Draft] = []
-        for choice in islice(self._choices(), MOST_CHOICES):
+        for choice in islice(self._choices(), BOUNDS.choices_of_states):
             draft = self._draft(choice)
             if draft in seen:
                 continue
-            if len(seen) == MOST_DRAFTS:
+            if len(seen) == BOUNDS.packings_of_states:
                 break
             seen.append(draft)
             score = self._score(draft)
@@ -96,10 +92,10 @@ class States:
         score, choice = best
         draft = self._draft(choice) if score[0] else self._with_fewer(choice, score)
         fits = (self._score(draft) or score)[0]
-        return (self.board.summed(draft) or self.board.fixed(draft) if fits else None), draft
+        return (self.trials.summed(draft) or self.trials.fixed(draft) if fits else None), draft
 
     def _score(self, draft: Draft) -> tuple[bool, int, int] | None:
-        proof = self.board.proof(draft)
+        proof = self.trials.proof(draft)
         if proof is None:
             return None
         hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
@@ -108,7 +104,7 @@ class States:
     def _with_fewer(self, choice: Choice, score: tuple[bool, int, int]) -> Draft:
         """The draft without those divided attributes whose removal lets it run further: other numbers may have the same value."""
         draft, without = self._draft(choice), frozenset[str]()
-        for _ in range(MOST_REMOVED):
+        for _ in range(BOUNDS.removed):
             numbers = divided(draft.tensor_parallel[self._pattern(self.home)])
             found = [
                 (reached, one) for one in numbers if (reached := self._score(self._draft(choice, without | {one})))
@@ -121,15 +117,15 @@ class States:
         return draft
 
     def _choices(self) -> Iterator[Choice]:
-        columns = [list(islice(self._split(column), MOST_PACKED)) for column in self.columns]
-        channels = [list(islice(self._convolved(one), MOST_PACKED)) for one in self.convolutions]
+        columns = [list(islice(self._split(column), BOUNDS.packings_of_matrix)) for column in self.columns]
+        channels = [list(islice(self._convolved(one), BOUNDS.packings_of_matrix)) for one in self.convolutions]
         norms = [list(self._normed(module)) for module in self.inside if module.kind == "norm"]
         yield from product(*columns, *channels, *norms, list(self._summed()))
 
     def _summed(self) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
         """Rules for the last matrices. Each reduces its result or, where the module's code reads the bias of one, the module reduces afterwards."""
         yield {self._pattern(one.name): {"style": "rowwise"} for one in self.rows}, ()
-        modules = [self.board.tree.modules.get(one.name) for one in self.rows]
+        modules = [self.trials.tree.modules.get(one.name) for one in self.rows]
         if any(one is not None and one.parameter("bias") for one in modules):
             rules: Rules = {self._pattern(self.home): {"output": "all_reduce"}}
             for one in modules:
@@ -155,11 +151,11 @@ class States:
         return Draft(rules).with_rules(self._numbers(sized, convolved, without))
 
     def _pattern(self, name: str) -> str:
-        return self.board.tree.pattern(name)
+        return self.trials.tree.pattern(name)
 
     def _ruled(self, column: Product) -> str:
         """The name in a matrix's rule: the module that does nothing else, even where other code multiplies by its weight."""
-        owner = self.board.tree.parameters[column.name][0] if column.name in self.board.tree.parameters else None
+        owner = self.trials.tree.parameters[column.name][0] if column.name in self.trials.tree.parameters else None
         return self._pattern(owner.name if owner is not None and owner.kind == "linear" else column.name)
 
     def _split(self, column: Product) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
@@ -209,7 +205,7 @@ class States:
 
     def _matrix(self, name: str) -> str:
         """The full name of a matrix."""
-        return name if name in self.board.tree.parameters else full_name(name, "weight")
+        return name if name in self.trials.tree.parameters else full_name(name, "weight")
 
     @property
     def _channels(self) -> str:
@@ -230,7 +226,7 @@ class States:
                 if name in (one.name for one in (*self.columns, *self.rows)) or not parameter.shape:
                     continue
                 shape = [size for size in parameter.shape if size > 1]
-                if shape and shape[0] in counts and shape[0] % self.board.tp == 0:
+                if shape and shape[0] in counts and shape[0] % self.trials.tp == 0:
                     found[self._pattern(name)] = {"style": "headwise" if len(shape) > 2 else "colwise"}
                     if module.name != self.home:
                         own = self._attributes(module.name)
@@ -268,7 +264,7 @@ class States:
         """The module's rule: it divides the numbers that count split parts, and sets the channels of the convolution."""
         own = self._attributes(self.home)
         divide = [name for pair in _counted(sized) for name in own.get(pair, ())]
-        divide = [n for n in self.board.tree.modules[self.home].numbers if n in divide and n not in without]
+        divide = [n for n in self.trials.tree.modules[self.home].numbers if n in divide and n not in without]
         settings: list[dict[str, str]] = []
         for parts in convolved:
             total = sum(one.part.length for one in parts), sum(one.full for one in parts)
@@ -279,7 +275,7 @@ class States:
                 else:
                     settings.append({name: words})
         options = dict(sharing({"style": BLOCK_INPUT}, [*divide, *settings, *self._buffers(sized)]))
-        options |= {"fused": False} if self.board.tree.modules[self.home].training_reads else {}
+        options |= {"fused": False} if self.trials.tree.modules[self.home].training_reads else {}
         return {self._pattern(self.home): options}
 
     def _buffers(self, sized: Sequence[Sized]) -> list[dict[str, Any]]:
@@ -287,22 +283,22 @@ class States:
         widths = {self.flow.run.values[c.outputs[0]].shape[-1]: c.name for c in self.columns if self._below(c.name)}
         counts = {count for count, _ in _counted(sized)} | {one.part.length for one in sized}
         found: dict[str, Any] = {}
-        for name, shape in self.board.tree.modules[self.home].buffers.items():
+        for name, shape in self.trials.tree.modules[self.home].buffers.items():
             for dim, size in enumerate(shape):
                 if size in widths:
                     found[name] = {"dim": dim, "like": widths[size].removeprefix(f"{self.home}.")}
-                elif size in counts and size % self.board.tp == 0:
+                elif size in counts and size % self.trials.tp == 0:
                     found.setdefault(name, {"dim": dim})
         return [{name: one} for name, one in found.items()]
 
     def _attributes(self, of: str) -> Mapping[tuple[int, int], tuple[str, ...]]:
         """The values in the reduced model and in the model itself -> the attributes with these values that the module's code reads."""
-        module = self.board.tree.modules[of]
+        module = self.trials.tree.modules[of]
         full = self._full(module)
         if full is None:
             return {}
-        read = forward_reads(type(self.board.benches[0].model.get_submodule(of)))
-        alike = [m for m in self.board.tree.modules.values() if self._pattern(m.name) == self._pattern(of)]
+        read = forward_reads(type(self.trials.recorded_models[0].model.get_submodule(of)))
+        alike = [m for m in self.trials.tree.modules.values() if self._pattern(m.name) == self._pattern(of)]
         found: dict[tuple[int, int], tuple[str, ...]] = {}
         for name, value in module.numbers.items():
             other = full.numbers.get(name)

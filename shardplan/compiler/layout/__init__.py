@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .layout_check import LayoutReport, check_layout
     from .model import ModelLayouts
-    from .run import Workbench
+    from .run import RecordedModel
 
-__all__ = ["LayoutReport", "ModelLayouts", "Workbench", "check_layout"]
+__all__ = ["LayoutReport", "ModelLayouts", "RecordedModel", "check_layout"]
 
-_HOMES = {"LayoutReport": "layout_check", "check_layout": "layout_check", "ModelLayouts": "model", "Workbench": "run"}
+_HOMES = {
+    "LayoutReport": "layout_check",
+    "check_layout": "layout_check",
+    "ModelLayouts": "model",
+    "RecordedModel": "run",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,11 +14,11 @@ def block_calls(model: ModelLayouts) -> tuple[str, tuple[tuple[str, int], ...]]:
     """The last repeated block of the reduced model that runs, and the modules below it in the order of their first calls.
     Each has its name within the block, and the number of modules between it and the block. ("", ()) where nothing repeats.
     """
-    bench = model.benches[0]
-    blocks = repeated_blocks(bench.tree)
+    recorded = model.recorded_models[0]
+    blocks = repeated_blocks(recorded.tree)
     if not blocks:
         return "", ()
-    fresh = copied(bench.model)
+    fresh = copied(recorded.model)
     calls: dict[str, list[tuple[str, int]]] = {}
     open_calls: list[str] = []
     names = {module: name for name, module in fresh.named_modules()}
@@ -40,7 +40,7 @@ def block_calls(model: ModelLayouts) -> tuple[str, tuple[tuple[str, int], ...]]:
     hooks = [module.register_forward_pre_hook(enter) for module in names]
     hooks += [module.register_forward_hook(leave) for module in names]
     with model.reduced_model.running(), torch.no_grad():
-        fresh(**bench.inputs)
+        fresh(**recorded.inputs)
     for hook in hooks:
         hook.remove()
     ran = [block for block in blocks if block in calls]

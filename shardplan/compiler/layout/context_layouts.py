@@ -10,16 +10,16 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import block, element
 
 from .layout_check import LayoutReport, check_layout
-from .run import Workbench
+from .run import RecordedModel
 
 
-def with_cp(report: LayoutReport, rules: ResolvedPlan, benches: Sequence[Workbench]) -> LayoutReport:
+def with_cp(report: LayoutReport, rules: ResolvedPlan, recorded_models: Sequence[RecordedModel]) -> LayoutReport:
     """A report of the rules for tp, with the findings of those for cp.
 
     Args:
         rules: `ResolvedPlan.on_cp`, bound to the reduced model.
     """
-    found = check_layout(rules, benches, help=False)
+    found = check_layout(rules, recorded_models, help=False)
     about = tuple(_with_help(rules, one) for one in found.diagnostics)
     return replace(
         report,

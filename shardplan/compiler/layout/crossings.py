@@ -20,15 +20,15 @@ from .operation_types import Operations
 from .spread import Spread
 from .spreads import Spreads
 from .typed_modules import outside_in
+from .typed_run import TypedRun
 from .types import Type, declared, read_order, rows_order, same_order, shared_order
-from .typing_state import Known
 
 
 class Crossings:
     """Types the values that cross the boundaries of modules.
 
     Args:
-        known: the types of the values so far; the types of moved values, and findings, are added.
+        typed: the types of the values so far; the types of moved values, and findings, are added.
         operations: types a value that is first compared when it reaches a boundary.
         model: the unsharded model.
         plan: each module and its boundary.
@@ -43,7 +43,7 @@ class Crossings:
 
     def __init__(
         self,
-        known: Known,
+        typed: TypedRun,
         operations: Operations,
         model: nn.Module,
         plan: Mapping[str, BoundModule],
@@ -51,7 +51,7 @@ class Crossings:
         gathers: Mapping[str, Layout],
         results: Sequence[Layout] = (I,),
     ):
-        self.known, self.operations, self.model = known, operations, model
+        self.typed, self.operations, self.model = typed, operations, model
         self.plan, self.spreads, self.gathers, self.results = plan, spreads, gathers, results
         self.incoming: dict[str, Layout] = {}
         self.running: list[str] = []
@@ -70,7 +70,7 @@ class Crossings:
         for one in bound.boundary.inputs:
             for position, name in enumerate(event.names):
                 if one.argument == "*":
-                    chosen = self.known.run.values[event.inputs[position]].is_floating_point()
+                    chosen = self.typed.run.values[event.inputs[position]].is_floating_point()
                 else:
                     chosen = name == (one.argument or argument_names(module)[0])
                 if chosen:
@@ -82,7 +82,7 @@ class Crossings:
     def _follow_input(self, event: Event, bound: BoundModule) -> None:
         """The gradients of the module's parameters follow from its first floating-point argument: complete if it is
         I, partial sums if it is R or a slice. Tokens that are sent to the ranks of their experts must not be R."""
-        values = self.known.run.values
+        values = self.typed.run.values
         position = next((i for i, n in enumerate(event.inputs) if values[n].is_floating_point()), None)
         if position is None:
             return
@@ -92,26 +92,26 @@ class Crossings:
         slices = actual.kind == "V" and actual.spread.dim in range(ndim - 1)
         if exchanged and not slices and actual.kind not in ("I", "whole", "?"):
             wanted = "I or V(0)"
-            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+            self.typed.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
         layout = V(0) if actual.kind == "V" else R if actual.kind == "R" else I
         before = self.incoming.setdefault(bound.name, layout)
         if before != layout:
             wanted = f"{before}{AS_BEFORE}"
-            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
-        for parameter, name in self.known.run.parameters.items():
+            self.typed.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+        for parameter, name in self.typed.run.parameters.items():
             if name.rpartition(".")[0] == bound.name:
-                self.known.types[parameter] = Type("I" if layout == I else "R")
+                self.typed.set_type(parameter, Type("I" if layout == I else "R"))
 
     def _check_input(self, event: Event, bound: BoundModule, one: InputBoundary, position: int) -> None:
         number, inside = event.inputs[position], event.outputs[position]
-        if inside != number and inside not in self.known.origins.read:
+        if inside != number and inside not in self.typed.provenance.read:
             return
-        ndim = self.known.run.values[number].ndim
+        ndim = self.typed.run.values[number].ndim
         actual = self._resolved(event, number, position)
         in_row = in_place(bound) and tokens_in_one_row(actual, ndim)
         if not in_row and not any(self._fits(actual, layout, ndim, bound) for layout in one.sources):
             wanted = " or ".join(str(layout) for layout in one.sources)
-            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+            self.typed.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
         if bound.link == "block_input":
             self._check_sum(event, bound, number, actual)
         if actual.kind == "I" and one.destination == R:
@@ -119,17 +119,17 @@ class Crossings:
         if I in one.sources and R in one.sources and actual.kind in ("I", "R"):
             before = self.incoming.setdefault(bound.name, I if actual.kind == "I" else R)
             if before.kind != actual.kind:
-                self.known.find(
+                self.typed.find(
                     "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}{AS_BEFORE}"
                 )
         # The layout that a block input splits. For one that gathers its output, `incoming` has the layout of the output.
         if P in one.sources and I in one.sources and not (bound.boundary.output and bound.boundary.output.gathers):
             self.incoming.setdefault(bound.name, P if actual.kind == "P" else I)
         if one == bound.boundary.inputs[0]:
-            self.arguments[bound.name] = tuple(self.known.run.values[inside].shape)
-        self.known.maker.setdefault(inside, bound.name)
-        if (inside != number or inside not in self.known.types) and not in_row:
-            self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
+            self.arguments[bound.name] = tuple(self.typed.run.values[inside].shape)
+        self.typed.made_first(inside, bound.name)
+        if (inside != number or not self.typed.has_type(inside)) and not in_row:
+            self.typed.set_type(inside, declared(one.destination, self.typed.run.values[inside].ndim))
 
     def _check_sum(self, event: Event, bound: BoundModule, number: int, actual: Type) -> None:
         """A block input may split a partial sum of embeddings only if one waits for it; it takes one look-up of each
@@ -144,36 +144,36 @@ class Crossings:
         elif actual.kind == "I" and waits and self.taken_unseen:
             wanted = P
         if wanted is not None:
-            described = actual.describe(self.known.run.values[number].ndim)
-            self.known.find("arrival", event, bound.name, (number,), actual=described, wanted=str(wanted))
+            described = actual.describe(self.typed.run.values[number].ndim)
+            self.typed.find("arrival", event, bound.name, (number,), actual=described, wanted=str(wanted))
 
     def _check_slice(self, event: Event, bound: BoundModule, part: ArgumentSlice, position: int) -> None:
         """An argument that ranks read by share must be whole on every rank, and must not have a complete gradient."""
         number, inside = event.inputs[position], event.outputs[position]
-        if inside != number and inside not in self.known.origins.read:
+        if inside != number and inside not in self.typed.provenance.read:
             return
-        value = self.known.run.values[number]
+        value = self.typed.run.values[number]
         actual = self._resolved(event, number, position)
         if not self._fits(actual, R, value.ndim, bound):
-            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(value.ndim), wanted="R")
+            self.typed.find("arrival", event, bound.name, (number,), actual=actual.describe(value.ndim), wanted="R")
         ranks = len(self.spreads.runs)
         times, heads = part.rows(value.shape, ranks)
         order = rows_order(times, heads, ranks) if times > 1 else None
-        self.known.maker.setdefault(inside, bound.name)
-        self.known.types[inside] = Type("V", Spread("split", part.dim, order))
+        self.typed.made_first(inside, bound.name)
+        self.typed.set_type(inside, Type("V", Spread("split", part.dim, order)))
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
         """The type of a value at a boundary. A value that was not compared yet is compared here."""
-        found = self.known.type_of(number)
+        found = self.typed.type_of(number)
         if found.kind != "?":
             return found
         spread = self.spreads.of(event, position, inputs=True)
         if not isinstance(spread, Spread):
-            self.known.find("untyped", event, event.module, (number,))
-            self.known.doubtful.add(number)
+            self.typed.find("untyped", event, event.module, (number,))
+            self.typed.doubt(number)
             return found
-        resolved = self.operations.combine(event, self.known.sources([number]), spread, number)
-        self.known.types[number] = resolved
+        resolved = self.operations.combine(event, self.typed.sources([number]), spread, number)
+        self.typed.set_type(number, resolved)
         return resolved
 
     def _fits(self, found: Type, layout: Layout, ndim: int, bound: BoundModule | None) -> bool:
@@ -203,12 +203,12 @@ class Crossings:
         bound = self.plan[event.module]
         output = bound.boundary.output
         for position, number in enumerate(event.inputs):
-            if self.known.run.requires_grad[number]:
+            if self.typed.run.requires_grad[number]:
                 self._resolved(event, number, position)
         if output is not None and output.moves and event.inputs:
             self._type_output(event, bound, output)
         if bound.tail and event.outputs:
-            self.known.types[event.outputs[0]] = Type("tail", tail=bound.tail)
+            self.typed.set_type(event.outputs[0], Type("tail", tail=bound.tail))
         for position in outside_in(bound, event.names):
             self._type_outside_reads(event, position)
         if not event.module:
@@ -217,11 +217,11 @@ class Crossings:
 
     def _type_output(self, event: Event, bound: BoundModule, output: OutputBoundary) -> None:
         number, moved, destination = event.inputs[0], event.outputs[0], output.destination
-        computed, ndim = self.known.type_of(number), self.known.run.values[number].ndim
+        computed, ndim = self.typed.type_of(number), self.typed.run.values[number].ndim
         in_row = in_place(bound) and tokens_in_one_row(computed, ndim)
         if not in_row and not self._fits(computed, output.source, ndim, None):
             wanted = str(output.source)
-            self.known.find("result", event, bound.name, (number,), actual=computed.describe(ndim), wanted=wanted)
+            self.typed.find("result", event, bound.name, (number,), actual=computed.describe(ndim), wanted=wanted)
         if output.unresolved_gradient:
             destination = self.incoming[bound.name] = self.gathers.get(bound.name, R)
         if bound.scope in self.running:
@@ -230,18 +230,18 @@ class Crossings:
         if output.source == P and destination.kind in "IV" and not bound.vocabulary:
             self.reduced.append((moved, bound.name))
         if moved != number:
-            row = in_one_row(self.arguments.get(bound.name), self.known.run.values[number].shape, destination)
+            row = in_one_row(self.arguments.get(bound.name), self.typed.run.values[number].shape, destination)
             ranks = len(self.spreads.runs)
             if row is not None:
-                self.known.types[moved] = Type("V", Spread("split", 0, rows_order(*row, ranks)))
+                self.typed.set_type(moved, Type("V", Spread("split", 0, rows_order(*row, ranks))))
             else:
-                self.known.types[moved] = declared(destination, self.known.run.values[moved].ndim)
-            self.known.maker[moved] = bound.name
+                self.typed.set_type(moved, declared(destination, self.typed.run.values[moved].ndim))
+            self.typed.made(moved, bound.name)
 
     def _type_outside_reads(self, event: Event, position: int) -> None:
         """Type a result that is read outside of its block. It must be spread as the module's tokens are; slices are gathered."""
-        found = self.known.type_of(event.inputs[position])
-        style, ndim = self.plan[event.module].style, self.known.run.values[event.inputs[position]].ndim
+        found = self.typed.type_of(event.inputs[position])
+        style, ndim = self.plan[event.module].style, self.typed.run.values[event.inputs[position]].ndim
         bound = self.plan[event.module]
         layout = bound.boundary.output.source if bound.boundary.output is not None and in_place(bound) else R
         wanted = self.incoming.get(event.module, R) if style is not None and style.as_input else layout
@@ -250,21 +250,21 @@ class Crossings:
             fits = fits and found.spread.dim in range(min(2, ndim - 1)) and found.spread.copies == 1
         if not fits:
             number, actual = event.inputs[position : position + 1], found.describe(ndim)
-            self.known.find("result", event, event.module, number, actual=actual, wanted=str(wanted))
-        self.known.types[event.outputs[position]] = Type(self.results[0].kind)
-        self.known.maker[event.outputs[position]] = event.module
+            self.typed.find("result", event, event.module, number, actual=actual, wanted=str(wanted))
+        self.typed.set_type(event.outputs[position], Type(self.results[0].kind))
+        self.typed.made(event.outputs[position], event.module)
 
     def _check_results(self, event: Event) -> None:
         """Check the model's results. Callers expect each whole on every rank with a complete gradient over tp, or as a rank's own tokens."""
         for name, number in zip(event.names, event.outputs, strict=True):
-            found = self.known.type_of(number)
-            ndim = self.known.run.values[number].ndim
+            found = self.typed.type_of(number)
+            ndim = self.typed.run.values[number].ndim
             fits = found.kind in (self.results[0].kind, "whole", "?") or any(
                 layout.kind == "V" and self._fits(found, layout, ndim, None) for layout in self.results
             )
-            if self.known.run.requires_grad[number] and not fits:
+            if self.typed.run.requires_grad[number] and not fits:
                 wanted = " or ".join(map(str, self.results))
-                self.known.find("output", event, name, (number,), actual=found.describe(ndim), wanted=wanted)
+                self.typed.find("output", event, name, (number,), actual=found.describe(ndim), wanted=wanted)
 
 
 def in_place(bound: BoundModule) -> bool:

@@ -9,8 +9,8 @@ from shardplan.model.reduced.trace import Event, SourceLine, Trace
 
 from .spread import Spread
 from .spreads import Spreads
+from .typed_run import TypedRun
 from .types import KINDS, TypeKind
-from .typing_state import Known
 
 # Each drops single elements of its operand: a rank may drop those of its slice with numbers of its own.
 ELEMENTWISE = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "scaled_dot_product_attention"))
@@ -39,22 +39,22 @@ class DrawingOperand:
     kind: TypeKind
 
 
-def drawing_operands(run: Trace, known: Known) -> tuple[DrawingOperand, ...]:
+def drawing_operands(run: Trace, typed: TypedRun) -> tuple[DrawingOperand, ...]:
     """The drawing operands of a typed run, each once."""
     found: dict[DrawingOperand, None] = {}
     for event in run.events:
         if event.kind != "op":
             continue
         if event.place[2] == "atom" and event.inputs:
-            found[DrawingOperand(event.module, "", None, known.type_of(event.inputs[0]).kind)] = None
+            found[DrawingOperand(event.module, "", None, typed.type_of(event.inputs[0]).kind)] = None
         elif event.name in ELEMENTWISE | WHOLE_FEATURES:
             # The weights that attention drops are spread like its result: by heads, or by rows.
-            kind = known.type_of(event.outputs[0]).kind
+            kind = typed.type_of(event.outputs[0]).kind
             found[DrawingOperand(event.module, event.name, event.source, kind)] = None
     return tuple(found)
 
 
-def own_values(run: Trace, known: Known, spreads: Spreads, modules: Collection[str]) -> Iterator[DrawingOperand]:
+def own_values(run: Trace, typed: TypedRun, spreads: Spreads, modules: Collection[str]) -> Iterator[DrawingOperand]:
     """How the values in the modules' own code are spread: arguments, parameters, and results of operations and of
     called modules. Code that draws only under a condition that is false in this run can read nothing else."""
     running = [""]
@@ -73,12 +73,12 @@ def own_values(run: Trace, known: Known, spreads: Spreads, modules: Collection[s
         )
         for numbers, inputs in sides:
             for position, number in enumerate(numbers):
-                yield DrawingOperand(scope, OWN_CODE, None, _kind(event, position, number, known, spreads, inputs))
+                yield DrawingOperand(scope, OWN_CODE, None, _kind(event, position, number, typed, spreads, inputs))
 
 
-def _kind(event: Event, position: int, number: int, known: Known, spreads: Spreads, inputs: bool) -> TypeKind:
-    if number in known.types:
-        return known.types[number].kind
+def _kind(event: Event, position: int, number: int, typed: TypedRun, spreads: Spreads, inputs: bool) -> TypeKind:
+    if typed.has_type(number):
+        return typed.type_of(number).kind
     if event.kind == "read":
         return "whole"  # what matters is what an operation reads next
     spread = spreads.of(event, position, inputs=inputs)

@@ -28,7 +28,7 @@ from shardplan.model.reduced.trace import SourceLine
 from .drawing_operands import ELEMENTWISE, LINEAR, OWN_CODE, WHOLE_FEATURES, DrawingOperand
 from .dropout import DROPOUT, active_probabilities, probabilities
 from .randomness import OTHERS, acting_sites
-from .run import Workbench
+from .run import RecordedModel
 
 WHOLE = frozenset(("I", "R", "whole"))  # types of values that every rank has whole
 SWITCH_OFF = "set the probability to 0 in the config or the module"
@@ -68,7 +68,7 @@ class Noise:
     unmanaged: tuple[tuple[str, str, bool], ...] = ()
 
 
-def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
+def with_probabilities(recorded: RecordedModel, tree: ModuleTree) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
     """A copy of the reduced model with the model's own probabilities; and each (module, attribute) that it lacks.
 
     Args:
@@ -79,9 +79,9 @@ def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, t
     for name, module in tree.modules.items():
         wanted[tree.pattern(name)] |= probabilities(module.kind, module.numbers)
         configs[tree.pattern(name)] |= probabilities("other", module.config or {})
-    model, set_ones = copied(bench.model), set[tuple[str, str]]()
-    for name, info in bench.tree.modules.items():
-        pattern = bench.tree.pattern(name)
+    model, set_ones = copied(recorded.model), set[tuple[str, str]]()
+    for name, info in recorded.tree.modules.items():
+        pattern = recorded.tree.pattern(name)
         held = unwrapped(model).get_submodule(full_name(name, info.layer) if info.layer else name)
         for attribute, value in wanted[pattern].items():
             if attribute in vars(held):
@@ -93,7 +93,7 @@ def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, t
     return model, tuple(one for one in lost if one not in set_ones)
 
 
-def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
+def noise_of(recorded: RecordedModel, tree: ModuleTree) -> Noise:
     """Run the reduced model with the model's own probabilities. This costs nothing where all of them are 0.
 
     Args:
@@ -106,10 +106,10 @@ def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
         probabilities("other", m.config or {}) for m in tree.modules.values()
     ):
         return Noise()
-    model, lost = with_probabilities(bench, tree)
-    with _Drawn(bench).of(copied(model)) as drawn, torch.random.fork_rng(devices=[]):
+    model, lost = with_probabilities(recorded, tree)
+    with _Drawn(recorded).of(copied(model)) as drawn, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        drawn.run(bench.inputs)
+        drawn.run(recorded.inputs)
     dropouts = tuple(one for one in dict.fromkeys(drawn.drawings) if one.name in ELEMENTWISE | WHOLE_FEATURES)
     known = {(one.module, one.source) for one in dropouts}
     unmanaged: tuple[tuple[str, str, bool], ...] = ()
@@ -120,7 +120,7 @@ def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
                 f"{site.source.short}: `{site.source.text}`" if site.source else site.name,
                 site.name != OTHERS,
             )
-            for site in acting_sites(model, bench.inputs)
+            for site in acting_sites(model, recorded.inputs)
             if (site.module, site.source) not in known
         )
     return Noise(dropouts, lost, unmanaged)
@@ -129,9 +129,9 @@ def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
 class _Drawn(TorchFunctionMode):
     """Finds the operations that move torch's generator, and the modules whose code runs them."""
 
-    def __init__(self, bench: Workbench):
+    def __init__(self, recorded: RecordedModel):
         super().__init__()
-        self.atoms = bench.atoms
+        self.atoms = recorded.atoms
         self.drawings: list[Drawing] = []
         self.hidden = False  # whether something other than an operation drew
         self._running = [""]

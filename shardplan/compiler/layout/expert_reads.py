@@ -13,10 +13,10 @@ from shardplan.styles.bound import bound_modules
 
 from .finding import Finding, Operand
 from .layout_diagnostics import diagnostic
-from .run import Workbench
+from .run import RecordedModel
 
 
-def outside_findings(plan: ResolvedPlan, benches: Iterable[Workbench]) -> tuple[Diagnostic, ...]:
+def outside_findings(plan: ResolvedPlan, recorded_models: Iterable[RecordedModel]) -> tuple[Diagnostic, ...]:
     """One finding for each pair of a place in the code and a parameter, in the names of the reduced model.
 
     Args:
@@ -24,11 +24,11 @@ def outside_findings(plan: ResolvedPlan, benches: Iterable[Workbench]) -> tuple[
     """
     distributed = {name for name, one in bound_modules(plan).items() if one.experts is not None}
     found: dict[tuple[str, str], dict[str, Finding]] = {}
-    for bench in benches:
-        for event in bench.reference.events:
+    for recorded in recorded_models:
+        for event in recorded.reference.events:
             for number in event.inputs if event.kind == "op" else ():
-                if (owner := _stack_outside(plan, bench, event, number, distributed)) is not None:
-                    one = _finding(bench, event, number, owner)
+                if (owner := _stack_outside(plan, recorded, event, number, distributed)) is not None:
+                    one = _finding(recorded, event, number, owner)
                     place = plan.tree.pattern(one.module), plan.tree.pattern(one.subject)
                     found.setdefault(place, {}).setdefault(one.subject, one)
     return tuple(
@@ -38,10 +38,10 @@ def outside_findings(plan: ResolvedPlan, benches: Iterable[Workbench]) -> tuple[
 
 
 def _stack_outside(
-    plan: ResolvedPlan, bench: Workbench, event: Event, number: int, distributed: set[str]
+    plan: ResolvedPlan, recorded: RecordedModel, event: Event, number: int, distributed: set[str]
 ) -> str | None:
     """The module of experts that has a value as a parameter, if code outside of this module reads it."""
-    name = bench.reference.parameters.get(number)
+    name = recorded.reference.parameters.get(number)
     if name is None:
         return None
     module, _ = plan.tree.parameters[name]
@@ -49,8 +49,8 @@ def _stack_outside(
     return None if owner in (None, event.module, *ancestors(event.module)) else owner
 
 
-def _finding(bench: Workbench, event: Event, number: int, owner: str) -> Finding:
-    run = bench.reference
+def _finding(recorded: RecordedModel, event: Event, number: int, owner: str) -> Finding:
+    run = recorded.reference
     name, shape, trained = run.parameters[number], tuple(run.values[number].shape), run.requires_grad[number]
     operand = Operand(number, name, owner, shape, "I" if trained else "whole", trained)
     return Finding("outside", event.module, name, event.name, event.source, (operand,))

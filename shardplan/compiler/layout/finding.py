@@ -36,7 +36,7 @@ class Operand:
         shape: its shape on this rank.
         layout: I, R, V(d), P, or "whole" (no gradient), "?" (unknown).
         differentiable: whether it requires a gradient.
-        origins: the modules with parameters or a boundary that it comes from, the nearest first.
+        from_modules: the modules with parameters or a boundary that it comes from, the nearest first.
     """
 
     number: int
@@ -45,12 +45,10 @@ class Operand:
     shape: tuple[int, ...]
     layout: str
     differentiable: bool
-    origins: tuple[str, ...] = ()
+    from_modules: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.parameter or (self.origins or (self.maker,))[0] or 'the model'}: {self.layout} {list(self.shape)}"
-        )
+        return f"{self.parameter or (self.from_modules or (self.maker,))[0] or 'the model'}: {self.layout} {list(self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)

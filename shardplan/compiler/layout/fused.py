@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, starred
 from shardplan.model.reduced.trace import SourceLine, Trace
 from shardplan.styles import STYLES, feature_dim
@@ -20,11 +21,9 @@ from .repairs import OURS, Repair, change
 from .undivided import dividing
 
 PACKED = "packed_colwise"
-WIDEST = 6  # parts
 DEFAULT = 2  # parts of a rule without `packed`
 EQUAL = (3, 2)  # numbers of parts to try where the code does not cut at once
 Packed = int | tuple[str, ...]
-MOST_ATTRIBUTES = 4  # to try, besides the width
 # A line that reads the length of the sequence, and perhaps more: `B, T, C = x.shape`, `T = x.size(1)`.
 LENGTH = re.compile(r"([\w ,]+?)\s*=\s*(\w+)\.(?:shape(?:\[1\]|\[:2\])?|size\(1?\))")
 SHAPING = ("view", "reshape", "unflatten", "expand", "split")
@@ -52,9 +51,9 @@ def fused_repairs(plan: ResolvedPlan, finding: Finding, reference: Trace) -> Ite
             tried.append((child.name, cut, ()))
         elif _splits(plan, child.name):
             tried += [(child.name, parts, ()) for parts in EQUAL if features % parts == 0]
-        for width in (n for n, v in counts.items() if features % v == 0 and 1 < features // v <= WIDEST):
+        for width in (n for n, v in counts.items() if features % v == 0 and 1 < features // v <= BOUNDS.fused_parts):
             parts = features // counts[width]
-            others = [n for n, v in counts.items() if n != width and counts[width] % v == 0][:MOST_ATTRIBUTES]
+            others = [n for n, v in counts.items() if n != width and counts[width] % v == 0][: BOUNDS.fused_numbers]
             for more in chain(((),), ((n,) for n in others), combinations(others, 2)):
                 tried.append((child.name, parts, (width, *more)))
     for name, packed, divided in sorted(tried, key=lambda one: len(one[2])):  # the fewest numbers first

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from functools import cached_property
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.model.reduced.trace import Place, SourceLine, Trace
 
 _Step = tuple[str, SourceLine | None]
 _Steps = dict[tuple[str, int], dict[int, _Step]]
 _Positions = Mapping[int, int | None]
 _NONE: _Positions = {}
-LONGEST = 2000  # operations of one call that are aligned: the time is quadratic
 
 
 class InStep:
@@ -45,7 +45,7 @@ class InStep:
         """Positions that differ."""
         if scope not in self._known:
             whole, own = (steps.get(scope, {}) for steps in self._steps)
-            apart = [*own.items()] != [*whole.items()][: len(own)] and max(len(whole), len(own)) <= LONGEST
+            apart = [*own.items()] != [*whole.items()][: len(own)] and max(len(whole), len(own)) <= BOUNDS.aligned
             self._known[scope] = _aligned(whole, own) if apart else _NONE
         return self._known[scope]
 

@@ -13,6 +13,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced import ReducedModel
@@ -28,13 +29,10 @@ from .outside_reads import outside_repairs
 from .read_results import read_in_any
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, moved_inputs, repairs, sliced_results
-from .run import Workbench, prove
+from .run import RecordedModel, prove
 from .typing_result import Proof
 from .undivided import dividing_repairs, of_crash, share_repairs
 from .unsummed import holding, undeclared
-
-TRIALS = 40  # changes that are tried for one mistake
-AFTER = 4  # further tries after one that fixes the finding but leaves others
 
 
 @dataclass(slots=True)
@@ -47,17 +45,17 @@ class Search:
         seconds: the processor time left for them; an outer limit, for slow models.
     """
 
-    tries: int = 120
-    seconds: float = 10.0
+    tries: int = BOUNDS.repairs_of_plan
+    seconds: float = BOUNDS.repair_seconds
 
     @property
     def over(self) -> bool:
         return self.tries <= 0 or self.seconds <= 0
 
-    def attempt(self, plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool]) -> Proof:
+    def attempt(self, plan: ResolvedPlan, recorded: RecordedModel, stop: Callable[[Finding], bool]) -> Proof:
         """Prove a changed plan, up to a finding that shows the change to be useless."""
         start = time.process_time()
-        proof = prove(plan, bench, stop)
+        proof = prove(plan, recorded, stop)
         self.tries -= 1
         self.seconds -= time.process_time() - start
         return proof
@@ -127,7 +125,7 @@ class LayoutReport:
 
 def check_layout(
     resolved: ResolvedPlan,
-    reduced_model: ReducedModel | Workbench | Sequence[Workbench],
+    reduced_model: ReducedModel | RecordedModel | Sequence[RecordedModel],
     *,
     help: bool = True,
     search: Search | None = None,
@@ -136,17 +134,17 @@ def check_layout(
 
     Args:
         resolved: the plan, bound to the reduced model's tree, with a tp size and without structural errors.
-        reduced_model: the reduced model, or workbenches with its unsharded runs, which serve many plans.
+        reduced_model: the reduced model, or recorded models with its unsharded runs, which serve many plans.
         help: look for the changes that fix the findings; each costs a run.
         search: the limit of that search; None: as much as for a plan of its own.
     """
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
-    benches = _benches(resolved, reduced_model)
+    recorded_models = _recorded(resolved, reduced_model)
     if resolved.axis is Axis.CP and returns_tokens(
         resolved
     ):  # labels are cut before the model is called, so it must not shift them
-        benches = [bench.unlabelled for bench in benches]
+        recorded_models = [recorded.unlabelled for recorded in recorded_models]
     if resolved.sizes.tp == 1:
         return LayoutReport()
     search = (search or Search()) if help else Search(tries=0)
@@ -160,9 +158,9 @@ def check_layout(
     through: dict[tuple[SummedOutputs, str], None] = {}
     summed: list[SeenSum] = []
     operands: set[DrawingOperand] = set()
-    for bench in benches:
-        proof = prove(resolved, bench)
-        first, fixed, following = _explain(resolved, bench, proof, search, help)
+    for recorded in recorded_models:
+        proof = prove(resolved, recorded)
+        first, fixed, following = _explain(resolved, recorded, proof, search, help)
         for one, change in zip(first, fixed, strict=True):
             if one not in diagnostics:
                 diagnostics.append(replace(one, edits=edits_of(resolved, change)))
@@ -183,13 +181,13 @@ def check_layout(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
         incoming=incoming,
-        cross_module_reads=_joined(bench.cross_module_reads for bench in benches),
+        cross_module_reads=_joined(recorded.cross_module_reads for recorded in recorded_models),
         repairs=tuple(changes),
         reads=tuple(reads or ()),
         sums=tuple(sums or ()),
         shared_reads=agreed(shared),
-        same_arguments=benches[0].same_arguments,
-        read_results=read_in_any(bench.read_results for bench in benches),
+        same_arguments=recorded_models[0].same_arguments,
+        read_results=read_in_any(recorded.read_results for recorded in recorded_models),
         through=tuple(through),
         summed=holding(summed),
         operands=frozenset(operands),
@@ -204,21 +202,21 @@ def _joined(reads: Iterable[Mapping[str, tuple[str, ...]]]) -> Mapping[str, tupl
     return {module: tuple(names) for module, names in joined.items()}
 
 
-def _benches(
-    resolved: ResolvedPlan, reduced_model: ReducedModel | Workbench | Sequence[Workbench]
-) -> Sequence[Workbench]:
-    if isinstance(reduced_model, Workbench):
+def _recorded(
+    resolved: ResolvedPlan, reduced_model: ReducedModel | RecordedModel | Sequence[RecordedModel]
+) -> Sequence[RecordedModel]:
+    if isinstance(reduced_model, RecordedModel):
         return [reduced_model]
     if isinstance(reduced_model, ReducedModel):
         return [
-            Workbench(reduced_model.build(), reduced_model.inputs(kind=kind), resolved.tree)
+            RecordedModel(reduced_model.build(), reduced_model.inputs(kind=kind), resolved.tree)
             for kind in reduced_model.kinds
         ]
     return reduced_model
 
 
 def _explain(
-    resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search, help: bool
+    resolved: ResolvedPlan, recorded: RecordedModel, proof: Proof, search: Search, help: bool
 ) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
     """The findings as diagnostics: one for each mistake, the change that fixes each, and what follows from them."""
     groups = grouped(proof.findings, resolved.tree)
@@ -229,7 +227,7 @@ def _explain(
     plan = resolved
     while groups:
         key, group = next(iter(groups.items()))
-        repair, left = _fix(plan, bench, groups, search)
+        repair, left = _fix(plan, recorded, groups, search)
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         if repair is None and help:
             found = replace(found, help=advice(plan, group[0]) or of_crash(plan, group[0]))
@@ -298,13 +296,13 @@ def _key(f: Finding, tree: ModuleTree) -> Key:
 
 
 def _fix(
-    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
+    plan: ResolvedPlan, recorded: RecordedModel, groups: Mapping[Key, list[Finding]], search: Search
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
     """The change that removes the first finding and leaves the fewest others, and the findings left. Of several such
     changes, the one whose run gets furthest."""
     key, group = next(iter(groups.items()))
     best: tuple[Repair, dict[Key, list[Finding]]] | None = None
-    last, tried = TRIALS, 0
+    last, tried = BOUNDS.repairs, 0
     crashed = any(known[0] == "crash" for known in groups)
 
     def useless(finding: Finding) -> bool:
@@ -316,10 +314,10 @@ def _fix(
     own = chain(
         moved_inputs(plan, first),
         sliced_results(plan, first),
-        fused_repairs(plan, first, bench.reference),
-        dividing_repairs(plan, first, bench.model),
-        share_repairs(plan, first, bench.model, bench.reference),
-        outside_repairs(plan, first, bench.reference),
+        fused_repairs(plan, first, recorded.reference),
+        dividing_repairs(plan, first, recorded.model),
+        share_repairs(plan, first, recorded.model, recorded.reference),
+        outside_repairs(plan, first, recorded.reference),
     )
     for repair in chain(own, repairs(plan, first)):
         if tried >= last or search.over:
@@ -328,13 +326,13 @@ def _fix(
         if any(d.is_error for d in check_structure(changed, seq_len=None)):
             continue
         tried += 1
-        proof = search.attempt(changed, bench, useless)
+        proof = search.attempt(changed, recorded, useless)
         if proof.stopped:
             continue
         left = grouped(proof.findings, plan.tree)
         if key not in left and (best is None or _rank(repair, left) < _rank(*best)) and _better(groups, left):
             best = repair, left
-            last = min(last, tried + AFTER)
+            last = min(last, tried + BOUNDS.repairs_after_one)
         if best is not None and not best[1] and not best[0].given_up:
             break
     return best if best is not None else (None, {})
@@ -370,7 +368,7 @@ def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assi
             return replace(blamed, rule=placed.old) if placed is not repair and placed.old is not None else blamed
     names = [*_with_parameters(plan, repair.names if repair else ()), finding.subject]
     for operand in sorted(finding.operands, key=lambda o: o.layout[0] not in "VP"):
-        names += [operand.parameter or "", *_with_parameters(plan, operand.origins)]
+        names += [operand.parameter or "", *_with_parameters(plan, operand.from_modules)]
     names += [finding.module, *ancestors(finding.module)]
     known = (plan.assignments[name] for name in names if name in plan.assignments)
     return next((assignment for assignment in known if assignment.rule.location != OURS), None)

@@ -174,7 +174,11 @@ def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:
     if repair is not None and blamed.name in repair.names:
         return "does not fit"
     splits = STYLES[blamed.rule.style].shards_parameters
-    if first.kind == "partial" and splits and any(blamed.name in operand.origins for operand in first.operands[1:]):
+    if (
+        first.kind == "partial"
+        and splits
+        and any(blamed.name in operand.from_modules for operand in first.operands[1:])
+    ):
         return "splits what it is combined with"
     return "is involved"
 
@@ -189,5 +193,5 @@ def _notes(first: Finding) -> list[str]:
 
 
 def _operand(operand: Operand) -> str:
-    name = operand.parameter or f"from {', '.join(operand.origins[:2]) or operand.maker or 'the model'}"
+    name = operand.parameter or f"from {', '.join(operand.from_modules[:2]) or operand.maker or 'the model'}"
     return f"{name}: {list(operand.shape)} on a rank, {layout_words(operand.layout)}"

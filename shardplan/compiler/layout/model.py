@@ -17,6 +17,7 @@ from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, named
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
@@ -38,12 +39,11 @@ from .layout_check import LayoutReport, Search, check_layout
 from .layout_diagnostics import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
 from .read_results import read_results_of
-from .run import Workbench
+from .run import RecordedModel
 from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
 from .unsummed import acting, dropping
 
-MOST_HEADS_TIMES = 4  # times the usual number of heads
 STAGES = 3  # a first, a middle and a last one
 
 
@@ -85,7 +85,7 @@ class ModelLayouts:
         self.found, self.tp, self.ep, self.heads_times, self.pp, self.cp = found, tp, ep, heads_times, pp, cp
         self.blocks, self.shared, self.over_cp = blocks or min(pp, STAGES), dict(shared), over_cp
         self._plans: dict[int, _Checked] = {}
-        self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
+        self._recorded: dict[frozenset[str], tuple[RecordedModel, ...]] = {}
 
     @classmethod
     def for_mesh(
@@ -156,7 +156,7 @@ class ModelLayouts:
             Whether some number fits; if not, the number stays as it was.
         """
         variants = tuple(overlays)
-        for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
+        for times in range(2 * self.heads_times, BOUNDS.heads_times + 1, self.heads_times):
             larger = self.of(heads_times=times)
             if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
                 self._forget(times)
@@ -166,9 +166,9 @@ class ModelLayouts:
     def _forget(self, heads_times: int) -> None:
         """Replace the reduced model by one with another number of heads; nothing is known of it yet."""
         self.heads_times = heads_times
-        for name in ("reduced_model", "benches", "noise"):
+        for name in ("reduced_model", "recorded_models", "noise"):
             vars(self).pop(name, None)
-        self._benches.clear()
+        self._recorded.clear()
         self._plans.clear()
 
     def _misfits(self, plan: PlanFile, overlays: Overlays) -> tuple[Diagnostic, ...]:
@@ -177,38 +177,38 @@ class ModelLayouts:
         return tuple(d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error)
 
     @cached_property
-    def benches(self) -> tuple[Workbench, ...]:
+    def recorded_models(self) -> tuple[RecordedModel, ...]:
         """The reduced model with each kind of input that it takes. At tp 1 it has more heads if its code divides them into more parts.
 
         Raises:
             PlanError: there is none, or it does not run (SP523).
         """
         try:
-            return self._made_benches()
+            return self._recordings()
         except PlanError as error:
             if self.tp > 1 or self.found.config is None or [d.code for d in error.diagnostics] != [NOT_RUNNING]:
                 raise
             times = 2 * self.heads_times
             larger = self.of(heads_times=times)
-            if times > MOST_HEADS_TIMES or not larger.runs:
+            if times > BOUNDS.heads_times or not larger.runs:
                 raise
             self._forget(larger.heads_times)
-            return self._made_benches()
+            return self._recordings()
 
-    def _made_benches(self) -> tuple[Workbench, ...]:
+    def _recordings(self) -> tuple[RecordedModel, ...]:
         model = self.reduced_model.build()
         tree = tree_of(model)
         with self.reduced_model.running():
-            benches = tuple(
-                Workbench(model, self.reduced_model.inputs(kind=kind), tree) for kind in self.reduced_model.kinds
+            recorded_models = tuple(
+                RecordedModel(model, self.reduced_model.inputs(kind=kind), tree) for kind in self.reduced_model.kinds
             )
-            for bench in benches:
-                if not bench.reference.finite:
+            for recorded in recorded_models:
+                if not recorded.reference.finite:
                     raise ArithmeticError("its result is not finite")
-        return benches
+        return recorded_models
 
-    def benches_for(self, resolved: ResolvedPlan) -> tuple[Workbench, ...]:
-        """The benches for a plan. A module of experts is one operation if the plan distributes it or runs it on each
+    def recorded_for(self, resolved: ResolvedPlan) -> tuple[RecordedModel, ...]:
+        """The recorded_models for a plan. A module of experts is one operation if the plan distributes it or runs it on each
         rank's own tokens: which experts a rank runs depends on its tokens.
 
         Args:
@@ -221,12 +221,12 @@ class ModelLayouts:
             or (STYLES[a.rule.style].weight.as_input and has_stacks(resolved.tree.modules[name]))
         )
         if not experts:
-            return self.benches
-        if experts not in self._benches:
+            return self.recorded_models
+        if experts not in self._recorded:
             with self.reduced_model.running():
-                made = (Workbench(one.model, one.inputs, one.tree, experts) for one in self.benches)
-                self._benches[experts] = tuple(made)
-        return self._benches[experts]
+                made = (RecordedModel(one.model, one.inputs, one.tree, experts) for one in self.recorded_models)
+                self._recorded[experts] = tuple(made)
+        return self._recorded[experts]
 
     @property
     def random(self) -> Diagnostic | None:
@@ -244,7 +244,7 @@ class ModelLayouts:
         Args:
             alike: leave out places in modules whose own code has only whole values: all ranks draw the same numbers for them.
         """
-        sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
+        sites = tuple(dict.fromkeys(site for recorded in self.recorded_models for site in recorded.random))
         if alike is None:
             return sites
         kinds = {
@@ -255,13 +255,13 @@ class ModelLayouts:
     @property
     def tree(self) -> ModuleTree:
         """The module tree of the reduced model."""
-        return self.benches[0].tree
+        return self.recorded_models[0].tree
 
     @property
     def runs(self) -> bool:
         """Whether there is a reduced model, and it runs unsharded."""
         try:
-            return bool(self.benches)
+            return bool(self.recorded_models)
         except PlanError:
             return False
 
@@ -288,10 +288,10 @@ class ModelLayouts:
         if (too_many := self._too_many(plan)) is not None:
             return LayoutReport((too_many,))
         try:
-            benches = self.benches
+            recorded_models = self.recorded_models
         except PlanError as error:
             return LayoutReport(self._untyped(unproven(d, allow_unproven) for d in error.diagnostics))
-        tree = benches[0].tree
+        tree = recorded_models[0].tree
         if others := tuple(site for site in self._sites() if site.name == randomness.OTHERS):
             return LayoutReport((self._about_the_model(randomness.finding(self.found.name, others, self.tp)),))
         resolved, about = bind(plan, tree, self.sizes, overlays)
@@ -339,7 +339,7 @@ class ModelLayouts:
             PlanError: there is no reduced model, or it does not run.
         """
         with self.reduced_model.running():
-            return tuple(noise_of(bench, self.found.tree) for bench in self.benches)
+            return tuple(noise_of(recorded, self.found.tree) for recorded in self.recorded_models)
 
     def _draws(
         self, report: LayoutReport, of_model: ResolvedPlan | None
@@ -368,7 +368,7 @@ class ModelLayouts:
 
     def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
         """The lengths that tp must divide in the code of a model without configuration. The reduced model of such a model has the same sizes."""
-        return {} if self.found.config is not None else split_lengths(resolved, self.benches[0])
+        return {} if self.found.config is not None else split_lengths(resolved, self.recorded_models[0])
 
     def _too_many(self, plan: PlanFile) -> Diagnostic | None:
         """A finding if tp does not divide a dim that the code of a model without configuration splits. The check runs
@@ -410,14 +410,18 @@ class ModelLayouts:
         Raises:
             PlanError: there is no reduced model, or it does not run.
         """
-        benches = self.benches_for(resolved)
-        report = check_layout(resolved, benches, help=help, search=search) if self.tp > 1 else LayoutReport()
-        report = report if resolved.on_cp is None else with_cp(report, resolved.on_cp, self.benches_for(resolved.on_cp))
+        recorded_models = self.recorded_for(resolved)
+        report = check_layout(resolved, recorded_models, help=help, search=search) if self.tp > 1 else LayoutReport()
+        report = (
+            report if resolved.on_cp is None else with_cp(report, resolved.on_cp, self.recorded_for(resolved.on_cp))
+        )
         if not report.ok:
             return report
-        found = token_findings(resolved, benches, self.ep if "expert_parallel" in resolved.overlays else self.tp)
+        found = token_findings(
+            resolved, recorded_models, self.ep if "expert_parallel" in resolved.overlays else self.tp
+        )
         if self.tp == 1:  # at other sizes the runs of the ranks show it
-            found = (*outside_findings(resolved, benches), *found)
+            found = (*outside_findings(resolved, recorded_models), *found)
         return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:

@@ -28,15 +28,15 @@ from .cross_module_reads import below
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
 from .typed_modules import is_mean
+from .typed_run import TypedRun
 from .types import FREE, KINDS, Type, TypeKind
-from .typing_state import Known
 
 
 class Operations:
     """Types the results of operations.
 
     Args:
-        known: the types of the values so far; the types of results, and findings, are added.
+        typed: the types of the values so far; the types of results, and findings, are added.
         plan: each module and its boundary.
         spreads: how values are spread, from the run of every rank.
         units: modules whose parameters are gathered only while they run themselves.
@@ -48,64 +48,64 @@ class Operations:
 
     def __init__(
         self,
-        known: Known,
+        typed: TypedRun,
         plan: Mapping[str, BoundModule],
         spreads: Spreads,
         units: Sequence[str],
         parts: Mapping[Place, Mapping[int, bool]],
     ):
-        self.known, self.plan, self.spreads, self.units, self.parts = known, plan, spreads, units, parts
+        self.typed, self.plan, self.spreads, self.units, self.parts = typed, plan, spreads, units, parts
         self.doubts: dict[Place, tuple[int, ...]] = {}
 
     def op(self, event: Event) -> None:
         """A torch call, or a whole look-up or matrix multiplication."""
-        self.known.operations += 1
+        self.typed.operations += 1
         for number in event.inputs:
-            if number in self.known.run.parameters and not self._readable(number, event.module):
-                self.known.find("outside", event, self.known.run.parameters[number], (number,), once=True)
-        sources = self.known.sources(event.inputs)
-        unfilled = event.writes or event.kind == "read" or any(self.known.type_of(i).kind == "?" for i in event.inputs)
+            if number in self.typed.run.parameters and not self._readable(number, event.module):
+                self.typed.find("outside", event, self.typed.run.parameters[number], (number,), once=True)
+        sources = self.typed.sources(event.inputs)
+        unfilled = event.writes or event.kind == "read" or any(self.typed.type_of(i).kind == "?" for i in event.inputs)
         for index, output in enumerate(event.outputs):
-            if output in event.inputs or output in self.known.types:
+            if output in event.inputs or self.typed.has_type(output):
                 continue
-            self.known.maker[output] = event.module
-            if any(i in self.known.doubtful for i in event.inputs):
-                self.known.doubtful.add(output)
+            self.typed.made(output, event.module)
+            if any(self.typed.in_doubt(i) for i in event.inputs):
+                self.typed.doubt(output)
             spread = self.spreads.of(event, index)
-            if not self.known.run.requires_grad[output]:
-                self.known.types[output] = Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else FREE
+            if not self.typed.run.requires_grad[output]:
+                self.typed.set_type(output, Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else FREE)
                 self._compared(event, spread, output)
             elif spread == "?" or (spread is None and unfilled):
-                self.known.types[output] = Type("?", sources=frozenset(sources))
+                self.typed.set_type(output, Type("?", sources=frozenset(sources)))
             elif spread is None:
                 self._mismatch(event, sources, output)
             elif spread.kind == "whole" and self._is_mean(event, sources):
-                self.known.types[output] = Type("R")
+                self.typed.set_type(output, Type("R"))
             else:
-                self.known.types[output] = self.combine(event, sources, spread, output)
+                self.typed.set_type(output, self.combine(event, sources, spread, output))
 
     def read(self, event: Event) -> None:
         """A tensor that appears for the first time, or was changed in place."""
-        if not event.inputs and self.known.run.requires_grad[event.outputs[0]]:
+        if not event.inputs and self.typed.run.requires_grad[event.outputs[0]]:
             spread = self.spreads.of(event, 0)
-            self.known.find("untyped", event, event.module, event.outputs)
-            self.known.types[event.outputs[0]] = Type("I", spread if isinstance(spread, Spread) else WHOLE)
+            self.typed.find("untyped", event, event.module, event.outputs)
+            self.typed.set_type(event.outputs[0], Type("I", spread if isinstance(spread, Spread) else WHOLE))
             return
         self.op(event)
 
     def _is_mean(self, event: Event, sources: list[int]) -> bool:
         """Whether an operation is a mean over split features that the ranks add up (P -> R)."""
-        return is_mean(self.plan, event.module, event.name) and all(self.known.type_of(n).kind == "V" for n in sources)
+        return is_mean(self.plan, event.module, event.name) and all(self.typed.type_of(n).kind == "V" for n in sources)
 
     def _readable(self, number: int, reader: str) -> bool:
         """Whether the code of module `reader` gets a parameter as a local tensor. It does in the parameter's owner and
         in all modules inside the owner. It does in the owner's whole block if the gradient is partial (R), as the
         block sums it. It does in modules around the owner, unless an FSDP unit inside the reader has the parameter."""
-        owner = self.known.maker[number]
+        owner = self.typed.maker_of(number)
         running = (reader, *ancestors(reader)) if reader else ("",)
         if owner in running:
             return True
-        if self.known.type_of(number).kind == "R" and block(owner) in running:
+        if self.typed.type_of(number).kind == "R" and block(owner) in running:
             return True
         apart = any(below(unit, reader) and (owner == unit or below(owner, unit)) for unit in self.units)
         return below(owner, reader) and not apart
@@ -121,7 +121,7 @@ class Operations:
         tails = [n for n, kind in kinds.items() if kind == "tail"]
         if tails:
             return self._untangle(event, sources, tails[0], spread, output)
-        if spread.empty and not self.known.run.values[output].numel():
+        if spread.empty and not self.typed.run.values[output].numel():
             return Type("whole", spread)
         acting = self._acting(event, spread)
         if acting and (not spread.empty or spread.kind != "whole"):
@@ -144,7 +144,7 @@ class Operations:
     def _kind(self, number: int, spread: Spread) -> TypeKind:
         """The kind of an operand's type. A slice that all ranks have (one key-value head for split queries) counts as
         R if the result is whole."""
-        found = self.known.type_of(number)
+        found = self.typed.type_of(number)
         on_all = found.kind == "V" and spread.kind == "whole" and found.spread.copies == len(self.spreads.runs)
         return "R" if on_all else found.kind
 
@@ -158,8 +158,8 @@ class Operations:
             position: number
             for position, number in enumerate(event.inputs)
             if (kind := self._kind(number, spread)) in hiding
-            and (self.known.run.requires_grad[number] or kind == "P")
-            and self.known.run.values[number].is_floating_point()
+            and (self.typed.run.requires_grad[number] or kind == "P")
+            and self.typed.run.values[number].is_floating_point()
         }
         known = self.parts.get(event.place, {})
         unknown = tuple(position for position in found if position not in known)
@@ -170,43 +170,43 @@ class Operations:
 
     def _compared(self, event: Event, spread: Spread | str | None, output: int) -> None:
         """Note a comparison that a partial sum decides: ranks agree on its result only by chance. Counts of a rank's own tokens do not matter."""
-        if isinstance(spread, Spread) and spread.kind == "whole" and self.known.run.values[output].dtype == torch.bool:
+        if isinstance(spread, Spread) and spread.kind == "whole" and self.typed.run.values[output].dtype == torch.bool:
             acting = self._acting(event, spread) or ()
-            if any(self.known.type_of(i).kind == "P" and self.known.run.requires_grad[i] for i in acting):
+            if any(self.typed.type_of(i).kind == "P" and self.typed.run.requires_grad[i] for i in acting):
                 self._hidden(event, [*acting], output)
 
     def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
-        partial = any(self.known.type_of(number).kind == "P" for number in acting)
-        self.known.find("sum" if partial else "slices", event, event.module, event.inputs)
-        self.known.doubtful.add(output)
+        partial = any(self.typed.type_of(number).kind == "P" for number in acting)
+        self.typed.find("sum" if partial else "slices", event, event.module, event.inputs)
+        self.typed.doubt(output)
         return Type("P", SUM) if partial else FREE
 
     def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
         """A whole result has operands with complete gradients and operands with partial ones. If all of one kind are parameters, these are wrong."""
-        if all(n in self.known.run.parameters for n in complete):
+        if all(n in self.typed.run.parameters for n in complete):
             for number in complete:
                 self._found_partial(event, number)
             return Type("R")
-        if all(n in self.known.run.parameters for n in partial):
+        if all(n in self.typed.run.parameters for n in partial):
             for number in partial:
-                self.known.find("complete", event, self.known.run.parameters[number], event.inputs, once=True)
+                self.typed.find("complete", event, self.typed.run.parameters[number], event.inputs, once=True)
             return Type("I")
-        self.known.find("meeting", event, event.module, event.inputs)
-        self.known.doubtful.add(output)
+        self.typed.find("meeting", event, event.module, event.inputs)
+        self.typed.doubt(output)
         return Type("R")
 
     def _found_partial(self, event: Event, number: int) -> None:
         others = tuple(i for i in event.inputs if i != number)
-        parameters = self.known.origins.parameters(number)
+        parameters = self.typed.provenance.parameters(number)
         for parameter in parameters:
-            self.known.find("partial", event, self.known.run.parameters[parameter], (parameter, *others), once=True)
+            self.typed.find("partial", event, self.typed.run.parameters[parameter], (parameter, *others), once=True)
         if not parameters:
-            self.known.find("partial", event, self.known.maker.get(number, event.module), (number, *others), once=True)
+            self.typed.find("partial", event, self.typed.maker_of(number, event.module), (number, *others), once=True)
 
     def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
         """The type of a result that takes all, the first or the last features of a value whose last features are R."""
-        whole, tail = self.known.run.values[tangled], self.known.type_of(tangled).tail
-        value = self.known.run.values[output]
+        whole, tail = self.typed.run.values[tangled], self.typed.type_of(tangled).tail
+        value = self.typed.run.values[output]
         head, rest = whole[..., :-tail], whole[..., -tail:]
         if value.shape == rest.shape and torch.equal(value, rest):
             return Type("R")
@@ -214,21 +214,21 @@ class Operations:
             return Type("I")
         if value.shape[-1:] == whole.shape[-1:] and spread.kind == "whole":
             return Type("tail", tail=tail)
-        self.known.find("untyped", event, event.module, event.inputs)
+        self.typed.find("untyped", event, event.module, event.inputs)
         return Type("I")
 
     def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
-        if output not in self.known.used:  # e.g. weights of attention that the caller drops
-            self.known.types[output] = FREE
+        if output not in self.typed.used:  # e.g. weights of attention that the caller drops
+            self.typed.set_type(output, FREE)
             return
-        kinds = {self.known.type_of(number).kind for number in sources}
-        split = [n for n in sources if self.known.type_of(n).kind == "V"]
+        kinds = {self.typed.type_of(number).kind for number in sources}
+        split = [n for n in sources if self.typed.type_of(n).kind == "V"]
         if not event.module and split:  # the model's last operation on its logits, before callers get them
-            actual = self.known.type_of(split[0]).describe(self.known.run.values[split[0]].ndim)
-            self.known.find("output", event, "logits", split[:1], actual=actual, wanted="I")
-            self.known.doubtful.add(output)
-            self.known.types[output] = FREE
+            actual = self.typed.type_of(split[0]).describe(self.typed.run.values[split[0]].ndim)
+            self.typed.find("output", event, "logits", split[:1], actual=actual, wanted="I")
+            self.typed.doubt(output)
+            self.typed.set_type(output, FREE)
             return
-        self.known.find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
-        self.known.doubtful.add(output)
-        self.known.types[output] = Type("P", SUM) if "P" in kinds else FREE
+        self.typed.find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
+        self.typed.doubt(output)
+        self.typed.set_type(output, Type("P", SUM) if "P" in kinds else FREE)

@@ -24,7 +24,7 @@ def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterato
     outside = finding.kind == "meeting" and not element(block(finding.module))
     if not outside and finding.kind != "output":
         return
-    origins = zip_longest(*(operand.origins for operand in finding.operands))
+    origins = zip_longest(*(operand.from_modules for operand in finding.operands))
     for origin in dict.fromkeys(name for row in origins for name in row if name is not None):
         limit = block(origin)
         for name in ancestors(origin):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.mesh import Axis
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import named, starred
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.lines import model_line
@@ -37,7 +38,6 @@ OTHERS = "numbers of random or numpy.random"  # generators other than torch's
 # A threshold may be small, so a draw between two bounds is tried at both.
 UNIFORM = ("rand", "rand_like", "uniform_")
 SEEDS = (1, 2)
-MOST_SITES = 8  # places that are drawn anew; others are reported untried
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...
     first = _Draws()
     reference = _run(model, inputs, first)
     keys = tuple(dict.fromkeys(site.key for site in first.sites))
-    idle = {key for key in keys[:MOST_SITES] if not _acts(model, inputs, key, reference)}
+    idle = {key for key in keys[: BOUNDS.drawing_places] if not _acts(model, inputs, key, reference)}
     return tuple(site for site in first.sites if site.key not in idle)
 
 

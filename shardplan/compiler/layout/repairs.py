@@ -144,7 +144,7 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
         found[owner] = None
     elif finding.subject in tree.modules:
         found[finding.subject] = None
-    for origin in _alternating(operand.origins for operand in finding.operands):
+    for origin in _alternating(operand.from_modules for operand in finding.operands):
         found[origin] = None
         found.update(dict.fromkeys(_single_parameters(plan, origin)))
     found.update(dict.fromkeys(_single_parameters(plan, finding.module)))

@@ -23,7 +23,7 @@ from shardplan.styles.boundary import returns_tokens
 from .cross_module_reads import find_cross_module_reads
 from .finding import Finding
 from .mergeable_sums import seen_sums
-from .origins import Origins
+from .provenance import Provenance
 from .prover import Prover
 from .randomness import DrawnAlike, acting_sites, watched
 from .rank_run import run_rank
@@ -38,7 +38,7 @@ ATOMS = ("linear", "conv1d", "embedding")
 SEQUENCE = 1  # the dim of results [batch, sequence, ...] along which a rank of cp may return its own tokens
 
 
-class Workbench:
+class RecordedModel:
     """A reduced model, run once unsharded.
 
     Args:
@@ -74,33 +74,35 @@ class Workbench:
         self.token_wise: dict[tuple[Place, int, int], str] = {}
 
     @cached_property
-    def unlabelled(self) -> Workbench:
+    def unlabelled(self) -> RecordedModel:
         """The same without labels; this one where the model's code cannot do without them."""
         inputs = {name: value for name, value in self.inputs.items() if name != "labels"}
         if not runs(copied(self.model), inputs):
             return self
-        return Workbench(self.model, inputs, self.tree, self.atoms)
+        return RecordedModel(self.model, inputs, self.tree, self.atoms)
 
 
-def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
+def prove(
+    plan: ResolvedPlan, recorded: RecordedModel, stop: Callable[[Finding], bool] = lambda finding: False
+) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
 
     A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings wins.
 
     Args:
         plan: the plan.
-        bench: the reduced model.
+        recorded: the reduced model.
         stop: whether nothing after a finding matters to the caller.
     """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
     assert ranks is not None
-    drawing = frozenset(site.module for site in bench.random)
-    run = partial(run_rank, bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks)
+    drawing = frozenset(site.module for site in recorded.random)
+    run = partial(run_rank, recorded.model, recorded.inputs, recorded.atoms, bound, recorded.reference, ranks)
     with DrawnAlike() if drawing else nullcontext():
         runs = [run(rank) for rank in range(ranks)]
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
-    spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
+    spreads, provenance = Spreads(bound, recorded.reference, runs), Provenance(runs[0], owners)
     unresolved = [
         name for name, one in bound.items() if one.boundary.output and one.boundary.output.unresolved_gradient
     ]
@@ -111,7 +113,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
         # Data parallelism adds up gradients over other axes.
         results = (I,) if plan.axis is Axis.TP else (R, V(SEQUENCE)) if returns_tokens(plan) else (R,)
         return Prover(
-            bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop, drawing, results
+            recorded.model, bound, spreads, provenance, gathers, plan.fsdp_units, parts, stop, drawing, results
         ).prove()
 
     while True:

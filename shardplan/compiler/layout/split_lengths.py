@@ -13,21 +13,21 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import starred
 
 from .rank_run import run_rank
-from .run import Workbench
+from .run import RecordedModel
 from .typed_modules import boundaries
 
 
-def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
+def split_lengths(plan: ResolvedPlan, recorded: RecordedModel) -> Mapping[int, str]:
     """Length of an evenly split dim of a value -> where the first such value is made.
 
     Rows of a vocabulary are left out, as their chunks need not be even. So are groups of a norm: ranks share them if there are fewer groups.
 
     Args:
         plan: the plan, bound to the reduced model, without findings and without slices of the sequence.
-        bench: the reduced model; its sizes are the model's own.
+        recorded: the reduced model; its sizes are the model's own.
     """
     ranks = plan.sizes.tp or 1
-    run = run_rank(bench.model, bench.inputs, bench.atoms, boundaries(plan), bench.reference, ranks, 0)
+    run = run_rank(recorded.model, recorded.inputs, recorded.atoms, boundaries(plan), recorded.reference, ranks, 0)
     facts = Facts(plan)
     rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)} | facts.vocabularies
     grouped = {one.name for one in plan.assignments.values() if one.rule.groups is not None}
@@ -35,11 +35,11 @@ def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
     for event in run.events:
         if event.module in grouped:
             continue
-        whole = bench.reference.at.get(event.place)
+        whole = recorded.reference.at.get(event.place)
         if whole is None or event.kind != "op" or whole.name != event.name or len(whole.outputs) != len(event.outputs):
             continue
         for mine, theirs in zip(event.outputs, whole.outputs, strict=True):
-            shapes = (run.values[mine].shape, bench.reference.values[theirs].shape)
+            shapes = (run.values[mine].shape, recorded.reference.values[theirs].shape)
             if len(shapes[0]) != len(shapes[1]):
                 continue
             differing = [(a, b) for a, b in zip(*shapes, strict=True) if a != b]

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.torchlib.complex_numbers import real_parts
 
 # In float32, relative to the largest reference value: above the noise of sums in another order, far below any wrong
@@ -81,9 +82,6 @@ def same(value: Tensor, reference: Tensor, rounding: float = 0.0) -> bool:
     """Whether a rank's tensor is the unsharded model's, up to noise."""
     alike = value.shape == reference.shape and value.dtype == reference.dtype
     return alike and (torch.equal(value, reference) or close(value, reference, _tolerance(reference, 0.0, rounding)))
-
-
-PAIRED = 2**24  # elements that are compared pair by pair to find the slices that a value consists of
 
 
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -244,7 +242,7 @@ def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tu
     if not rows.numel():
         return ()
     pairs = rows.shape[0] * columns.shape[0]
-    samples = min(64, max(4, PAIRED // pairs))  # enough elements to tell one slice from another
+    samples = min(64, max(4, BOUNDS.compared // pairs))  # enough elements to tell one slice from another
     step = max(1, rows.shape[1] // samples)
     wide = torch.promote_types(rows.dtype, torch.float32)  # cdist takes no half precision
     nearest = torch.cdist(rows[:, ::step].to(wide), columns[:, ::step].to(wide), p=math.inf).argmin(1)

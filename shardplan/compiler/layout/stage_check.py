@@ -13,7 +13,7 @@ from shardplan.core.stages import HandedOn
 from shardplan.core.tree import ModuleTree
 from shardplan.model.rebinding import copied
 
-from .run import Workbench
+from .run import RecordedModel
 from .stage_reads import Crossing, Ends, StageParts, StageRun, find_ends
 
 
@@ -66,28 +66,28 @@ class CutFacts:
         return tuple(found)
 
 
-def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
+def cut_facts(recorded_models: Sequence[RecordedModel], parts: StageParts) -> CutFacts:
     """Look at a cut of a model.
 
     Args:
-        benches: the model, with each kind of input that it takes.
+        recorded_models: the model, with each kind of input that it takes.
         parts: the blocks, and what a plan names in the first and last stage or carries.
     """
-    tree = benches[0].tree
-    bare = [StageRun(bench.reference, tree, parts) for bench in benches]
+    tree = recorded_models[0].tree
+    bare = [StageRun(recorded.reference, tree, parts) for recorded in recorded_models]
     ends = find_ends(bare)
     order = next((tuple(run.calls()) for run in bare if [*run.calls()] != [*range(len(parts.blocks))]), None)
     whole = replace(parts, first=(*parts.first, *ends.first), last=(*parts.last, *ends.last))
     facts = CutFacts(whole, ends)
     if order is not None:
         return replace(facts, order=order)
-    lengths = _lengths(benches, (*parts.blocks, *parts.carried))
+    lengths = _lengths(recorded_models, (*parts.blocks, *parts.carried))
     of_blocks = {lengths.get(name) for name in parts.blocks}
     crossings: dict[tuple[int, str], Crossing] = {}
     apart, shared, written, used = set[str](), set[str](), set[str](), set[tuple[str, str]]()
     results: dict[str, set[str]] = {name: set() for name in parts.carried}
     first_run = None
-    for run in (StageRun(bench.reference, tree, whole) for bench in benches):
+    for run in (StageRun(recorded.reference, tree, whole) for recorded in recorded_models):
         shared.update(_shared(run))
         written |= run.written()
         for name, position in run.carried_results():
@@ -147,9 +147,9 @@ def _handed(
     return tuple(found), tuple(unnamed)
 
 
-def _lengths(benches: Sequence[Workbench], names: Iterable[str]) -> dict[str, int | None]:
+def _lengths(recorded_models: Sequence[RecordedModel], names: Iterable[str]) -> dict[str, int | None]:
     """For each module that runs with a kind of input, the length of the tuple it returns; 0: one tensor, None: something else."""
-    model, found = copied(benches[0].model), dict[str, int | None]()
+    model, found = copied(recorded_models[0].model), dict[str, int | None]()
 
     def noting(name: str) -> None:
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -161,26 +161,26 @@ def _lengths(benches: Sequence[Workbench], names: Iterable[str]) -> dict[str, in
     for name in dict.fromkeys(names):
         noting(name)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        for bench in benches:
-            model(**bench.inputs)
+        for recorded in recorded_models:
+            model(**recorded.inputs)
             if all(name in found for name in names):
                 break
     return found
 
 
-def derived_parts(benches: Sequence[Workbench], blocks: tuple[str, ...]) -> tuple[StageParts, CutFacts]:
+def derived_parts(recorded_models: Sequence[RecordedModel], blocks: tuple[str, ...]) -> tuple[StageParts, CutFacts]:
     """The least that a plan must declare of a cut, and the facts about that cut.
 
     Args:
-        blocks: the blocks of the model that the benches ran.
+        blocks: the blocks of the model that the recorded_models ran.
     """
-    parts, tree = StageParts(blocks), benches[0].tree
-    facts = cut_facts(benches, parts)
+    parts, tree = StageParts(blocks), recorded_models[0].tree
+    facts = cut_facts(recorded_models, parts)
     while facts.crossings and (more := facts.suggested_carry()):
         patterns = {tree.pattern(name) for name in more}
         alike = (name for name in tree.modules if tree.pattern(name) in patterns)  # layers that hand it on do so too
         parts = replace(parts, carried=tuple(dict.fromkeys((*parts.carried, *alike))))
-        facts = cut_facts(benches, parts)
+        facts = cut_facts(recorded_models, parts)
     return parts, facts
 
 

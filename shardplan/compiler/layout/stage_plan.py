@@ -50,13 +50,13 @@ def staged_plan(
         allow_unproven: report obstacles to making or calling the reduced model as warnings.
     """
     try:
-        benches = model.benches
+        recorded_models = model.recorded_models
     except PlanError as error:
         asked = severity is Severity.ERROR
         return StagedPlan(None, None, tuple(unproven(d, allow_unproven) for d in error.diagnostics) if asked else ())
     resolved, _ = bind(plan, model.tree, model.sizes)
     parts = StageParts(resolved.pp_blocks, resolved.pp_first, resolved.pp_last, resolved.pp_carried)
-    facts = cut_facts(benches, parts)
+    facts = cut_facts(recorded_models, parts)
     declared = frozenset((*resolved.pp_first, *resolved.pp_last))
     resolved = replace(
         resolved,

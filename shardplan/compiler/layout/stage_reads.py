@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced.trace import Event, Trace
-
-MOST_ROOTS = 8  # of a value: the values of other stages that it comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class StageRun:
             for number in event.outputs:
                 if bad:
                     roots = (*(root for some in bad.values() for root in some),)
-                    wrong[number] = tuple(dict.fromkeys(roots))[:MOST_ROOTS]
+                    wrong[number] = tuple(dict.fromkeys(roots))[: BOUNDS.roots]
                 elif number not in event.inputs:
                     wrong.pop(number, None)
         return found

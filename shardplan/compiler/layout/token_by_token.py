@@ -17,13 +17,13 @@ from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import bound_modules
 
 from .rank_experts import NO_ROLES, distribute_experts, in_rows, of_dims, roles
-from .run import Workbench
+from .run import RecordedModel
 from .spread import chunk, same
 
 TOKENS = Code("SP413")
 
 
-def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int) -> tuple[Diagnostic, ...]:
+def token_findings(plan: ResolvedPlan, recorded_models: Iterable[RecordedModel], ranks: int) -> tuple[Diagnostic, ...]:
     """One finding for each rule and reason, in the names of the reduced model.
 
     Args:
@@ -32,28 +32,30 @@ def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int)
     """
     distributed = {name: one.experts.count for name, one in bound_modules(plan).items() if one.experts is not None}
     found: dict[tuple[int, str], list[str]] = {}
-    for bench in benches:
-        for name, event, result in _calls(bench, distributed):
+    for recorded in recorded_models:
+        for name, event, result in _calls(recorded, distributed):
             call = (event.place, distributed[name], ranks)
-            if call not in bench.token_wise:
-                module = bench.model.get_submodule(name)
-                bench.token_wise[call] = _reason(bench, module, event, result, distributed[name], ranks)
-            why = bench.token_wise[call]
+            if call not in recorded.token_wise:
+                module = recorded.model.get_submodule(name)
+                recorded.token_wise[call] = _reason(recorded, module, event, result, distributed[name], ranks)
+            why = recorded.token_wise[call]
             names = found.setdefault((id(plan.modules[name].rule), why), []) if why else []
             if name not in names:
                 names.append(name)
     return tuple(_finding(plan, why, names) for (_, why), names in found.items())
 
 
-def _calls(bench: Workbench, names: Iterable[str]) -> Iterator[tuple[str, Event, Tensor | None]]:
-    for event in bench.reference.events:
+def _calls(recorded: RecordedModel, names: Iterable[str]) -> Iterator[tuple[str, Event, Tensor | None]]:
+    for event in recorded.reference.events:
         if event.kind == "enter" and event.module in names:
-            yield event.module, event, bench.reference.result(event.module, event.place[1])
+            yield event.module, event, recorded.reference.result(event.module, event.place[1])
 
 
-def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | None, count: int, ranks: int) -> str:
+def _reason(
+    recorded: RecordedModel, module: nn.Module, event: Event, result: Tensor | None, count: int, ranks: int
+) -> str:
     """Why several ranks cannot make the call together; "" where they can."""
-    found = roles(bench.reference.values[number] for number in event.inputs)
+    found = roles(recorded.reference.values[number] for number in event.inputs)
     if found is None:
         return NO_ROLES
     dims, shape = found[0].ndim, found[0].shape
@@ -74,7 +76,7 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
                     together[rows] += own(*part_of).reshape(tokens[rows].shape)
                 except Exception as error:  # raised by the module's own code
                     return f"it raises {reason(error)} when its parameters are a rank's part of dim 0"
-    if same(together.reshape(shape), result.detach(), bench.reference.rounding[event.inputs[0]]):
+    if same(together.reshape(shape), result.detach(), recorded.reference.rounding[event.inputs[0]]):
         return ""
     return "its result for a token is not the sum of what the token's experts return for it"
 

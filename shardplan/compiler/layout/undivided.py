@@ -10,6 +10,7 @@ from itertools import combinations
 from torch import nn
 
 from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.shares import Share
 from shardplan.core.tree import ModuleInfo, is_count
 from shardplan.model.forward_code import forward_reads
@@ -22,8 +23,6 @@ from .finding import Finding
 from .repairs import OURS, Repair, change
 
 KINDS = ("crash", "slices", "untyped")
-MOST_NUMBERS = 4  # to try, of a module, and as many of its configuration
-MOST_TENSORS = 8  # dims to try, of all buffers and arguments
 
 
 def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> Iterator[Repair]:
@@ -37,7 +36,7 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
         return
     declared = plan.assignments[module.name].rule.divided if module.name in plan.assignments else ()
     own, configured = (
-        [name for name in names if name not in declared][:MOST_NUMBERS]
+        [name for name in names if name not in declared][: BOUNDS.undivided_numbers]
         for names in _read_counts(module, model.get_submodule(module.name), plan.sizes.tp or 1)
     )
     for divided in (*((name,) for name in own), *combinations(own, 2), *((name,) for name in configured)):
@@ -70,7 +69,7 @@ def share_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module, refere
         for dim, length in enumerate(shape)
         if (name, dim) not in known and length > 1 and length % ranks == 0
     ]
-    for share in tries[:MOST_TENSORS]:
+    for share in tries[: BOUNDS.undivided_tensors]:
         yield _sharing(plan, module.name, (share,))
 
 

@@ -26,7 +26,7 @@ def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagn
     ranks = resolved.sizes.data_parallel_ranks
     if resolved.data_parallel is None or ranks == 1 or not model.runs:
         return ()
-    names = sorted(frozenset().union(*(bench.reference.written for bench in model.benches)))
+    names = sorted(frozenset().union(*(recorded.reference.written for recorded in model.recorded_models)))
     if not names:
         return ()
     return (
@@ -37,7 +37,7 @@ def written_findings(model: ModelLayouts, resolved: ResolvedPlan) -> tuple[Diagn
             "its own",
             primary=field_label(resolved.data_parallel, "backend"),
             notes=("a gathered parameter loses what a forward writes into it; whole copies drift apart",),
-            help=_help(model.benches[0].model, names),
+            help=_help(model.recorded_models[0].model, names),
             modules=model.names_in_model(names),
         ),
     )

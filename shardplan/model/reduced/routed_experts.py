@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.model.config_numbers import text_config
 
 from .fields import role
 from .outcome import loss_of
 
-TRIES = 4
 STEP = 7919  # the step between the seeds that are tried
 
 Maker = Callable[[], nn.Module]
@@ -36,7 +36,7 @@ def reaching(make: Callable[[int], Maker], seed: int, inputs: Mapping[str, Any],
     if not counts:
         return first
     best, fewest = first, unreached(first(), inputs, counts)
-    for i in range(1, TRIES):
+    for i in range(1, BOUNDS.routing_seeds):
         if not fewest:
             break
         chosen = make(seed + STEP * i)

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardplan.model.reduced.trace import Event, Trace
 
 
-class Origins:
+class Provenance:
     """Looks back along one run.
 
     Args:

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardplan.model.reduced.trace import Event
 
 from .finding import Finding, Kind, Operand
-from .origins import Origins
+from .provenance import Provenance
 from .types import FREE, Type
 
 
@@ -16,29 +16,26 @@ class Stopped(Exception):
     """Raised at a finding after which nothing matters."""
 
 
-class Known:
-    """The types of the values so far.
+class TypedRun:
+    """A run and the types of its values so far. What types values notes it here, and reads here what others noted.
 
     Args:
-        origins: where the values of the first rank's run come from.
+        provenance: where the values of the first rank's run come from.
         stop: whether nothing after a finding matters.
 
     Attributes:
         run: the first rank's.
-        types: the types of the values, by number; a value that is missing has no gradient that could be partial.
-        maker: value -> the module whose result it is, or in whose forward it was made.
-        doubtful: values with a finding, and those computed from them.
         findings: the findings, in the order of the run.
         operations: the number of operations typed.
     """
 
-    def __init__(self, origins: Origins, stop: Callable[[Finding], bool]):
-        self.origins, self.run = origins, origins.run
-        self.types: dict[int, Type] = {}
-        self.maker: dict[int, str] = {}
-        self.doubtful: set[int] = set()
+    def __init__(self, provenance: Provenance, stop: Callable[[Finding], bool]):
+        self.provenance, self.run = provenance, provenance.run
         self.findings: list[Finding] = []
         self.operations = 0
+        self._types: dict[int, Type] = {}  # a value that is missing has no gradient that could be partial
+        self._makers: dict[int, str] = {}
+        self._doubtful: set[int] = set()
         self._stop = stop
         self._reported: set[tuple[Kind, str]] = set()
 
@@ -58,8 +55,32 @@ class Known:
                 found.update(event.inputs)
         return frozenset(found)
 
+    def has_type(self, number: int) -> bool:
+        return number in self._types
+
     def type_of(self, number: int) -> Type:
-        return self.types.get(number, FREE)
+        return self._types.get(number, FREE)
+
+    def set_type(self, number: int, found: Type) -> None:
+        self._types[number] = found
+
+    def maker_of(self, number: int, default: str = "") -> str:
+        """The module whose result a value is, or in whose forward it was made."""
+        return self._makers.get(number, default)
+
+    def made(self, number: int, module: str) -> None:
+        self._makers[number] = module
+
+    def made_first(self, number: int, module: str) -> None:
+        """As `made`, for a value without a maker."""
+        self._makers.setdefault(number, module)
+
+    def in_doubt(self, number: int) -> bool:
+        """Whether a value has a finding, or is computed from one that has."""
+        return number in self._doubtful
+
+    def doubt(self, number: int) -> None:
+        self._doubtful.add(number)
 
     def sources(self, numbers: Iterable[int]) -> list[int]:
         """The differentiable values among these; one that was not compared is replaced by its sources."""
@@ -105,7 +126,7 @@ class Known:
                 actual,
                 wanted,
                 message,
-                follows=any(number in self.doubtful for number in numbers),
+                follows=any(map(self.in_doubt, numbers)),
                 at=self.operations,
             )
         )
@@ -117,9 +138,9 @@ class Known:
         return Operand(
             number,
             self.run.parameters.get(number),
-            self.maker.get(number, ""),
+            self.maker_of(number),
             tuple(value.shape),
             self.type_of(number).describe(value.ndim),
             self.run.requires_grad[number],
-            self.origins.modules(number),
+            self.provenance.modules(number),
         )

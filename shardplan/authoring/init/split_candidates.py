@@ -1,4 +1,4 @@
-"""Ways to split the matrices of a group: the styles that their shapes and the code around them allow, the most likely first."""
+"""Drafts that split the matrices of a group: the styles that their shapes and the code around them allow, the most likely first."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, product
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, partial_gradients, sharing
+from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, Rules, partial_gradients, sharing
 from .feature_cuts import cut
 from .flow import Flow, Product
 from .parts import output_features, packed
 from .regions import Group
 
-MOST_DRAFTS = 16  # combinations of how the matrices of one group are packed
 EXPERTS = "expert"  # part of the names of numbers that count experts
 # The style for a matrix stored [out, in] -> the style for one stored [in, out].
 TURNED = {
@@ -28,28 +28,28 @@ TURNED = {
 TABLE: Options = {"style": "local_params"}
 
 
-class Ways:
-    """Makes drafts for groups; they are tried elsewhere.
+class SplitCandidates:
+    """Makes drafts that split a group; they are tried elsewhere.
 
     Args:
-        board: the reduced model's board.
+        trials: tries drafts on the reduced model.
         flow: the unsharded run.
         tree: the tree of the model itself.
     """
 
-    def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
-        self.board, self.flow, self.tree = board, flow, tree
+    def __init__(self, trials: DraftTrials, flow: Flow, tree: ModuleTree):
+        self.trials, self.flow, self.tree = trials, flow, tree
 
     def drafts(self, group: Group) -> Iterator[Draft]:
         """Possible rules of the matrices, the most likely first."""
         choices = [list(self._column(group, column)) for column in group.columns]
-        for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
+        for styles in chain(islice(product(*choices), BOUNDS.packings), self._apart(group)):
             if group.container is not None:
                 container: Options = {"style": BLOCK_INPUT, **self._others(group.container)}
                 split = self._split(group, styles, names=self._named)
                 name = self.flow.last_norm(self.flow.entries(group.container)[-1].module)
                 if name is not None:  # the sum is reduced before it
-                    norm = self.board.tree.pattern(name)
+                    norm = self.trials.tree.pattern(name)
                     reduced = self._split(group, styles, names=partial(self._named_next_to, norm))
                     yield Draft({group.container: container, **reduced, norm: {"style": "reduce_input"}})
                 yield Draft({group.container: {**container, "output": "all_reduce"}, **split})
@@ -63,7 +63,7 @@ class Ways:
         """The rules with split matrices, where every rank computes everything between them in full."""
         gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
         split = self._split(group, gathered, names=self._itself)
-        modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
+        modules = {self.trials.tree.pattern(name): module for name, module in self.trials.tree.modules.items()}
         around = {
             pattern for pattern in map(parent, group.rows) if pattern in modules and modules[pattern].training_reads
         }
@@ -80,7 +80,7 @@ class Ways:
             narrow = [one if width == max(known) else PARTIAL for one, width in zip(styles, widths, strict=True)]
             draft = Draft(self._split(group, narrow, names=self._itself))
             yield draft
-            modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
+            modules = {self.trials.tree.pattern(name): module for name, module in self.trials.tree.modules.items()}
             own = [p for p, one in zip(group.columns, narrow, strict=True) if one is PARTIAL and p in modules]
             if own:
                 rules: dict[str, Options] = dict.fromkeys(own, {"style": BLOCK_INPUT})
@@ -90,13 +90,13 @@ class Ways:
 
     def _named_next_to(self, norm: str, pattern: str) -> tuple[str, ...]:
         """As `_named` for matrices where a norm of another pattern is a sibling of theirs or of a module around them; else as `_itself`."""
-        tree, place = self.board.tree, parent(norm)
+        tree, place = self.trials.tree, parent(norm)
         around = next((one for one in ancestors(self._product(pattern).name) if self._is(one, place)), None)
         has_norm = around is not None and any(self._is(child, norm) for child in tree.children[around])
         return self._named(pattern) if has_norm else self._itself(pattern)
 
     def _is(self, name: str, pattern: str) -> bool:
-        return self.board.tree.pattern(name) == pattern
+        return self.trials.tree.pattern(name) == pattern
 
     def _others(self, container: str) -> Options:
         """The option that moves a module's further arguments with a gradient (keys and values, after queries)."""
@@ -116,13 +116,13 @@ class Ways:
         columns, rows = (self._owners(patterns) for patterns in (group.columns, group.rows))
         if rows and not columns.keys() & rows.keys() and group.container is None:
             moves: Rules = dict.fromkeys(columns, {"style": BLOCK_INPUT}) | dict.fromkeys(rows, {"style": "all_reduce"})
-            for styles in islice(product(*choices), MOST_DRAFTS):
+            for styles in islice(product(*choices), BOUNDS.packings):
                 yield Draft({**moves, **self._split(group, styles, names=self._itself)})
 
     def _stacked(self, group: Group) -> Iterator[Draft]:
         """Where the matrices are parameters with a dim for the heads, split along this dim; where they hold the experts one
         below the other, split each expert."""
-        tree, matrices = self.board.tree, (*group.columns, *group.rows)
+        tree, matrices = self.trials.tree, (*group.columns, *group.rows)
         known = {tree.pattern(name): parameter.shape for name, (_, parameter) in tree.parameters.items()}
         shapes = [known.get(matrix, ()) for matrix in matrices]
         if not group.latent and all(len(shape) > 2 for shape in shapes):
@@ -135,10 +135,12 @@ class Ways:
 
     def _one_below_the_other(self, container: str, matrices: Sequence[str], rows: int) -> Iterator[Draft]:
         """Split each expert in the matrices, and divide the module's numbers that count an expert's rows."""
-        counts = [name for name in self.board.tree.numbers if EXPERTS in name and is_count(self.tree.numbers.get(name))]
-        own = next(m.numbers for name, m in self.board.tree.modules.items() if self._is(name, container))
+        counts = [
+            name for name in self.trials.tree.numbers if EXPERTS in name and is_count(self.tree.numbers.get(name))
+        ]
+        own = next(m.numbers for name, m in self.trials.tree.modules.items() if self._is(name, container))
         for name in counts:
-            count = self.board.tree.numbers[name]
+            count = self.trials.tree.numbers[name]
             numbers = [number for number, value in own.items() if is_count(value) and value * count == rows]
             experts = sharing({"style": "moe_tp_experts"}, numbers)
             each: Options = {"style": "packed_colwise", "packed": name}
@@ -164,7 +166,7 @@ class Ways:
         return {**options, "style": TURNED.get(options["style"], options["style"])}
 
     def _product(self, pattern: str) -> Product:
-        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
+        return next(p for p in self.flow.products.values() if self.trials.tree.pattern(p.name) == pattern)
 
     def _itself(self, pattern: str) -> tuple[str, ...]:
         return (pattern,)
@@ -172,7 +174,7 @@ class Ways:
     def _named(self, pattern: str) -> tuple[str, ...]:
         """The names in rules inside a container: those of parameters, as the container moves the values for all."""
         modules = [
-            module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
+            module for name, module in self.trials.tree.modules.items() if self.trials.tree.pattern(name) == pattern
         ]
         return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
 
@@ -183,14 +185,14 @@ class Ways:
     def _owners(self, patterns: Iterable[str]) -> dict[str, None]:
         """The innermost called modules around the matrices that are parameters."""
         parameters = {
-            self.board.tree.pattern(name): owner.name for name, (owner, _) in self.board.tree.parameters.items()
+            self.trials.tree.pattern(name): owner.name for name, (owner, _) in self.trials.tree.parameters.items()
         }
         owners: dict[str, None] = {}
         for pattern in patterns:
             owner = parameters.get(pattern, "")
-            while owner and not self.flow.entries(self.board.tree.pattern(owner)):
+            while owner and not self.flow.entries(self.trials.tree.pattern(owner)):
                 owner = parent(owner)
-            owners |= {self.board.tree.pattern(owner): None} if owner else {}
+            owners |= {self.trials.tree.pattern(owner): None} if owner else {}
         return owners
 
     def _read_by_others(self, group: Group) -> Iterator[Draft]:
@@ -198,7 +200,7 @@ class Ways:
         whole; or the matrices that they read are narrow, and are whole together with the norms of their results."""
         if not group.latent or group.container is not None:
             return
-        pattern, tree = self.board.tree.pattern, self.board.tree
+        pattern, tree = self.trials.tree.pattern, self.trials.tree
         readers = [
             column
             for column in group.columns
@@ -225,8 +227,8 @@ class Ways:
             event = self.flow.producers.get(number)
             if number in self.flow.products or event is None:
                 continue
-            if self.board.tree.modules[event.module].kind == "norm":
-                yield self.board.tree.pattern(event.module)
+            if self.trials.tree.modules[event.module].kind == "norm":
+                yield self.trials.tree.pattern(event.module)
             queue += [n for n in event.inputs if n not in queue and self.flow.run.requires_grad[n]]
 
     def _column(self, group: Group, column: str) -> Iterator[Options | None]:
@@ -237,7 +239,7 @@ class Ways:
         yield from self._split_column(column)
 
     def _split_column(self, column: str) -> Iterator[Options]:
-        module = self.board.tree.modules.get(self._product(column).name)
+        module = self.trials.tree.modules.get(self._product(column).name)
         if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
             yield {"style": "embedding_colwise"}
             yield PARTIAL  # [positions, head_dim]: all heads read it
@@ -245,7 +247,7 @@ class Ways:
             return
         lengths = cut(self.flow, self._product(column))
         if lengths:
-            parts_option = packed(lengths, self.board.tree, self.tree, output_features(self.tree, column))
+            parts_option = packed(lengths, self.trials.tree, self.tree, output_features(self.tree, column))
             if parts_option is not None:
                 yield (
                     {"style": "packed_colwise"}

@@ -7,12 +7,12 @@ from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, Board, Draft
+from .draft import BLOCK_INPUT, Draft, DraftTrials
 from .flow import Flow
 from .parts import features
 
 
-def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
+def with_merged_block_inputs(trials: DraftTrials, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
     """The draft with a block input before each part that reduces the gradients of several values inside, where these are
     wider in total than the part's input. The gradients of whole matrices in between are then partial sums.
 
@@ -23,25 +23,25 @@ def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Dra
         flow: the unsharded run.
         tree: the tree of the model itself, for the widths.
     """
-    report = board.report(draft)
-    for pattern, moved in ({} if report is None else _moved(board, tree, draft, report)).items():
-        width = _width(board, flow, tree, pattern)
+    report = trials.report(draft)
+    for pattern, moved in ({} if report is None else _moved(trials, tree, draft, report)).items():
+        width = _width(trials, flow, tree, pattern)
         if len(moved) < 2 or width is None or sum(moved.values()) <= width:
             continue
         rules = {
             p: o for p, o in draft.tensor_parallel.items() if not STYLES[o["style"]].features.tail or p not in moved
         }
-        draft = board.summed(Draft(rules).with_rules({pattern: {"style": BLOCK_INPUT}})) or draft
+        draft = trials.summed(Draft(rules).with_rules({pattern: {"style": BLOCK_INPUT}})) or draft
     return draft
 
 
-def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -> dict[str, dict[str, int]]:
+def _moved(trials: DraftTrials, tree: ModuleTree, draft: Draft, report: LayoutReport) -> dict[str, dict[str, int]]:
     """Parts of blocks without a block input of their own -> the values reduced inside: the matrix that reads it -> its width."""
     found: dict[str, dict[str, int]] = {}
-    for name in board.tree.modules:
-        around, pattern = part(name), board.tree.pattern(name)
+    for name in trials.tree.modules:
+        around, pattern = part(name), trials.tree.pattern(name)
         rule = draft.tensor_parallel.get(pattern)
-        if rule is None or around in (None, name) or (outer := board.tree.pattern(around)) in draft.tensor_parallel:
+        if rule is None or around in (None, name) or (outer := trials.tree.pattern(around)) in draft.tensor_parallel:
             continue
         style = STYLES[rule["style"]]
         if style.features.tail is not None:
@@ -55,13 +55,13 @@ def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -
     return found
 
 
-def _width(board: Board, flow: Flow, tree: ModuleTree, pattern: str) -> int | None:
+def _width(trials: DraftTrials, flow: Flow, tree: ModuleTree, pattern: str) -> int | None:
     """The width of a part's input; None where no matrix in the part reads this input."""
     for event in flow.run.events:
-        if event.kind == "enter" and board.tree.pattern(event.module) == pattern:
+        if event.kind == "enter" and trials.tree.pattern(event.module) == pattern:
             for product in flow.products.values():
                 if event.inputs[0] in product.inputs and product.name.startswith(f"{event.module}."):
-                    return _features(tree, board.tree.pattern(product.name))
+                    return _features(tree, trials.tree.pattern(product.name))
     return None
 
 
