@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import shardplan
 from shardplan.cli.reference import cli_document
 from shardplan.language.form import KNOWN_VERSION
@@ -11,7 +13,13 @@ from shardplan.report import json as reports
 from shardplan.report import lock_json
 
 ROOT = Path(__file__).parent.parent
+SITE = ROOT / "build" / "site"
 CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
+# What a page, and what a style, would load from another host.
+LOADED = re.compile(
+    r"""<(?:script|img|iframe)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*|<link\b[^>]*\brel=["']?stylesheet[^>]*//[^>]*"""
+)
+IMPORTED = re.compile(r"""(?:@import|url\()\s*["']?(?:https?:)?//[^)"']*""")
 
 
 def test_every_page_is_in_the_navigation():
@@ -62,3 +70,20 @@ def test_the_page_of_what_is_stable_has_the_versions():
     codes = re.findall(r"^\| (\d) \|", cli_document().partition("## Exit codes")[2], flags=re.MULTILINE)
     (row,) = (line for line in page.splitlines() if "exit-codes" in line)
     assert re.findall(r"\b\d\b", row) == codes
+
+
+def test_search_of_pages_that_are_opened_as_files_needs_nothing_from_the_net():
+    """Material's plugin `offline` writes the index as a script, and loads its worker from another host where none is given."""
+    (worker,) = re.findall(r"^  polyfills: \[(\S*iframe-worker\S*)\]", CONFIG, flags=re.MULTILINE)
+    assert "  - offline" in CONFIG.splitlines()[CONFIG.splitlines().index("  - search") + 1]
+    text = (ROOT / "docs" / worker).read_text("utf-8")
+    assert "Permission is hereby granted" in text and len(text) < 4_000
+
+
+@pytest.mark.skipif(not (SITE / "search").exists(), reason="the site is not built (make docs)")
+def test_no_page_of_the_site_loads_anything_from_another_host():
+    pages = sorted(SITE.rglob("*.html"))
+    assert len(pages) > 100 and (SITE / "search" / "search_index.js").read_text("utf-8").startswith("var __index = {")
+    assert [(page.name, found) for page in pages for found in LOADED.findall(page.read_text("utf-8"))] == []
+    styles = sorted(SITE.rglob("*.css"))
+    assert styles and [found for style in styles for found in IMPORTED.findall(style.read_text("utf-8"))] == []

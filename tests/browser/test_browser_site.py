@@ -1,4 +1,5 @@
-"""The site in a real browser: readable on a phone, search finds, no request leaves it. `make docs` builds it first."""
+"""The site in a real browser: readable on a phone, search finds (also in pages opened as files), no request leaves it. `make docs`
+builds it first."""
 
 import threading
 from functools import partial
@@ -84,16 +85,18 @@ def test_no_page_is_wider_than_a_phone(chrome, address):
 
 
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize("place", ["server", "file"])
 @pytest.mark.parametrize(
     ("words", "page"),
     [("SP401 partial sum", "SP401"), ("resume", "checkpoints"), ("colwise", "styles"), ("fit --gpus", "cli")],
 )
-def test_search_finds(chrome, address, words, page, size):
+def test_search_finds(chrome, address, words, page, place, size):
     """Among the first results; an option of the command line is a word (docs/assets/search.js)."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    look(chrome, f"{address}/index.html", size)
+    own = address if place == "server" else SITE.as_uri()
+    look(chrome, f"{own}/index.html", size)
     if size == PHONE:
         chrome.find_element(By.CSS_SELECTOR, "label.md-header__button[for=__search]").click()
     field = (By.CSS_SELECTOR, "input.md-search__input")
@@ -102,6 +105,7 @@ def test_search_finds(chrome, address, words, page, size):
     found = (By.CSS_SELECTOR, f".md-search-result__link[href*='{page}']")
     WebDriverWait(chrome, 20).until(lambda c: c.find_elements(*found))
     assert console_errors(chrome) == []
+    assert outside_requests(chrome, own) == []
 
 
 def test_what_sticks_out_is_noticed(chrome, address):
