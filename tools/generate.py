@@ -38,6 +38,24 @@ def _combinations() -> str:
     return combinations_document()
 
 
+def _api() -> str:
+    from tools.api_pages import index_document
+
+    return index_document()
+
+
+def _api_page(page: str) -> str:
+    from tools.api_pages import page_document
+
+    return page_document(page)
+
+
+def _api_pages() -> tuple[str, ...]:
+    from tools.api_pages import PAGES
+
+    return tuple(PAGES)
+
+
 def _cli() -> str:
     from shardplan.cli.reference import cli_document
 
@@ -73,6 +91,8 @@ def _plan_schema() -> str:
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/diagnostics.md": _diagnostics,
     **{f"docs/diagnostics/{code}.md": partial(_diagnostic, code) for code in _codes()},
+    "docs/api.md": _api,
+    **{f"docs/api/{page}.md": partial(_api_page, page) for page in _api_pages()},
     "docs/cli.md": _cli,
     **{f"docs/cli/{name}.md": partial(_command, name) for name in _commands()},
     "docs/combinations.md": _combinations,
