@@ -78,7 +78,9 @@ def documents() -> list[str]:
     """The files whose blocks are checked, relative to the project's root. Generated ones have their own tests."""
     written = [path for folder in ("docs", "docs/guides", "reports") for path in (ROOT / folder).glob("*.md")]
     names = sorted(
-        str(p.relative_to(ROOT)) for p in written if p.name not in {"api.md", "cli.md", "diagnostics.md", "combinations.md"}
+        str(p.relative_to(ROOT))
+        for p in written
+        if p.name not in {"api.md", "cli.md", "diagnostics.md", "combinations.md"}
     )
     return ["README.md", "CONTRIBUTING.md", *names]
 
