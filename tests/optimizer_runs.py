@@ -22,6 +22,18 @@ from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.runtime.apply.slices import like
 from shardplan.runtime.apply.state import packed_parameters
 
+# Sections `separate_matrices`, and the lengths and the dim of the matrices in each parameter [rows, columns], by the end of its name.
+APART: Mapping[str, tuple[dict[str, list[str]], dict[str, tuple[Any, int]]]] = {
+    "phi3": (
+        {"parts": ["**.qkv_proj", "**.gate_up_proj"], "heads": ["**.o_proj"]},
+        {"qkv_proj.weight": ([64, 32, 32], 0), "gate_up_proj.weight": ([96, 96], 0), "o_proj.weight": (8, 1)},
+    ),
+    "qwen3_moe": (
+        {"parts": ["**.experts.gate_up_proj"], "heads": ["**.{q,k}_proj"]},
+        {"gate_up_proj": ([32, 32], 0), "q_proj.weight": (8, 0), "k_proj.weight": (8, 0)},
+    ),
+    "gpt2": ({"parts": ["**.c_attn"]}, {"c_attn.weight": (64, 1)}),
+}
 RATES = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW = {"lr": 1e-3, "eps": 1e-3}
 
@@ -33,14 +45,12 @@ class Run:
     Args:
         sizes: of the mesh, by the names of `build_mesh`.
         options: of `apply_plan`.
-        optimizer: of `Muon`.
         settings: of the model's configuration.
     """
 
     model: str
     sizes: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -139,16 +149,23 @@ def set_gradients(model: Any, step: int) -> None:
                 )
 
 
-def unsharded_steps(run: Run, chosen: set[str], steps: int, split: Mapping[str, Any] = {}) -> dict[str, Tensor]:
-    """torch.optim.Muon and AdamW of the unsharded model; each matrix of a stack is a parameter of its own there, and so are `split` parts."""
+def in_matrices(run: Run, name: str, value: Tensor) -> list[Tensor]:
+    """The matrices in a parameter of the unsharded model, as views: each of a stack, and each that the run's plan takes apart."""
+    found = list(value) if value.ndim == 3 else [value]
+    if "separate_matrices" not in run.options:
+        return found
+    ends = (split for end, split in APART[run.model][1].items() if name.endswith(end))
+    split = next(ends, None)
+    return found if split is None else [part for one in found for part in one.split(*split)]
+
+
+def unsharded_steps(run: Run, chosen: set[str], steps: int) -> dict[str, Tensor]:
+    """torch.optim.Muon and AdamW of the unsharded model, where each matrix is a parameter of its own."""
     model = run.build()
     named = dict(model.named_parameters())
     own: dict[str, list[tuple[Tensor, nn.Parameter]]] = {}
     for name in chosen:
-        pieces = list(named[name].data) if named[name].ndim == 3 else [named[name].data]
-        if name in split:
-            pieces = [part for piece in pieces for part in piece.split(*split[name])]
-        own[name] = [(piece, nn.Parameter(piece.clone())) for piece in pieces]
+        own[name] = [(piece, nn.Parameter(piece.clone())) for piece in in_matrices(run, name, named[name].data)]
     matrices = torch.optim.Muon([p for rows in own.values() for _, p in rows], **RATES)
     rest = torch.optim.AdamW([p for name, p in named.items() if name not in chosen], **ADAMW)
     for step in range(steps):
@@ -157,10 +174,7 @@ def unsharded_steps(run: Run, chosen: set[str], steps: int, split: Mapping[str, 
             if name not in chosen:
                 parameter.grad = gradient
                 continue
-            pieces = list(gradient) if gradient.ndim == 3 else [gradient]
-            if name in split:
-                pieces = [part for piece in pieces for part in piece.split(*split[name])]
-            for (_, p), g in zip(own[name], pieces, strict=True):
+            for (_, p), g in zip(own[name], in_matrices(run, name, gradient), strict=True):
                 p.grad = g.clone()
         matrices.step()
         rest.step()
@@ -173,24 +187,24 @@ def unsharded_steps(run: Run, chosen: set[str], steps: int, split: Mapping[str, 
 
 def given_gradients(model: Any, run: Run, steps: int = 2) -> tuple[set[str], dict[str, Tensor]]:
     """Steps of a planned model with drawn gradients: the names of the matrices, and all values, as far as this rank has them."""
-    optimizer = muon(model, **run.optimizer)
+    optimizer = muon(model)
     for step in range(steps):
         set_gradients(model, step)
         optimizer.step()
     return {one.name for one in optimizer.stacks}, {name: value.clone() for name, value in full_parameters(model)}
 
 
-def same_given_gradients(run: Run, split: Mapping[str, Any] = {}) -> None:
+def same_given_gradients(run: Run) -> None:
     """On threads: equal to the last bit."""
     program, models = run.compiled(), [run.build() for _ in range(run.ranks)]
     found = on_threads(run.ranks, lambda rank: given_gradients(run.planned(program, models[rank]), run))
-    same(run, found, split)
+    same(run, found)
 
 
-def same(run: Run, found: list[tuple[set[str], dict[str, Tensor]]], split: Mapping[str, Any] = {}) -> None:
+def same(run: Run, found: list[tuple[set[str], dict[str, Tensor]]]) -> None:
     chosen = set().union(*(names for names, _ in found))
     assert len(chosen) >= 4, chosen
-    expected = unsharded_steps(run, chosen, 2, split)
+    expected = unsharded_steps(run, chosen, 2)
     before = dict(run.build().named_parameters())
     for rank, (_, values) in enumerate(found):
         assert values.keys() >= expected.keys()

@@ -59,7 +59,9 @@ def test_a_mesh_is_sizes_by_axis_in_any_spelling() -> None:
             shardplan.verify(small, "llama", {"pp": 2}, **wrong)
 
 
-@pytest.mark.parametrize("name", ["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel"])
+@pytest.mark.parametrize(
+    "name", ["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel", "separate_matrices"]
+)
 def test_a_section_is_a_mapping_or_left_out(name: str) -> None:
     for wrong in (True, 1, "full"):
         with pytest.raises(TypeError, match=f"{name} must be a mapping"):

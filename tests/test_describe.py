@@ -22,7 +22,7 @@ from shardplan.core.module_program import (
     ParameterProgram,
     SharedGroup,
 )
-from shardplan.core.plan import NO_OVERLAYS
+from shardplan.core.plan import NO_OVERLAYS, MatrixParts
 from tests.proofs import program_of, reduced_model
 
 V_CP, R_CP = replace(V(1), axis=Axis.CP), replace(R, axis=Axis.CP)
@@ -139,6 +139,9 @@ def programs() -> Iterator[Program]:
         replace(plan, dp_ignored=frozenset({"m.bias"})),
         replace(plan, ac_modules=("m",)),
         replace(plan, compile_modules=("m",)),
+        replace(plan, matrices={"m": MatrixParts("parts", 0, (4, 4))}),
+        replace(plan, matrices={"m": MatrixParts("parts", 1, (4, 4))}),
+        replace(plan, matrices={"m": MatrixParts("parts", 0, (2, 6))}),
     ):
         yield replace(whole, resolved=other)
 

@@ -129,6 +129,14 @@ def test_what_means_something_else_does(name):
     assert [(c.names, c.gone, c.added) for c in back.modules] == [(c.names, c.added, c.gone) for c in diff.modules]
 
 
+def test_matrices_that_are_taken_apart_differ():
+    old = {"version": "1", "name": "small", "extends": "llama"}
+    new = {**old, "separate_matrices": {"heads": ["model.layers.0.self_attn.q_proj"]}}
+    diff = diff_plans(old, new, CONFIG, {"tp": 2})
+    said = "separate_matrices.heads - -> model.layers.0.self_attn.q_proj.weight"
+    assert diff.differs and not diff.rules and said in " ".join(diff_text(diff, color=False).split())
+
+
 def test_the_numbers_are_those_of_both_plans():
     new, _ = OTHER["attention split"]
     (cost,) = diff_plans(OLD, new, CONFIG, {"tp": 2}).costs

@@ -162,7 +162,13 @@ def test_the_owners_work_that_fit_compares_is_that_of_the_estimate(monkeypatch):
     alone = shardplan.estimate(
         SOURCE, "auto", {"dp_shard": 1, "tp": 1}, shardplan.TrainingStep(8, precision="fp32", optimizer="muon")
     )
-    assert owners_work(found) == pytest.approx(alone.flops["bfloat16"], rel=0.01)
+    assert owners_work(found, {}) == pytest.approx(alone.flops["bfloat16"], rel=0.01)
+    heads = {"separate_matrices": {"heads": ["model.layers.*.self_attn.{q,k,v}_proj"]}}
+    apart = shardplan.compile_plan(SOURCE, {"tp": 1}, "auto", **heads).resolved.matrices
+    step = shardplan.TrainingStep(8, precision="fp32", optimizer="muon")
+    smaller = shardplan.estimate(SOURCE, "auto", {"dp_shard": 1, "tp": 1}, step, **heads)
+    assert len(apart) == 18 and owners_work(found, apart) < 0.95 * owners_work(found, {})
+    assert owners_work(found, apart) == pytest.approx(smaller.flops["bfloat16"], rel=0.01)
     monkeypatch.setattr(fit_screening, "_stages", lambda *_: (StageCosts(("one",), (PartCosts(),), 0, 0),))
     table, device = Table(("one",), None, {}, False), read_device("h100")
     shards, copies = (
@@ -172,4 +178,4 @@ def test_the_owners_work_that_fit_compares_is_that_of_the_estimate(monkeypatch):
     assert shards.bound.terms["compute"] == 10**15 / 4 / device.flops["bfloat16"] == copies.bound.terms["compute"] / 2
     options = {"gpus": 4, "device": "h100", "global_batch": 8, "seq_len": 64, "best": 1}
     [row] = shardplan.fit(SOURCE, "auto", {"tp": 2, "pp": 1}, optimizer="muon", **options).rows
-    assert row.estimate.flops["bfloat16"] > owners_work(found) / 4 and row.estimate.asked.step.optimizer == "muon"
+    assert row.estimate.flops["bfloat16"] > owners_work(found, {}) / 4 and row.estimate.asked.step.optimizer == "muon"

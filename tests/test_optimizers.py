@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_runs import RATES, SOAP, Run, drawn, muon, newton_schulz, same_given_gradients, soap
+from optimizer_runs import APART, RATES, SOAP, Run, drawn, muon, newton_schulz, same_given_gradients, soap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardplan
+from shardplan.core.plan import MatrixParts
 from shardplan.optimizers import Muon, stepped_by
+from shardplan.optimizers import muon as muon_step
 from shardplan.optimizers.assignment import assign
 from shardplan.proof.threads import on_threads
 from tests.collective_counter import CollectiveCounter
@@ -75,13 +77,18 @@ def test_the_same_gradients_have_the_same_update_to_the_bit(model, mesh):
     same_given_gradients(Run(model, *MESHES[mesh]))
 
 
-def test_parts_are_matrices_of_their_own():
-    """Those of Phi-3's packed rows, whose ranks have a share of each, and heads: the rate follows from the shape of a part, too."""
-    attention, mlp = (f"model.layers.{{}}.{name}.weight" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
-    parts = {attention.format(0): (64, 32, 32), attention.format(1): 16, "**.gate_up_proj.weight": (96, 96)}
-    split = {attention.format(0): ([64, 32, 32], 0), attention.format(1): (16, 0)}
-    split |= {mlp.format(i): ([96, 96], 0) for i in range(2)}
-    same_given_gradients(Run("phi3", {"tp": 2}, optimizer={"parts": parts}), split)
+@pytest.mark.parametrize(
+    "model, mesh",
+    [
+        pytest.param(model, mesh, marks=[] if (model, mesh) == ("phi3", "tp2-sp") else pytest.mark.exhaustive)
+        for model in APART
+        for mesh in MESHES
+    ],
+)
+def test_matrices_that_a_plan_takes_apart_are_stepped_one_by_one(model, mesh):
+    """Parts of packed rows, whose ranks have a share of each, and heads, also columns: the rate follows from the shape of each, too."""
+    sizes, options = MESHES[mesh]
+    same_given_gradients(Run(model, sizes, {**options, "separate_matrices": APART[model][0]}))
 
 
 def stepped(optimizer) -> CollectiveCounter:
@@ -166,11 +173,14 @@ def uneven(options: dict[str, Any], rank: int) -> dict[str, tuple[torch.Tensor, 
 
 
 # Without the one row: SOAP's basis of what no gradient has shown yet is rounding.
-STATE = {**SOAP, "matrices": ["rows", "columns", "stack", "plain"], "parts": {"rows": (4, 3), "stack": 5}}
+STATE = {**SOAP, "matrices": ["rows", "columns", "stack", "plain"]}
+OF_PLAN = {"rows": MatrixParts("parts", 0, (4, 3)), "stack": MatrixParts("heads", 1, (2, 3))}
 
 
 @pytest.mark.parametrize("options", [{"whole_matrix": newton_schulz}, STATE], ids=["step", "state"])
-def test_uneven_shards(options):
+def test_uneven_shards(options, monkeypatch):
+    if "stateful" in options:
+        monkeypatch.setattr(muon_step, "of_plan", lambda model: (OF_PLAN, {}, 1))
     for found in on_threads(3, partial(uneven, options)):
         for name, (expected, value) in found.items():
             assert torch.allclose(value, expected, rtol=1e-11, atol=1e-13), name
@@ -309,10 +319,7 @@ def test_which_parameters_are_matrices():
             r"matrices: layers.\* fits no parameter that is trained; one is position",
         ),
         ({"matrices": ["layer.*"]}, ValueError, "layer.bias has 1 dims: a matrix has 2"),
-        ({"parts": {"layer.weight": (2, 2, 1)}}, ValueError, r"6 rows and 4 columns, and its parts \[2, 2, 1\] are 5"),
-        ({"parts": {"layer.weight": 5}}, ValueError, "6 rows and 4 columns, and its parts have 5 each"),
         ({"stateful": True}, ValueError, "stateful is of whole_matrix"),
-        ({"parts": {"layers.*": (2, 2, 1)}}, ValueError, r"parts: layers.\* fits no matrix"),
     ],
 )
 def test_wrong_calls(options, error, words):

@@ -84,6 +84,9 @@ def test_parts_that_say_nothing(tmp_path: Path) -> None:
         "`sequence_parallel` has no rules"
     ]
     assert said('version: "1"\nextends: llama\ndata_parallel: {}\n', tmp_path) == ["`data_parallel` is empty"]
+    assert said('version: "1"\nextends: llama\nseparate_matrices: {parts: []}\n', tmp_path) == [
+        "`separate_matrices` names no matrices"
+    ]
     empty = 'version: "1"\nextends: llama\ncompile: {backend: eager}\nactivation_checkpointing: {modules: []}\n'
     assert said(empty, tmp_path) == ["`activation_checkpointing` names no modules"], "compile takes the units"
     empty = empty.replace("extends: llama", "tensor_parallel: {a: colwise}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_runs import SOAP, Run, given_gradients, muon, newton_schulz, same, set_gradients, trained
+from optimizer_runs import APART, SOAP, Run, given_gradients, muon, newton_schulz, same, set_gradients, trained
 from processes import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -78,7 +78,13 @@ def steps(runs: list[Run]) -> list[dict[str, float]]:
 
 
 def test_stages_and_experts_have_the_same_update_given_the_same_gradients():
-    runs = [Run("llama", {"pp": 2}), Run("qwen3_moe", {"dp_shard": 2, "ep": 2}), Run("mixtral", {"tp": 2, "ep": 2})]
+    runs = [
+        Run("llama", {"pp": 2}),
+        Run("qwen3_moe", {"dp_shard": 2, "ep": 2}, {"separate_matrices": APART["qwen3_moe"][0]}),
+        Run("qwen3_moe", {"tp": 2, "ep": 2}, {"separate_matrices": APART["qwen3_moe"][0]}),
+        Run("phi3", {"pp": 2}, {"separate_matrices": APART["phi3"][0]}),
+        Run("mixtral", {"tp": 2, "ep": 2}),
+    ]
     for run, found in zip(runs, zip(*on_ranks(2, given, runs), strict=True), strict=True):
         same(run, list(found))
 
@@ -134,16 +140,16 @@ def test_gradients_that_some_ranks_have_are_named_on_all(mesh):
 
 
 def a_state_is_read_on_another_mesh(folder: Path) -> None:
-    first, second = Run("phi3", {"tp": 2}), Run("phi3", {"dp_shard": 2})
+    apart = {"separate_matrices": {"parts": ["model.layers.*.self_attn.qkv_proj"]}}
+    first, second = Run("phi3", {"tp": 2}, apart), Run("phi3", {"dp_shard": 2}, apart)
     model = first.planned()
-    options = {**SOAP, "parts": {"**.qkv_proj.weight": (64, 32, 32)}}
-    optimizer = muon(model, **options)
+    optimizer = muon(model, **SOAP)
     trained(model, optimizer, first, 0, 1)
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.01, 0.002  # as a schedule leaves them
     shardplan.save_training_state(model, optimizer, folder)
 
     other = second.planned()
-    again = muon(other, **options)
+    again = muon(other, **SOAP)
     shardplan.load_training_state(other, again, folder)
     whole = partial(get_optimizer_state_dict, options=StateDictOptions(full_state_dict=True))
     expected, state = whole(model, optimizer)["state"], whole(other, again)["state"]

@@ -116,6 +116,7 @@ def test_every_list_of_globs_is_checked() -> None:
         ("compile", "modules"),
         ("compile", "skipped"),
         *(("pipeline_parallel", field) for field in ("layers", "first", "last", "carry")),
+        *(("separate_matrices", field) for field in ("parts", "heads")),
     }
     wrong = {"version": "1", "data_parallel": {"units": ["a.*"], "ignored": ["a.{b"]}}
     (finding,) = parse_plan(wrong).diagnostics

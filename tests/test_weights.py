@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping, c
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from shardplan.model.reduced import make_reduced_model
-from shardplan.torchlib.packing import pack
+from shardplan.torchlib.packing import pack, packed_ranges
 from shardplan.weights.checkpoint_names import inner_model, resolve, saved_names
 from shardplan.weights.folders import begin, commit
 from shardplan.weights.lazy import Lazy, leaf, read
 from shardplan.weights.load import _cast
-from shardplan.weights.ranges import chunk, packed_ranges
+from shardplan.weights.ranges import chunk
 from shardplan.weights.safetensors_folder import Reader, stored_tensors
 from shardplan.weights.save import size_of
 

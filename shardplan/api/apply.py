@@ -34,6 +34,7 @@ class ApplyOptions(TypedDict, total=False):
     activation_checkpointing: Override
     compile: Override
     pipeline_parallel: Override
+    separate_matrices: Override
     regather: bool | None
     derive: bool
     seq_len: int | None
@@ -61,6 +62,7 @@ def compile_plan(
     activation_checkpointing: Override = None,
     compile: Override = None,
     pipeline_parallel: Override = None,
+    separate_matrices: Override = None,
     regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
@@ -81,6 +83,7 @@ def compile_plan(
             section, the mapping is the section (without `modules`, it is for the plan's data-parallel units, wrapped or not).
             False leaves the section out, None keeps the plan's.
         pipeline_parallel: a mapping that overrides fields of the plan's section, or is the section.
+        separate_matrices: the same; False leaves the section out. With it, "auto" takes the plan for the model's layers also with tp 1.
         regather: whether the backward gathers activations along the sequence again, instead of keeping those that the forward
             gathered; None is as the plan says.
         seq_len: the sequence length in tokens, whose divisibility is checked.
@@ -92,7 +95,14 @@ def compile_plan(
         TypeError, ValueError: a wrong argument.
     """
     changes = Changes(
-        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        data_parallel=data_parallel,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        pipeline_parallel=pipeline_parallel,
+        separate_matrices=separate_matrices,
+        regather=regather,
     )
     asked = Asked(model_of(model), plan, changes, seq_len, strict, allow_unproven, derive)
     return program_or_raise(asked.compiled(sizes_of(mesh)))
@@ -133,6 +143,7 @@ def apply_plan(
     activation_checkpointing: Override = None,
     compile: Override = None,
     pipeline_parallel: Override = None,
+    separate_matrices: Override = None,
     regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
@@ -158,7 +169,7 @@ def apply_plan(
         model: on the meta device, the CPU or a CUDA device, not sharded yet; or a `Model` of it, with `inputs` or `reduced`.
         mesh: a DeviceMesh with axis names: `tp` and any of `pp` (the outermost), `dp_replicate`, `dp_shard`, `cp`. Other common
             spellings are understood. Without tp there is no tensor parallelism, without dp_shard no data parallelism.
-        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
+        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, separate_matrices, regather, seq_len, strict,
         allow_unproven, derive: as for `compile_plan`. Where "auto" derives a plan, the mesh's first rank derives it for
             all. With stages, gathered parameters are kept between micro-batches (`reshard_after_forward: false`) unless the
             plan or `data_parallel` says otherwise.
@@ -207,7 +218,14 @@ def apply_plan(
     refuse_source(src_data_rank, plan_mesh.tp_size)
     stages = read_pipeline(pipeline, plan_mesh)
     changes = Changes(
-        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        data_parallel=data_parallel,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        pipeline_parallel=pipeline_parallel,
+        separate_matrices=separate_matrices,
+        regather=regather,
     )
     asked = Asked(named, plan, changes, seq_len, strict, allow_unproven, derive)
     decided = decide(asked, plan_mesh, stages, autocast_dtype)

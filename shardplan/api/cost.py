@@ -38,6 +38,7 @@ def estimate(
     activation_checkpointing: Override = None,
     compile: Override = None,
     pipeline_parallel: Override = None,
+    separate_matrices: Override = None,
     regather: bool | None = None,
     derive: bool = True,
     progress: Callable[[str], None] = lambda text: None,
@@ -52,8 +53,8 @@ def estimate(
         step: the batch, precision and optimizer of one step.
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None estimates no time.
         engine: the ranks of an inference engine that get the weights after each step; this refit is estimated too.
-        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather: as for
-            `compile_plan`.
+        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, separate_matrices,
+        regather: as for `compile_plan`.
         derive: as for `validate`.
         progress: called with what is being done.
 
@@ -63,7 +64,14 @@ def estimate(
             backend other than fsdp2; a process group that already exists; an engine together with stages (pp).
     """
     changes = Changes(
-        sequence_parallel, logits, data_parallel, activation_checkpointing, compile, pipeline_parallel, regather
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        data_parallel=data_parallel,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        pipeline_parallel=pipeline_parallel,
+        separate_matrices=separate_matrices,
+        regather=regather,
     )
     asked = Asked(model_of(model), plan, changes, derive=derive)
     made = estimated(asked, sizes_of(mesh), step, device, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from shardplan.compiler.pipeline import Changes, Compiled
 from shardplan.compiler.user_inputs import AnyPlan, FoundOnce, Model
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import MatrixParts
 
 from .deciding import Asked, program_or_raise
 
@@ -87,6 +88,13 @@ class Programs:
                 return made
         assert last is not None
         raise last
+
+    @property
+    def matrices(self) -> Mapping[str, MatrixParts]:
+        """Those that the plan takes apart, which are the same at all sizes; something has been compiled."""
+        program = next(iter(self._compiled.values())).program
+        assert program is not None  # `compiled` raises its findings
+        return program.resolved.matrices
 
     def program(self, choice: Choice) -> tuple[Compiled, Program]:
         """The program of a configuration, for its mesh. A plan that is not derived has one program for all ep sizes.

@@ -182,7 +182,9 @@ class Search:
     def _owners(self) -> int:
         from shardplan.cost.muon_step import owners_work
 
-        return owners_work(self.programs.model.find()) if self._step.optimizer == "muon" else 0
+        if self._step.optimizer != "muon":
+            return 0
+        return owners_work(self.programs.model.find(), self.programs.matrices)
 
     def _combined(
         self, tp: int, tables: Iterator[tuple[Checkpointing, bool, Table]], meshes: list[MeshSizes] | None = None

@@ -24,6 +24,8 @@ BOUND: Mapping[str, Callable[[ResolvedPlan], Iterable[str]]] = {
     "data_parallel.ignored": lambda plan: sorted(plan.dp_ignored),
     "activation_checkpointing.modules": lambda plan: plan.ac_modules,
     "compile.modules": lambda plan: plan.compile_modules,
+    "separate_matrices.parts": lambda plan: (name for name, one in plan.matrices.items() if one.by == "parts"),
+    "separate_matrices.heads": lambda plan: (name for name, one in plan.matrices.items() if one.by == "heads"),
 }
 
 
@@ -118,6 +120,7 @@ def bound_fields(plan: ResolvedPlan) -> dict[str, Value]:
         data_parallel=plan.data_parallel,
         activation_checkpointing=plan.activation_checkpointing,
         compile=plan.compile,
+        separate_matrices=plan.separate_matrices,
     )
     fields: dict[str, Value] = {name: text for name, text in section_fields(sections).items() if name not in BOUND}
     bound = {name: tuple(of(plan)) for name, of in BOUND.items()}

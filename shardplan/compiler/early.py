@@ -65,12 +65,14 @@ def _apart(plan: PlanFile) -> Callable[[str], bool]:
     segments = {
         segment
         for file in plan.lineage
-        for section in (file.data_parallel, file.activation_checkpointing, file.compile)
+        for section in (file.data_parallel, file.activation_checkpointing, file.compile, file.separate_matrices)
         for pattern in (
             *(rule.pattern for rule in (*file.tensor_parallel, *file.sequence_parallel, *file.context_parallel)),
             *(getattr(section, "units", ()) or ()),
             *(getattr(section, "modules", ()) or ()),
             *(getattr(section, "ignored", ()) or ()),
+            *(getattr(section, "parts", ()) or ()),
+            *(getattr(section, "heads", ()) or ()),
         )
         for alternative in parse_glob(pattern).alternatives
         for segment in alternative

@@ -59,6 +59,8 @@ def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
         return replace(resolved, data_parallel=None, dp_units=(), dp_parts=(), dp_experts=(), dp_ignored=frozenset())
     if section == "activation_checkpointing":
         return replace(resolved, activation_checkpointing=None, ac_modules=())
+    if section == "separate_matrices":
+        return replace(resolved, separate_matrices=None, matrices={})
     assert section == "compile", section
     return replace(resolved, compile=None, compile_modules=())
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from .layout.stage_plan import StagedPlan
     from .lower import Program
 
-SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel"], ...] = (
-    "data_parallel",
-    "activation_checkpointing",
-    "compile",
-    "pipeline_parallel",
-)
+SectionName = Literal["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel", "separate_matrices"]
+SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,7 @@ class Changes:
     activation_checkpointing: Override = None
     compile: Override = None
     pipeline_parallel: Override = None
+    separate_matrices: Override = None
     regather: bool | None = None
 
     @property
@@ -205,8 +202,8 @@ def compile_variant(
     if seq_len is not None:
         check_count("seq_len", seq_len, MOST_TOKENS)
     sections = changes.sections
-    fused = changes.logits == "fused"  # the head that a plan for layers names
-    split = replace(sizes, tp=sizes.tp or 1).needs_rules or fused
+    named = changes.logits == "fused" or bool(changes.separate_matrices)  # what a plan for layers names
+    split = replace(sizes, tp=sizes.tp or 1).needs_rules or named
     given = look_up(model, plan, sections, split=split, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)

@@ -11,7 +11,7 @@ from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import Axis, MeshSizes
 from .module_program import Draws, Exchange
-from .sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel
+from .sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel, SeparateMatrices
 from .shares import Share
 from .sources import SourceMap
 from .stages import HandedOn
@@ -223,7 +223,8 @@ class PlanFile:
     Args:
         name: its own name, else its file's name without the ending.
         file: the document's display name, as in `Location.file`.
-        data_parallel, activation_checkpointing, compile, pipeline_parallel: as in this document; `language` gives what applies after `extends`.
+        data_parallel, activation_checkpointing, compile, pipeline_parallel, separate_matrices: as in this document; `language` gives what
+            applies after `extends`.
         parent: the plan that it extends.
         configurations: a condition over the configuration of models that the plan is for.
         expert_sequence_parallel: the rules of the section `sequence_parallel` inside `expert_parallel`.
@@ -247,6 +248,7 @@ class PlanFile:
     activation_checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
     pipeline_parallel: PipelineParallel | None = None
+    separate_matrices: SeparateMatrices | None = None
     parent: PlanFile | None = None
     configurations: str | None = None
     lenient_dead_rules: bool = False
@@ -311,6 +313,21 @@ class Assignment:
     section: Section
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixParts:
+    """The matrices that lie next to each other in a parameter, in the order of the unsharded model.
+
+    Args:
+        by: the field of `separate_matrices` that names the parameter.
+        dim: the dim along which they lie, from 0.
+        sizes: their lengths along it; they add up to the parameter's.
+    """
+
+    by: Literal["parts", "heads"]
+    dim: int
+    sizes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ResolvedPlan:
     """A plan bound to a model: one assignment for each module or parameter that a rule reaches.
@@ -318,7 +335,7 @@ class ResolvedPlan:
     Args:
         overlays: the variant: the sections that override the tensor-parallel rules.
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
-        data_parallel, activation_checkpointing, compile, pipeline_parallel: the sections that apply after `extends`.
+        data_parallel, activation_checkpointing, compile, pipeline_parallel, separate_matrices: the sections that apply after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
         dp_parts: further modules that are FSDP units of their own: frozen ones, and those with a dtype of their own.
         dp_experts: the modules of experts distributed over the axis ep: FSDP units of their own, over other ranks.
@@ -342,6 +359,7 @@ class ResolvedPlan:
         pp_handed: the parts of that output, as that run shows.
         pp_results: the length of a block's result tuple; 0: one tensor. Seen in that run.
         pp_written: as `PipelineCut.written`, from that run.
+        matrices: the matrices in each parameter that `separate_matrices` names, by the parameter's full name.
         axis: the mesh axis of the rules. For an axis other than tp, `sizes.tp` is its size.
         on_cp: the same plan with its rules for the axis cp, if they apply: a module has several assignments, one per axis.
     """
@@ -375,6 +393,8 @@ class ResolvedPlan:
     pp_handed: tuple[HandedOn, ...] = ()
     pp_results: int = 0
     pp_written: tuple[str, ...] = ()
+    separate_matrices: SeparateMatrices | None = None
+    matrices: Mapping[str, MatrixParts] = field(default_factory=dict)
     axis: Axis = Axis.TP
     on_cp: ResolvedPlan | None = None
 

@@ -239,6 +239,23 @@ class PipelineParallel(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class SeparateMatrices(Section):
+    """Parameters in which several matrices lie next to each other, and that an optimizer of whole matrices
+    (`shardplan.optimizers.Muon`) steps one by one. Their sizes are those of the rules in `tensor_parallel`, on every mesh."""
+
+    parts: tuple[Glob, ...] = option(
+        (),
+        "Modules and parameters whose rule is packed: each of its parts (queries, keys and values; gate and up) is a matrix.",
+        ["model.layers.*.self_attn.qkv_proj", "model.layers.*.mlp.gate_up_proj"],
+    )
+    heads: tuple[Glob, ...] = option(
+        (),
+        "Modules and parameters whose split dimension has heads: each head is a matrix.",
+        ["model.layers.*.self_attn.{q,k,v}_proj"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Sections(Section):
     """The sections of a document; None where it has none."""
 
@@ -257,4 +274,9 @@ class Sections(Section):
     )
     pipeline_parallel: PipelineParallel | None = option(
         None, "How the model is cut into the stages of a pipeline.", {"layers": "model.layers.*"}
+    )
+    separate_matrices: SeparateMatrices | None = option(
+        None,
+        "Parameters in which several matrices lie next to each other, for optimizers of whole matrices.",
+        {"parts": ["model.layers.*.mlp.gate_up_proj"]},
     )

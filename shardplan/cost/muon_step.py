@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,16 +12,19 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.estimates import Category, Question
 from shardplan.core.mesh import DATA_PARALLEL, Axis
+from shardplan.core.plan import MatrixParts, ResolvedPlan
 from shardplan.model.found import FoundModel
 from shardplan.optimizers import Muon, muon
-from shardplan.optimizers.matrix_shards import Stack
+from shardplan.optimizers.matrix_shards import Groups, Stack, stack_of
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.gathering import without_advice
 from shardplan.torchlib.local_parts import to_local_if_dtensor
@@ -44,7 +47,7 @@ def with_muon(ledger: Ledger, found: FoundModel, program: Program, asked: Questi
     Args:
         offloaded: parameters and optimizer state are in the host's memory.
     """
-    step = muon_ledger(found, program, asked, offloaded=offloaded)
+    [step] = muon_ledgers(found, program, asked, offloaded=offloaded)
     states: Bytes = {"optimizer state": step.moments[STEPPING].peak.get("optimizer state", 0)}
 
     def held(bytes: Bytes) -> dict[Category, int]:
@@ -65,14 +68,19 @@ def with_step(ledger: Ledger, step: Ledger) -> Ledger:
     )
 
 
-def muon_ledger(
-    found: FoundModel, program: Program, asked: Question, *, offloaded: bool, roots: Sequence[str] | None = None
-) -> Ledger:
+def muon_ledgers(
+    found: FoundModel,
+    program: Program,
+    asked: Question,
+    *,
+    offloaded: bool,
+    roots_of: Sequence[Sequence[str]] = (("",),),
+) -> list[Ledger]:
     """The optimizer's second step only, for the whole model.
 
     Args:
         program: the program on a mesh without stages.
-        roots: the modules and parameters of a rank's stages; None is all.
+        roots_of: for each ledger, the modules and parameters of a rank's stages; "" is the model.
     """
     resolved = program.resolved
     model = found.build("meta", DTYPES[asked.step.precision]).train()
@@ -80,27 +88,46 @@ def muon_ledger(
         mesh.check_sections(resolved)
         applied = apply_program(model, mesh, program, src_data_rank=None)
         entered.enter_context(without_memory())
+        entered.enter_context(patch.object(muon, "check_same_gradients", _agreed))
         ties = tied_groups(applied)
         applied.to_empty(device="cpu")
         restore_ties(applied, ties)
-        own = {
-            p for name, p in applied.named_parameters(remove_duplicate=False) if roots is None or _below(name, roots)
-        }
-        for parameter in {*applied.parameters()} - own:
-            parameter.requires_grad_(False)
-        with _without_modes():  # it reads the ranks of the mesh
-            whole_matrix = torch.clone if asked.step.optimizer == "whole-matrix" else None
-            optimizer = Muon(applied, rest=partial(torch.optim.AdamW, foreach=True), whole_matrix=whole_matrix)
-        section = resolved.data_parallel
-        groups = dict(groups_of(mesh, BACKENDS[section.backend] if section is not None else None, {}))
-        widest = next((axis for axis in (*DATA_PARALLEL, Axis.CP) if resolved.sizes.of(axis) > 1), Axis.TP)
-        for group in (*(stack.group for stack in optimizer.stacks), optimizer.ranks):
-            if group is not None and group.group_name not in groups:  # over several axes; these count as their slowest
-                groups[group.group_name] = widest, group.size()
-        places = Places()
-        meter = Meter(places, groups, (), 0)
-        entered.enter_context(patch.object(muon, "check_same_gradients", _agreed))
-        entered.enter_context(meter.running())
+        trained = {p for p in applied.parameters() if p.requires_grad}
+        ledgers = []
+        for roots in roots_of:
+            own = {p for name, p in applied.named_parameters(remove_duplicate=False) if _below(name, roots)}
+            for parameter in applied.parameters():
+                parameter.requires_grad_(parameter in trained and parameter in own)
+            ledgers.append(_stepped(applied, own, mesh, resolved, asked, offloaded=offloaded))
+    return ledgers
+
+
+def _stepped(
+    applied: nn.Module,
+    own: set[nn.Parameter],
+    mesh: PlanMesh,
+    resolved: ResolvedPlan,
+    asked: Question,
+    *,
+    offloaded: bool,
+) -> Ledger:
+    """The ledger of the second step of those parameters that are trained.
+
+    Args:
+        own: the parameters that the rank has.
+    """
+    with _without_modes():  # it reads the ranks of the mesh
+        whole_matrix = torch.clone if asked.step.optimizer == "whole-matrix" else None
+        optimizer = Muon(applied, rest=partial(torch.optim.AdamW, foreach=True), whole_matrix=whole_matrix)
+    section = resolved.data_parallel
+    groups = dict(groups_of(mesh, BACKENDS[section.backend] if section is not None else None, {}))
+    widest = next((axis for axis in (*DATA_PARALLEL, Axis.CP) if resolved.sizes.of(axis) > 1), Axis.TP)
+    for group in (*(stack.group for stack in optimizer.stacks), optimizer.ranks):
+        if group is not None and group.group_name not in groups:  # over several axes; these count as their slowest
+            groups[group.group_name] = widest, group.size()
+    places = Places()
+    meter = Meter(places, groups, (), 0)
+    with meter.running():
         parameters = [p for p in applied.parameters() if p.requires_grad]
         meter.mark([*own, *applied.buffers()], "parameters")
         for parameter in parameters:
@@ -113,8 +140,9 @@ def muon_ledger(
         meter.start()
         optimizer.step()
         log = meter.log
-        touched = sum(3 * to_local_if_dtensor(p).nbytes for p in parameters)
-        touched += sum(2 * to_local_if_dtensor(x).nbytes for x in states)
+    optimizer.zero_grad()
+    touched = sum(3 * to_local_if_dtensor(p).nbytes for p in parameters)
+    touched += sum(2 * to_local_if_dtensor(x).nbytes for x in states)
     flops: Counter[str] = Counter()
     for (_, dtype), operations in log.flops.items():
         flops[dtype] += operations
@@ -123,15 +151,20 @@ def muon_ledger(
     return Ledger(moments, flops, log.calls, log.bytes, 0, touched)
 
 
-def owners_work(found: FoundModel) -> int:
-    """The operations in bfloat16 of one Muon step for all matrices of a model; the ranks that share the matrices divide them."""
+def owners_work(found: FoundModel, matrices: Mapping[str, MatrixParts]) -> int:
+    """The operations in bfloat16 of one Muon step for all matrices of a model; the ranks that share the matrices divide them.
+
+    Args:
+        matrices: those that the plan takes apart.
+    """
     optimizer = Muon(found.build("meta"))
-    steps = optimizer.param_groups[0]["ns_steps"]
-    return sum(2 * steps * stack.shape[0] * stack.work for stack in optimizer.stacks)
+    steps, groups = optimizer.param_groups[0]["ns_steps"], Groups()
+    stacks = [stack_of(one.name, one.parameter, None, 1, matrices.get(one.name), groups) for one in optimizer.stacks]
+    return sum(2 * steps * stack.shape[0] * stack.work for stack in stacks)
 
 
 def _below(name: str, roots: Sequence[str]) -> bool:
-    return any(name == root or name.startswith(f"{root}.") for root in roots)
+    return any(root in ("", name) or name.startswith(f"{root}.") for root in roots)
 
 
 def _agreed(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 
 from .depth import cut, depths_of
 from .ledger import Ledger
-from .muon_step import STEPPING, WHOLE_MATRICES, muon_ledger, with_step
+from .muon_step import STEPPING, WHOLE_MATRICES, muon_ledgers, with_step
 from .part_costs import Stored
 from .pipeline_time import Moment, StageBytes, fullest, step_seconds
 from .stage_costs import StageCosts, hand_over, sends, stage_seconds, stages_of
@@ -98,12 +98,11 @@ def pipeline_ledger(
     kept = [StageBytes(sum(stage.kept.values()), _gradients(stage.stored, added)) for stage in stages]
     moments = [fullest(schedule, pp, count, rank, kept) for rank in range(pp)]
     keep = resolved.data_parallel is not None and resolved.data_parallel.reshard_after_forward is False
-    updates: list[Ledger | None] = [None] * pp
+    updates: Sequence[Ledger | None] = [None] * pp
     if step.optimizer in WHOLE_MATRICES:
         progress(f"tracing the optimizer's step of {pp} pp ranks")
-        for rank, one in enumerate(own):
-            roots = [root for stage in one for root in divided.roots_of(stage)]
-            updates[rank] = muon_ledger(found, inner, asked, offloaded=offloaded, roots=roots)
+        roots = [[root for stage in one for root in divided.roots_of(stage)] for one in own]
+        updates = muon_ledgers(found, inner, asked, offloaded=offloaded, roots_of=roots)
     how = {"added": added, "whole": keep, "offloaded": offloaded}
     memories = [
         _memory(divided, stages, own[rank], moment, count, ledger, updates[rank], **how)

@@ -132,6 +132,11 @@ def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> 
                 message = f"`{field}` names no modules"
                 _warn_nothing(message, (field,), "add `modules`, or remove it", findings)
 
+    matrices = sections.separate_matrices
+    if plan.separate_matrices is not None and matrices is not None and not (matrices.parts or matrices.heads):
+        message = "`separate_matrices` names no matrices"
+        _warn_nothing(message, ("separate_matrices",), "add `parts` or `heads`, or remove it", findings)
+
 
 def _warn_nothing(message: str, path: tuple[str, ...], help: str, findings: Findings) -> None:
     findings.add(EMPTY_PART, message, path, "key", help=help, severity=Severity.WARNING)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import accumulate, product
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.plan import MatrixParts
 from shardplan.runtime.apply.slices import Packing, cuts
 from shardplan.torchlib.local_parts import to_local_if_dtensor
-from shardplan.torchlib.packing import pack, packed_order, unpack
+from shardplan.torchlib.packing import pack, packed_ranges, unpack
 
 Range = tuple[int, int]  # start, end
 Box = tuple[Range, Range, Range]  # of matrices, rows and columns
@@ -76,19 +78,28 @@ class Stack:
 
     @cached_property
     def stripes(self) -> tuple[tuple[Range, tuple[int, int]], ...]:
-        """The ranges of this rank's box along `part_dim` by part, each with its matrices' shape, as the learning rate may depend on shapes."""
-        start, end = self.box[self.part_dim]
+        """The ranges of this rank's box along `part_dim` by the shape of their matrices, on which the learning rate may depend."""
         rows, columns = self.shape[1:]
+        start, end = self.box[self.part_dim]
         if not self.parts:
             return (((0, end - start), (rows, columns)),)
-        order = torch.arange(self.shape[self.part_dim])
+        ranges: tuple[Range, ...] = ((0, self.shape[self.part_dim]),)
         if self.packing is not None and self.packing.dim == self.part_dim:
-            order = packed_order(self.packing.parts, self.tp)
-        part = torch.bucketize(order[start:end], torch.tensor(self.parts).cumsum(0), right=True)
-        found, lengths = torch.unique_consecutive(part, return_counts=True)
-        ends = [0, *lengths.cumsum(0).tolist()]
-        shapes = [(size, columns) if self.part_dim == 1 else (rows, size) for size in self.parts]
-        return tuple((each, shapes[i]) for each, i in zip(pairwise(ends), found.tolist(), strict=True))
+            ranges = packed_ranges(self.packing.parts, self.tp)
+        borders = (0, *accumulate(self.parts))
+        found: list[tuple[Range, tuple[int, int]]] = []
+        position = -start
+        for first, last in ranges:
+            low, high = max(first, first - position), min(last, first - position + end - start)
+            while low < high:
+                part = bisect_right(borders, low) - 1
+                stop, size = min(high, borders[part + 1]), self.parts[part]
+                shape = (size, columns) if self.part_dim == 1 else (rows, size)
+                begin = found.pop()[0][0] if found and found[-1][1] == shape else position + low - first
+                found.append(((begin, position + stop - first), shape))
+                low = stop
+            position += last - first
+        return tuple(found)
 
 
 class Groups:
@@ -105,18 +116,22 @@ class Groups:
 
 
 def stack_of(
-    name: str, parameter: Tensor, packing: Packing | None, tp: int, sizes: Sequence[int] | int, groups: Groups
+    name: str, parameter: Tensor, packing: Packing | None, tp: int, matrices: MatrixParts | None, groups: Groups
 ) -> Stack:
     """How a parameter of 2 or 3 dims is shared.
 
+    Args:
+        matrices: the matrices in it; None: it is one, or a stack of them.
+
     Raises:
-        ValueError: its shards are not torch's, or its parts do not fit its length.
+        ValueError: its shards are not torch's.
     """
     shape = (parameter.shape[0] if parameter.ndim == 3 else 1, parameter.shape[-2], parameter.shape[-1])
     whole: Box = ((0, shape[0]), (0, shape[1]), (0, shape[2]))
     if packing is not None:
         packing = Packing(packing.dim + 3 - parameter.ndim, packing.parts)
-    parts, dim = _parts(name, shape, sizes, packing)
+    parts, dim = ((), 1) if matrices is None else (matrices.sizes, matrices.dim + 3 - parameter.ndim)
+    assert not parts or (dim > 0 and sum(parts) == shape[dim]), (name, matrices)
     if not isinstance(parameter, DTensor):
         return Stack(name, parameter, shape, None, (whole,), 0, packing, tp, parts, dim)
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -148,21 +163,3 @@ def stack_of(
             "from the shards of fsdp2 and of tensor parallelism"
         )
     return stack
-
-
-def _parts(
-    name: str, shape: tuple[int, int, int], sizes: Sequence[int] | int, packing: Packing | None
-) -> tuple[tuple[int, ...], int]:
-    """The sizes of the separate matrices, and the dim along which they lie."""
-    if isinstance(sizes, int):
-        dims = [dim for dim in (1, 2) if sizes > 0 and shape[dim] % sizes == 0]
-        said = f"its parts have {sizes} each"
-    elif sizes:
-        dims = [dim for dim in (1, 2) if shape[dim] == sum(sizes)]
-        said = f"its parts {list(sizes)} are {sum(sizes)}"
-    else:
-        return (), 1
-    if not dims:
-        raise ValueError(f"{name} has {shape[1]} rows and {shape[2]} columns, and {said}")
-    dim = packing.dim if packing is not None and packing.dim in dims else dims[0]
-    return (sizes,) * (shape[dim] // sizes) if isinstance(sizes, int) else tuple(sizes), dim

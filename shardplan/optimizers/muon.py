@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardplan.core.plan import MatrixParts
 from shardplan.language.globs import parse_glob
 from shardplan.model.adapters import unwrapped
 from shardplan.model.build_tree import kind_of
@@ -45,7 +46,8 @@ class Muon(Optimizer):
 
     Each matrix has an owner among the ranks that share it, balanced by work. The owner gathers its gradient with momentum, steps it,
     and sends the update back: two all-to-alls for each bucket of matrices. The momentum is stored like its parameter. Given the same
-    gradients, the update is that of torch.optim.Muon on the unsharded model.
+    gradients, the update is that of torch.optim.Muon on the unsharded model. Of parameters that the plan's section `separate_matrices`
+    names, it is that of each matrix in them as a parameter of its own.
 
     Create it on all ranks, after `apply_plan`. `param_groups[0]` has the matrices, and the options below under the names of torch's
     Muon; the later groups are the other optimizer's. `save_training_state` takes it as one optimizer.
@@ -56,9 +58,6 @@ class Muon(Optimizer):
             `lambda groups: torch.optim.AdamW(groups, lr=3e-4)`.
         matrices: patterns of names of parameters with 2 dims, or 3 dims for stacks of matrices (experts). Default: the weights of linear
             layers except the output head, and stacks of parameters that are not in a layer of torch, such as experts.
-        parts: pattern of names -> the sizes of separate matrices that lie next to each other in one parameter, in the order of the
-            unsharded model, such as queries, keys and values; or one size for all of them, such as heads. Default: a parameter is one
-            matrix.
         whole_matrix: replaces Newton-Schulz: a function of the gradient with momentum [rows, columns] that returns the update, with
             the same shape and dtype. Only the owner calls it. Its update is multiplied by `lr` where `adjust_lr_fn` is not given.
         stateful: `whole_matrix` also takes the matrix's dict, in which it keeps tensors (Shampoo, SOAP).
@@ -71,8 +70,8 @@ class Muon(Optimizer):
         ranks: the ranks that step together; None: this rank alone.
 
     Raises:
-        ValueError: a pattern matches nothing, or no matrix; parts do not fit their parameter's length; torch's Muon refuses an option's
-            value; or the other optimizer cannot step sharded parameters.
+        ValueError: a pattern matches nothing, or no matrix; torch's Muon refuses an option's value; or the other optimizer cannot step
+            sharded parameters.
         TypeError: an option that torch's Muon does not have.
     """
 
@@ -82,7 +81,6 @@ class Muon(Optimizer):
         *,
         rest: Rest = torch.optim.AdamW,
         matrices: Sequence[str] | None = None,
-        parts: Mapping[str, Sequence[int] | int] | None = None,
         whole_matrix: Callable[..., Tensor] | None = None,
         stateful: bool = False,
         bucket_size: int = BUCKET,
@@ -96,10 +94,9 @@ class Muon(Optimizer):
         named = dict(_trained(model))
         chosen = _chosen(model, named, matrices)
         groups = Groups()
-        sizes = _sizes(parts or {}, chosen, model)
-        packed, tp = _packed(model)
+        matrices_in, packed, tp = of_plan(model)
         self.stacks = [
-            stack_of(name, p, packed.get(name), tp, sizes.get(name, ()), groups) for name, p in chosen.items()
+            stack_of(name, p, packed.get(name), tp, matrices_in.get(name), groups) for name, p in chosen.items()
         ]
         self.ranks = ranks_of(parts_of(model), self.stacks, groups)
         self._pieces, self._whole_matrix, self._bucket_size = owned(self.stacks), whole_matrix, bucket_size
@@ -229,14 +226,19 @@ def _trained(model: nn.Module | Parted) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, parameter
 
 
-def _packed(model: nn.Module | Parted) -> tuple[dict[str, Packing], int]:
-    found: dict[str, Packing] = {}
+def of_plan(model: nn.Module | Parted) -> tuple[dict[str, MatrixParts], dict[str, Packing], int]:
+    """The matrices in each parameter that the plan takes apart, how packed parameters are stored, and the size of tp for which they are."""
+    matrices: dict[str, MatrixParts] = {}
+    packed: dict[str, Packing] = {}
     tp = 1
     for part in parts_of(model):
-        if was_touched(part) and (record := applied(part)).tp > 1:
-            found |= packed_parameters(record.program)
-            tp = record.tp
-    return found, tp
+        if was_touched(part):
+            record = applied(part)
+            matrices |= record.program.resolved.matrices
+            if record.tp > 1:
+                packed |= packed_parameters(record.program)
+                tp = record.tp
+    return matrices, packed, tp
 
 
 def _chosen(
@@ -245,33 +247,18 @@ def _chosen(
     if patterns is None:
         default = {id(p) for part in parts_of(model) for p in _matrices_of(part)}
         return {name: p for name, p in named.items() if id(p) in default}
-    chosen = {
-        name: named[name]
-        for pattern in patterns
-        for name in _fitting("matrices", pattern, named, model, "parameter that is trained")
-    }
+    chosen: dict[str, nn.Parameter] = {}
+    for pattern in patterns:
+        glob = parse_glob(pattern)
+        found = {name: p for name, p in named.items() if glob.matches(name)}
+        if not found and not isinstance(model, Parted):  # a stage does not have all of the model
+            one = f"; one is {next(iter(named))}" if named else ""
+            raise ValueError(f"matrices: {pattern} fits no parameter that is trained{one}")
+        chosen |= found
     for name, parameter in chosen.items():
         if parameter.ndim not in (2, 3):
             raise ValueError(f"matrices: {name} has {parameter.ndim} dims: a matrix has 2, a stack of matrices has 3")
     return {name: p for name, p in named.items() if name in chosen}
-
-
-def _fitting(
-    argument: str, pattern: str, named: Mapping[str, nn.Parameter], model: nn.Module | Parted, what: str
-) -> list[str]:
-    glob = parse_glob(pattern)
-    found = [name for name in named if glob.matches(name)]
-    if not found and not isinstance(model, Parted):  # a stage does not have all of the model
-        raise ValueError(f"{argument}: {pattern} fits no {what}{f'; one is {next(iter(named))}' if named else ''}")
-    return found
-
-
-def _sizes(
-    parts: Mapping[str, Sequence[int] | int], chosen: Mapping[str, nn.Parameter], model: nn.Module | Parted
-) -> dict[str, Sequence[int] | int]:
-    return {
-        name: sizes for pattern, sizes in parts.items() for name in _fitting("parts", pattern, chosen, model, "matrix")
-    }
 
 
 def _matrices_of(model: nn.Module) -> Iterator[Tensor]:

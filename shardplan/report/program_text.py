@@ -14,7 +14,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.sources import SourceMap
-from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
+from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo, full_name
 
 from .color import Paint
 from .short_names import fold_names
@@ -111,9 +111,7 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
             name=module.name,
             styles=styles,
             lines=lines,
-            parameters=tuple(
-                _shown(parameter, info, program.resolved.sizes, first_name) for parameter in module.parameters
-            ),
+            parameters=tuple(_shown(parameter, info, program.resolved, first_name) for parameter in module.parameters),
             moves=tuple(_moves(module)),
         )
 
@@ -167,13 +165,16 @@ def byte_text(size: int) -> str:
 
 
 def _shown(
-    parameter: ParameterProgram, module: ModuleInfo, sizes: MeshSizes, first_name: Mapping[str, str]
+    parameter: ParameterProgram, module: ModuleInfo, resolved: ResolvedPlan, first_name: Mapping[str, str]
 ) -> ShownParameter:
     info = module.parameter(parameter.name)
     assert info is not None, (module.name, parameter.name)
-    shape = local_shape(parameter, info, sizes)
+    shape = local_shape(parameter, info, resolved.sizes)
     text = f"{placement(parameter)} {list(shape)}" + (", partial gradient" if parameter.computed == R else "")
-    tied = first_name.get(f"{module.name}.{parameter.name}" if module.name else parameter.name)
+    name = full_name(module.name, parameter.name)
+    if (apart := resolved.matrices.get(name)) is not None:
+        text += f", {len(apart.sizes)} matrices"
+    tied = first_name.get(name)
     if tied is not None:
         return ShownParameter(parameter.name, f"{text}, tied to {tied}", 0, 0, 0)
     local = ParameterInfo(parameter.name, shape).numel

@@ -25,6 +25,7 @@ class HeldParameter:
         stored: the layout in which it is stored: I (whole) or V(dim).
         computed: the layout in which the module's code reads it: I, R, V(dim) or P.
         parts: the sizes of the packed parts along the split dim.
+        matrices: the sizes of the matrices that an optimizer of whole matrices steps one by one; empty where it is one.
         shape: the shape of the shard on the rank that has the most.
         tied_to: the first name of the same parameter, where it is another one's.
     """
@@ -33,6 +34,7 @@ class HeldParameter:
     stored: Layout
     computed: Layout
     parts: tuple[int, ...]
+    matrices: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
     tied_to: str | None
@@ -88,8 +90,11 @@ def shown_program(program: Program, sources: SourceMap, model: str) -> ShownProg
         for one in module.parameters:
             info = resolved.tree.modules[name].parameter(one.name)
             assert info is not None, (name, one.name)
-            shape, first = local_shape(one, info, resolved.sizes), tied.get(full_name(name, one.name))
-            held.append(HeldParameter(one.name, one.stored, one.computed, one.parts, shape, info.dtype, first))
+            full = full_name(name, one.name)
+            shape, apart = local_shape(one, info, resolved.sizes), resolved.matrices.get(full)
+            matrices = apart.sizes if apart is not None else ()
+            layouts = one.stored, one.computed, one.parts
+            held.append(HeldParameter(one.name, *layouts, matrices, shape, info.dtype, tied.get(full)))
         styles, rules = styles_and_lines(resolved, name, sources)
         inputs = (*module.enter, *(InputMove(R, V(part.dim), part.argument) for part in module.slices))
         summed = tuple(full_name(*one) for one in module.group.parameters) if module.group is not None else ()

@@ -144,7 +144,7 @@ def counts_of_heads(plan: ResolvedPlan, around: str) -> tuple[int, ...]:
     """The numbers of heads of a module's split matrices; its queries have the most."""
     found: list[int] = []
     for name in plan.tree.children[around]:
-        for assignment, module, parameter in _ruled(plan, plan.tree.modules[name]):
+        for assignment, module, parameter in ruled(plan, plan.tree.modules[name]):
             placement = parameter_style(assignment, parameter)
             dim = split_dim(module, parameter, placement)
             if dim is not None:
@@ -155,7 +155,7 @@ def counts_of_heads(plan: ResolvedPlan, around: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _ruled(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[tuple[Assignment, ModuleInfo, ParameterInfo]]:
+def ruled(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[tuple[Assignment, ModuleInfo, ParameterInfo]]:
     """The parameters of the layer itself that a rule stores."""
     for parameter in module.parameters:
         own = plan.parameters.get(full_name(module.name, parameter.name))

@@ -7,6 +7,8 @@ permutation depends on tp; it is undone when a checkpoint is written, and redone
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,17 @@ def packed_order(parts: tuple[int, ...], ranks: int) -> Tensor:
         index.append(torch.arange(offset, offset + size).view(ranks, size // ranks))
         offset += size
     return torch.cat(index, dim=1).reshape(-1)
+
+
+def packed_ranges(parts: Sequence[int], ranks: int) -> tuple[tuple[int, int], ...]:
+    """The packed order as ranges [start, stop) of the original: for each rank, its share of each part. None is empty."""
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    shares = [
+        (start + rank * size // ranks, start + (rank + 1) * size // ranks)
+        for rank in range(ranks)
+        for start, size in zip(starts, parts, strict=True)
+    ]
+    return tuple(share for share in shares if share[0] < share[1])
 
 
 def pack(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int) -> Tensor:

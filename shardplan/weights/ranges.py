@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardplan.runtime.apply.slices import Packing, cuts
+from shardplan.torchlib.packing import packed_ranges
 
 from .lazy import Box
 
@@ -54,17 +55,6 @@ def _placed(ranges: Ranges) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         placed.append(((position, position + stop - start), (start, stop)))
         position += stop - start
     return placed
-
-
-def packed_ranges(parts: Sequence[int], ranks: int) -> Ranges:
-    """The packed order (torchlib/packing.py) as ranges: for each rank, its share of each part."""
-    starts = [sum(parts[:i]) for i in range(len(parts))]
-    shares = [
-        (start + rank * size // ranks, start + (rank + 1) * size // ranks)
-        for rank in range(ranks)
-        for start, size in zip(starts, parts, strict=True)
-    ]
-    return tuple(share for share in shares if share[0] < share[1])
 
 
 def chunk(ranges: Ranges, count: int, index: int) -> Ranges:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 
 from shardplan.core.diagnostics import Diagnostic, Severity
@@ -22,6 +23,7 @@ from .matching import Names
 from .models import names_any, other_model
 from .pipeline_parts import may_match_nothing, pipeline_parts
 from .section_globs import expand, wrapped
+from .separated import separated
 from .summed_blocks import declared_sums
 from .units import ignored, units_and_parts
 
@@ -76,8 +78,11 @@ def bind(
         pp_first=parts.first,
         pp_last=parts.last,
         pp_carried=parts.carried,
+        separate_matrices=sections.separate_matrices,
         on_cp=on_cp,
     )
+    matrices, about_matrices = separated(resolved, names)
+    resolved = replace(resolved, matrices=matrices)
     return resolved, (
         *undecided,
         *other_model(plan, tree),
@@ -90,6 +95,7 @@ def bind(
         *about_checkpointed,
         *about_compiled,
         *about_parts,
+        *about_matrices,
     )
 
 

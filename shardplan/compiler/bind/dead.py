@@ -21,6 +21,7 @@ def dead(
     lenient: bool = False,
     inherited: bool = False,
     modules_only: bool = False,
+    listed: bool = False,
     having: str | None = None,
 ) -> Diagnostic:
     """The finding for a pattern that matches nothing.
@@ -32,6 +33,7 @@ def dead(
         lenient: make it a warning, for plans that were not written for this very model.
         inherited: whether the pattern is in a plan that this plan extends.
         modules_only: whether only modules could have matched.
+        listed: whether it is in a list, whose entries have no options.
         having: what matching modules would need below them.
     """
     model = names.tree.class_names[0] if names.tree.class_names else "the model"
@@ -51,7 +53,7 @@ def dead(
     else:
         help = f"write {near}" if near else "remove it"
         proposals = tuple(Rewrite(location, key) for key in keys) or (Rewrite(location, None),)
-        help += "" if modules_only else ", or write `optional: true` if only some models have it"
+        help += "" if modules_only or listed else ", or write `optional: true` if only some models have it"
     nothing = f"no module of {model}" if modules_only or lacks else f"no module and no parameter of {model}"
     nothing += f" that has `{having}`" if lacks else ""
     return Diagnostic(

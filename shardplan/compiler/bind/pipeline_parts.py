@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import SECTIONS, PlanFile
 from shardplan.core.sections import PipelineParallel
 from shardplan.language.globs import parse_glob
 
 from .dead import dead
 from .matching import Names
-from .section_globs import elements
+from .section_globs import elements, entry_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ def pipeline_parts(
             if not (reached.modules or (parameters and reached.parameters)):
                 if field == "carry" and pattern in optional:
                     continue
-                place = section.given.get(field) or section.location or Location("<arguments>", (field,))
-                path = place.path if field == "layers" else (*place.path, i)
-                location = replace(place, path=path, part="value")
-                wrong.append(dead(names, glob, location, modules_only=not parameters))
+                location = entry_place(section, field, i)
+                if field == "layers":  # no list
+                    location = replace(location, path=location.path[:-1])
+                wrong.append(dead(names, glob, location, modules_only=not parameters, listed=True))
         tree = names.tree
         return tuple(name for name in (*tree.modules, *tree.parameters) if name in matched)
 

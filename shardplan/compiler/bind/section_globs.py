@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
-from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel
+from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, Section
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
 from shardplan.language.globs import parse_glob
 
@@ -34,14 +34,19 @@ def expand(
         reached = names.reach(glob)
         found.update(_each(every, tuple(elements(reached.modules, names.tree)), names))
         if not reached.modules:
-            place = section.given.get(field) or section.location or Location("<arguments>", (field,))
-            location = replace(place, path=(*place.path, i), part="value")
+            location = entry_place(section, field, i)
             wrong.append(
                 _parameters(pattern, location, reached.parameters)
                 if reached.parameters
                 else dead(names, glob, location, modules_only=True)
             )
     return tuple(name for name in names.tree.modules if name in found), tuple(wrong)
+
+
+def entry_place(section: Section, field: str, index: int) -> Location:
+    """The place of an entry of a field that is a list."""
+    place = section.given.get(field) or section.location or Location("<arguments>", (field,))
+    return replace(place, path=(*place.path, index), part="value")
 
 
 def wrapped(

@@ -53,6 +53,7 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
     lines += [f"data_parallel ignored {name}" for name in sorted(resolved.dp_ignored)]
     lines += [f"activation_checkpointing {name}" for name in resolved.ac_modules]
     lines += [f"compile {name}" for name in resolved.compile_modules]
+    lines += [f"matrices {name} dim {one.dim}: {list(one.sizes)}" for name, one in resolved.matrices.items()]
     return "\n".join(lines) + "\n"
 
 
