@@ -77,6 +77,8 @@ class Drift:
                 f"{before.release.path} is of {before.package}, and {after.release.path} of {after.package}"
             )
         self.before, self.after = before, after
+        old, new = before.release, after.release
+        old.alike = new.alike = frozenset(name for name, text in new.texts.items() if old.texts.get(name) == text)
 
     @cached_property
     def tables(self) -> Mapping[str, list[Change]]:

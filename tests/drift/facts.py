@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
-from .sources import Release
+from .sources import Release, parsed
 
 Table = dict[str, object]
 
@@ -189,10 +189,18 @@ class Facts:
 
     @cached_property
     def _words_of_classes(self) -> dict[str, frozenset[str]]:
+        """The words of the classes that have private names, wherever they are."""
+        from shardplan.torchlib.private_attributes import ATTRIBUTES
+
+        names = "|".join({one.owner.rpartition(".")[2] for one in ATTRIBUTES if one.owner})
+        wanted = re.compile(rf"^class ({names})(Base)?\b", re.MULTILINE)
         found: dict[str, frozenset[str]] = {}
-        for path, _, node in self._classes():
-            text = "\n".join(self._lines(path)[node.lineno - 1 : node.end_lineno])
-            found[node.name] = found.get(node.name, frozenset()) | frozenset(re.findall(r"\w+", text))
+        for path, text in self.release.texts.items():
+            if "\nclass " in f"\n{text}" and wanted.search(text) and (tree := parsed(text)) is not None:
+                for node in tree.body:
+                    if isinstance(node, ast.ClassDef):
+                        lines = "\n".join(self._lines(path)[node.lineno - 1 : node.end_lineno])
+                        found[node.name] = found.get(node.name, frozenset()) | frozenset(re.findall(r"\w+", lines))
         return found
 
     def _body(self, path: str, function: ast.FunctionDef) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import tarfile
 import zipfile
@@ -12,8 +13,11 @@ from pathlib import Path, PurePosixPath
 
 PACKAGES = ("transformers", "torch", "nemo_automodel", "deepspeed")
 READ = (".py", ".pyi")
-# Of transformers' thousands of files, those that are parsed.
-PARSED = {"transformers": re.compile(r"\w+\.py$|distributed/|models/auto/|models/\w+/(modeling|configuration)_")}
+# Of thousands of files, those that are parsed. Private names of torch are looked for in the texts of all.
+PARSED = {
+    "transformers": re.compile(r"\w+\.py$|distributed/|models/auto/|models/\w+/(modeling|configuration)_"),
+    "torch": re.compile(r"distributed/"),
+}
 
 
 class Release:
@@ -25,6 +29,7 @@ class Release:
     Attributes:
         package: which of `PACKAGES`.
         texts: path from the package's folder on -> text.
+        alike: paths of files that need not be parsed, as the release to compare with has the same ones.
 
     Raises:
         ValueError: none of the packages is in it.
@@ -44,6 +49,7 @@ class Release:
                 f"{path} has {' and '.join(sorted(found)) or 'none'} of {', '.join(PACKAGES)}; one is needed"
             )
         ((self.package, self.texts),) = found.items()
+        self.alike: frozenset[str] = frozenset()
 
     @cached_property
     def trees(self) -> dict[str, ast.Module]:
@@ -51,18 +57,27 @@ class Release:
         found = {}
         wanted = PARSED.get(self.package, re.compile(""))
         for name, text in self.texts.items():
-            if not wanted.match(name):
-                continue
-            try:
-                found[name] = ast.parse(text)
-            except SyntaxError:
-                continue
+            if wanted.match(name) and name not in self.alike and (tree := parsed(text)) is not None:
+                found[name] = tree
         return found
 
     @property
     def name(self) -> str:
         """What it is called in a list."""
         return self.path.name.removesuffix(".tar.gz").partition("-py3")[0].partition("-cp3")[0]
+
+
+def parsed(text: str) -> ast.Module | None:
+    """What is in a file; None where this Python cannot read it."""
+    collects = gc.isenabled()
+    gc.disable()  # trees have no circles, and looking for these takes longer than the parsing
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _files(path: Path) -> Iterator[tuple[str, str]]:
