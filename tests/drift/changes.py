@@ -112,7 +112,7 @@ class Drift:
         before, after = self.before.code, self.after.code
         return [name for name in before if name in after and as_now(before[name]) != as_now(after[name])]
 
-    @property
+    @cached_property
     def model_types(self) -> list[str]:
         """The types whose plans, modules, fields or arguments differ, of those that the newer release has, and the new ones. An argument
         that all rename is no difference, and neither is code (`rewritten_types`)."""
@@ -122,7 +122,7 @@ class Drift:
         every = {name for names in self.after.types_of_folders.values() for name in names}
         return sorted(self._types_of(names) | (new & every))
 
-    @property
+    @cached_property
     def rewritten_types(self) -> list[str]:
         """The types whose methods alone are other ones."""
         return sorted(self._types_of(self.rewritten) - {*self.model_types})

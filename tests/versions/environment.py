@@ -50,11 +50,15 @@ class Environment:
     python: str
     folders: tuple[Path, ...]
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run `python WORDS` in the project."""
+    def run(self, *words: str, stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+        """Run `python WORDS` in the project; what it prints is seen."""
         path = os.pathsep.join(map(str, self.folders))
         environment = {**os.environ, "PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"}
-        return subprocess.run([self.python, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        return subprocess.run([self.python, *words], cwd=ROOT, env=environment, stdout=stdout, text=True)
+
+    def said(self, *words: str) -> str:
+        """What `python WORDS` prints."""
+        return self.run(*words, stdout=subprocess.PIPE).stdout.strip()
 
 
 def constraints(text: str, pair: Pair) -> str:

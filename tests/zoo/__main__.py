@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,13 @@ from .checkpoints import with_checkpoints  # noqa: E402
 from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
 from .experts import with_experts  # noqa: E402
 from .init import by_init as made_by_init  # noqa: E402
+from .judged_with import releases  # noqa: E402
 from .pipelines import proven, with_pipeline  # noqa: E402
 from .table import arguments, fill, read  # noqa: E402
 
 HEAD = """# Model types
 
-Made by `make zoo` with transformers {version}; do not edit. Every causal language model type, the built-in plan for it,
+Made by `make zoo`; do not edit. Every causal language model type, the built-in plan for it,
 and what was proven on a reduced model of its default configuration (where that cannot be built, the nearest that can):
 `validate` has no finding, and the loss, the logits and every parameter's gradient on every rank are the unsharded
 model's. "size" says that the default configuration does not allow the size, "none" that the plan has no
@@ -51,6 +52,10 @@ sequence_parallel section.
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
   at the first size, and with SP; "more": it communicates more than the minimum of what it splits (`python -m tests.zoo --init`).
 - "checkpoints": how many of the type's published checkpoints (tests/data/published) are proven at tp 2 (`python -m tests.zoo --checkpoints`).
+
+Judged with (reports/model-types.json has it for each cell, and the digest of our code and the plan):
+
+{judged}
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
 parallelism too, {wrong} wrong; {experts} right with expert parallelism, {pipelines} in pipeline stages. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
@@ -95,6 +100,14 @@ collectives as the minimum or fewer, but more of one operation, is not among the
 minimum has a reduce-scatter.
 
 """
+PARTS = {
+    "verdicts": "TP and SP",
+    "experts": "EP",
+    "pipelines": "pp",
+    **{f"context {context.name_of(mesh)}": context.name_of(mesh) for mesh in context.MESHES},
+    "init": "init",
+    "checkpoints": "checkpoints",
+}
 REASONS = Path(__file__).parents[1] / "data" / "reasons.json"
 LEAST_SPLIT = 0.99
 SAID = {"plan": "no plan", "sequence": "no sequence parallelism", "right": "not right with images"}
@@ -174,7 +187,7 @@ def page(found: Sequence[Entry]) -> str:
     good = [e for e in planned if e.has("tp") and e.split > 0]
     return (
         HEAD.format(
-            version=transformers.__version__,
+            judged=releases(planned, PARTS),
             types=len(found),
             tp=len(good),
             sp=sum(e.has("sp") for e in good),
@@ -269,36 +282,35 @@ def main(argv: list[str]) -> int:
     known = read(args.table)
     names = args.types or share_of(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), args)
     rows = [known.get(name, Entry(name)) for name in names]
-    make, said = (
-        (counted_again, lambda e: (e.reduced, bool(e.collectives) and e.more("tp")))
-        if args.count
-        else (made_again, _said)
-    )
-    if args.init:
-        make, said = made_by_init, lambda e: (e.init, e.init_more)
-    if args.checkpoints:
-        make, said = with_checkpoints, lambda e: e.checkpoints
-    if args.pipelines:
-        make, said = with_pipeline, lambda e: e.pipeline
-    if args.experts:
-        make, said = with_experts, lambda e: e.experts
+    ways: dict[str, tuple[Callable[[Entry], Entry], Callable[[Entry], object]]] = {
+        "count": (counted_again, lambda e: (e.reduced, bool(e.collectives) and e.more("tp"))),
+        "init": (made_by_init, lambda e: (e.init, e.init_more)),
+        "checkpoints": (with_checkpoints, lambda e: e.checkpoints),
+        "pipelines": (with_pipeline, lambda e: e.pipeline),
+        "experts": (with_experts, lambda e: e.experts),
+    }
     if args.context:
         return _over_cp(names, args)
-    found = fill(rows, make, page, said, **vars(args))
+    part = next((name for name in ways if getattr(args, name)), "verdicts")
+    make, said = ways.get(part, (made_again, _said))
+    found = fill(rows, make, page, said, part, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
-    return int(any(not right(text) for texts in verdicts for text in texts.values()))
+    return int(len(found) < len(rows) or any(not right(text) for texts in verdicts for text in texts.values()))
 
 
 def _over_cp(names: Sequence[str], args: argparse.Namespace) -> int:
     """Every mesh, over all types."""
     found = {name: Entry(name) for name in names}
+    whole = True
     for mesh in context.MESHES:
         found |= {name: e for name, e in read(args.table).items() if name in found}
         of = context.name_of(mesh)
         rows = [e for e in found.values() if not args.unjudged or (e.plan is not None and of not in e.context)]
         make = partial(context.with_context, mesh=mesh)
-        found |= {e.name: e for e in fill(rows, make, page, lambda e, of=of: (of, e.context.get(of)), **vars(args))}
-    return int(not all(map(context.fits, (text for e in found.values() for text in e.context.values()))))
+        made = fill(rows, make, page, lambda e, of=of: (of, e.context.get(of)), f"context {of}", **vars(args))
+        found |= {e.name: e for e in made}
+        whole &= len(made) == len(rows)
+    return int(not whole or not all(map(context.fits, (text for e in found.values() for text in e.context.values()))))
 
 
 def _said(e: Entry) -> object:

@@ -8,7 +8,6 @@ import warnings
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
@@ -19,17 +18,21 @@ from shardplan import Model, coverage, validate  # noqa: E402
 from tests.diffusion_models import DIFFUSION, Diffusion  # noqa: E402
 from tests.sampling import add_share, share_of  # noqa: E402
 
+from .judged_with import is_current, key, releases  # noqa: E402
+
 SIZES = (2, 4)
 VARIANTS = {"tp": "tensor_parallel", "sp": "sequence_parallel"}
 COLUMNS = [f"{word}{tp}" for word in VARIANTS for tp in SIZES]
 HEAD = """# Diffusion models
 
-Made by `make zoo` with diffusers {version}; do not edit. The built-in plan that `auto` finds for a class of diffusers, and what was
+Made by `make zoo`; do not edit. The built-in plan that `auto` finds for a class of diffusers, and what was
 proven on a reduced model of that class ([tests/diffusion_models.py](../tests/diffusion_models.py) has its sizes and inputs):
 `validate` has no error, and over two training steps every floating-point output and every parameter's gradient on every rank is the unsharded
 model's, without and with sequence parallelism, at two sizes of tp. "Compared" is how many tensors that are, at tp 2.
 "In the layers" is the share of the parameters inside the blocks that is split, in the class's default configuration.
 [Diffusion](../docs/diffusion.md) says how to use the plans.
+
+{judged}
 
 | class | plan | TP 2 | TP 4 | TP + SP 2 | TP + SP 4 | compared | in the layers |
 |---|---|---|---|---|---|---|---|
@@ -47,6 +50,7 @@ class Row:
         compared: how many tensors were compared at the first size, in both variants.
         split: the share of the parameters inside the blocks that is split.
         whole: what is not: part of a block -> its share.
+        judged: as in `entry.Entry`.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Row:
     compared: int
     split: float
     whole: dict[str, float] = field(default_factory=dict)
+    judged: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 def row(one: Diffusion) -> Row:
@@ -81,6 +86,7 @@ def row(one: Diffusion) -> Row:
         compared=compared,
         split=round(found.split, 3),
         whole={part: round(share, 3) for part, share in found.whole.items() if share >= 0.01},
+        judged={"verdicts": key(found.plan)},
     )
 
 
@@ -97,7 +103,7 @@ def page(found: Mapping[str, Row]) -> str:
         for one in found.values()
         if one.whole
     ]
-    return HEAD.format(version=version("diffusers")) + "\n".join(lines) + "\n"
+    return HEAD.format(judged=releases(found.values(), {"verdicts": "Judged"})) + "\n".join(lines) + "\n"
 
 
 def read(file: Path) -> dict[str, Row]:
@@ -114,7 +120,10 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     known = read(args.table) if args.table is not None else {}
-    for name in args.classes or share_of(DIFFUSION, args):
+    wanted = args.classes or share_of(DIFFUSION, args)
+    for name in wanted:
+        if not args.classes and name in known and is_current(known[name], "verdicts"):
+            continue
         known[name] = row(DIFFUSION[name])
         print(known[name], file=sys.stderr, flush=True)
         if args.table is not None:

@@ -76,6 +76,7 @@ class Entry:
         images: the kinds of input besides text that the verdicts are of: "image", "video", "audio".
         unseen: why images that the model takes are not among them.
         unlearned: parameters, one name for all layers, that no input gives a gradient in the unsharded model.
+        judged: what was found out ("verdicts", "experts", "context cp 2 tp 1" ...) -> with what (judged_with.py).
     """
 
     name: str
@@ -101,6 +102,7 @@ class Entry:
     images: list[str] = field(default_factory=list)
     unseen: str = ""
     unlearned: list[str] = field(default_factory=list)
+    judged: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def data(self) -> dict[str, Any]:

@@ -29,16 +29,19 @@ from tests.sampling import share_of  # noqa: E402
 
 from .entry import Entry  # noqa: E402
 from .experts import SIZES  # noqa: E402
-from .table import arguments, fill, read  # noqa: E402
+from .judged_with import releases  # noqa: E402
+from .table import arguments, fill, read, write  # noqa: E402
 
 HEAD = """# Expert parallelism by configuration
 
-Made by `python -m tests.zoo.expert_types` with transformers {version}; do not edit. Every configuration class of transformers with
+Made by `python -m tests.zoo.expert_types`; do not edit. Every configuration class of transformers with
 `ep_dispatch_experts` in its own plan, and what was proven of `"auto"` with the experts distributed, at tp 2 with ep 2, on a reduced
 model: `validate` has no finding, and the outputs and every gradient on every rank are the unsharded model's. Types with a causal
 class are proven as [model types](model-types.md) are, column "EP"; the others as the class in the column "proven as", where the
 default configuration cannot be built or run with the nearest that can (tests/zoo/expert_types.py). "derived": no
 built-in plan is for it, and `auto` [derives one](../docs/auto.md).
+
+{judged}
 
 {classes} classes: {right} right, {derived} of them with a derived plan.
 
@@ -133,12 +136,7 @@ def model_of(name: str) -> nn.Module:
 def proven(before: Entry) -> Entry:
     """The entry of a configuration class: `name` is the class, `experts` the verdict."""
     torch.set_num_threads(1)
-    case = CASES.get(before.name)
-    if case is None:
-        folder = dispatched()[before.name]
-        module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-        known = read(MODEL_TYPES)[getattr(module, before.name).model_type]
-        return replace(before, plan=known.plan, experts=known.experts)
+    case = CASES[before.name]
     try:
         model = model_of(before.name)
         plan = auto_plan(find_any(model, inputs=case.inputs).tree).plan
@@ -148,6 +146,15 @@ def proven(before: Entry) -> Entry:
     wrong = [": ".join((f"{d.code}: {d.message}", *d.notes[:1])) for d in report.diagnostics if d.is_error]
     verdict = wrong[0] if wrong else "right" if report.ok and report.proven else "not proven"
     return replace(before, plan=None if plan is None else plan.name, experts=verdict)
+
+
+def copied(before: Entry) -> Entry:
+    """The entry of a configuration class with a causal class: what the table of model types has."""
+    folder = dispatched()[before.name]
+    module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    known = read(MODEL_TYPES)[getattr(module, before.name).model_type]
+    judged = {part: said for part, said in known.judged.items() if part == "experts"}
+    return replace(before, plan=known.plan, experts=known.experts, judged=judged)
 
 
 def page(found: Sequence[Entry]) -> str:
@@ -161,7 +168,7 @@ def page(found: Sequence[Entry]) -> str:
         lines.append(f"| `{e.name}` | {proven_as} | {plan if e.experts == 'right' else '-'} | {said} |")
     right = [e for e in found if e.experts == "right"]
     head = HEAD.format(
-        version=transformers.__version__,
+        judged=releases(found, {"experts": "Judged"}),
         classes=len(found),
         right=len(right),
         derived=sum(e.plan is None for e in right),
@@ -171,14 +178,14 @@ def page(found: Sequence[Entry]) -> str:
 
 def main(argv: list[str]) -> int:
     args = arguments("python -m tests.zoo.expert_types").parse_args(argv)
-    fill(
-        [Entry(name) for name in args.types or share_of(dispatched(), args)],
-        proven,
-        page,
-        lambda e: (e.plan, e.experts),
-        **vars(args),
-    )
-    return 0
+    known = read(args.table)
+    rows = [known.get(name, Entry(name)) for name in args.types or share_of(dispatched(), args)]
+    if args.table is not None:
+        known |= {e.name: copied(e) for e in rows if e.name not in CASES}
+        write(args.table, known, page)
+    rows = [e for e in rows if e.name in CASES]
+    found = fill(rows, proven, page, lambda e: (e.plan, e.experts), "experts", **vars(args))
+    return int(len(found) < len(rows))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from tests.sampling import share_of  # noqa: E402
 
 from .__main__ import REASONS, right, why  # noqa: E402
 from .entry import DERIVED, SIZES, Entry, made_or_derived  # noqa: E402
-from .table import arguments, fill  # noqa: E402
+from .judged_with import releases  # noqa: E402
+from .table import arguments, fill, read  # noqa: E402
 
 LACKING = REASONS.with_name("image_text_reasons.json")
 WHY = """
@@ -32,13 +33,15 @@ in the way, where there is one (tests/data/image_text_reasons.json, which tests/
 COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
 HEAD = """# Image-text models
 
-Made by `make zoo` with transformers {version}; do not edit. Every image-text type, the built-in plan for it or the one that
+Made by `make zoo`; do not edit. Every image-text type, the built-in plan for it or the one that
 `auto` derives, and what was proven on a reduced model of its default configuration (where that cannot be built or sees no images, the
 nearest that does), as in [model types](model-types.md): `validate` has no finding, and the loss, the logits and every parameter's
 gradient on every rank are the unsharded model's, for text alone and for each kind of input in the column "with". A type that has a
 causal class too is under the name of its image-text class. "No gradient" names what no input teaches in the unsharded model either,
 such as the last layer of a tower that is read before it. Derived plans are proven at the first size. Types that need timm are not
 built: timm imports torchvision, and PyPI's does not load with the CPU build of torch 2.13 (`operator torchvision::nms does not exist`).
+
+{judged}
 
 {types} types: {tp} right with tensor parallelism and images, {sp} of them with sequence parallelism too, {wrong} wrong.
 
@@ -72,7 +75,7 @@ def page(found: Sequence[Entry]) -> str:
     lines += [WHY.format(version=transformers.__version__).rstrip(), "", *why({e.name for e in found}, LACKING)]
     good = [e for e in planned if is_right(e)]
     head = HEAD.format(
-        version=transformers.__version__,
+        judged=releases(found, {"verdicts": "Judged"}),
         types=len(found),
         tp=len(good),
         sp=sum(e.has("sp") for e in good),
@@ -93,10 +96,10 @@ def lacks(e: Entry) -> str:
 
 def main(argv: list[str]) -> int:
     args = arguments("python -m tests.zoo.image_text").parse_args(argv)
-    found = fill(
-        [Entry(name) for name in args.types or share_of(names(), args)], made_or_derived, page, _said, **vars(args)
-    )
-    return int(any(not right(text) for e in found for text in e.verdicts.values()))
+    known = read(args.table)
+    rows = [known.get(name, Entry(name)) for name in args.types or share_of(names(), args)]
+    found = fill(rows, made_or_derived, page, _said, "verdicts", **vars(args))
+    return int(len(found) < len(rows) or any(not right(text) for e in found for text in e.verdicts.values()))
 
 
 def _said(e: Entry) -> object:

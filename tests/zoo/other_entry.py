@@ -39,6 +39,7 @@ class OtherEntry:
         whole: what is not: part of a layer -> its share.
         reason: why there is no plan, or no verdict.
         no_overlay: why the plan has no sequence parallelism.
+        judged: as in `Entry`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class OtherEntry:
     whole: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     no_overlay: str = ""
+    judged: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def data(self) -> dict[str, Any]:

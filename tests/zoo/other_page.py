@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import transformers
-
 from tests.model_settings import CLASSES
 
 from .entry import DERIVED, SIZES
+from .judged_with import releases
 from .other_entry import OF_TRUNK, OtherEntry
 from .other_names import FAMILIES, OTHER, family, is_trunk, names
 
@@ -16,7 +15,7 @@ COLUMNS = tuple(f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES)
 LONGEST = 220  # characters of a reason
 HEAD = """# Encoders, encoder-decoders, vision, audio
 
-Made by `python -m tests.zoo.other_types --table reports/other-types.md` with transformers {version}; do not edit. Classes of transformers
+Made by `python -m tests.zoo.other_types --table reports/other-types.md`; do not edit. Classes of transformers
 that are neither causal language models ([model types](model-types.md)) nor [image-text models](image-text-types.md), and what was proven
 for the plan that `auto` finds or derives, on a reduced model of the default configuration or the nearest that can be built: `validate`
 has no finding, and the loss (of a trunk, a sum over its outputs), every floating-point output and every parameter's gradient on every
@@ -29,6 +28,8 @@ rank are the unsharded model's. A class counts as right only where something ins
   derived overlay is for each list of blocks for which one was found: CLIP's pictures have an odd number of positions, so its text alone is split.
   Where a lone vision model reads an odd number, the class's position among them, SP is of pictures one patch wider; the last column says so.
 - "split": the share of the parameters inside the layers of the default configuration that is split.
+
+{judged}
 
 {done} of {all} classes were run.
 
@@ -56,7 +57,7 @@ def page(found: Sequence[OtherEntry]) -> str:
             lines += [f"## {name}", "", *_table([*trunks, *heads]), ""]
     rows.append(f"| all | {' | '.join(map(str, total))} |")
     head = HEAD.format(
-        version=transformers.__version__, summary="\n".join(rows), done=len(found), all=len(list(names()))
+        judged=releases(found, {"verdicts": "Judged"}), summary="\n".join(rows), done=len(found), all=len(list(names()))
     )
     return head + "\n".join(lines).rstrip() + "\n"
 

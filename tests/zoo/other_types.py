@@ -1,8 +1,8 @@
 """Prove a plan for every class that is neither a causal language model nor an image-text model:
 `python -m tests.zoo.other_types [class ...] [--trunks] [--again WORDS] [--table reports/other-types.md]`.
 
-The classes of a type run in one process, the trunk first, and the plan that is derived for it is tried for the heads. Classes that the
-table has are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row, and
+The classes of a type run in one process, the trunk first, and the plan that is derived for it is tried for the heads. Classes that were
+judged with what there is now are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row, and
 what is left of its type neither: it is said, and tried again by the next run.
 """
 
@@ -16,6 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -26,6 +27,7 @@ from shardplan.core.plan import PlanFile  # noqa: E402
 from tests.sampling import share_of  # noqa: E402
 
 from .entry import SIZES  # noqa: E402
+from .judged_with import is_current, key  # noqa: E402
 from .other_entry import OtherEntry, other_entry, plan_of  # noqa: E402
 from .other_names import is_trunk, names, types  # noqa: E402
 from .other_page import page  # noqa: E402
@@ -88,7 +90,7 @@ def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], secon
 def main(argv: list[str]) -> int:
     parser = arguments("python -m tests.zoo.other_types")
     parser.add_argument("--tp", type=int, nargs="+", default=SIZES[:1], help="sizes of the axis")
-    parser.add_argument("--seconds", type=int, default=SECONDS, help="of processor time, for a class")
+    parser.set_defaults(seconds=SECONDS)
     parser.add_argument("--trunks", action="store_true", help="trunks alone")
     parser.add_argument("--again", metavar="WORDS", help="rows of the table whose reason or verdicts have these words")
     args = parser.parse_args(argv)
@@ -96,13 +98,18 @@ def main(argv: list[str]) -> int:
     if args.again is not None:
         wanted = {name for name, one in before.items() if args.again in f"{one.reason} {one.verdicts}"}
     else:
-        wanted = set(args.types or share_of(names(), args)) - (set() if args.types or args.share > 1 else {*before})
+        current = set() if args.types else {name for name, one in before.items() if is_current(one, "verdicts")}
+        wanted = set(args.types or share_of(names(), args)) - current
     if args.trunks:
         wanted = {*filter(is_trunk, wanted)}
+    done = 0
     for of_type in types().values():
         trunk = next(filter(is_trunk, of_type), None)
         for one in run([name for name in of_type if name in wanted], trunk, args.tp, args.seconds):
-            print(one.name, one.plan, one.verdicts or one.reason[:300], one.split, file=sys.stderr, flush=True)
+            done += 1
+            one = replace(one, judged={"verdicts": key(one.plan)})
+            said = (one.name, one.plan, one.verdicts or one.reason[:300], one.split)
+            print(f"[{done}/{len(wanted)}]", *said, file=sys.stderr, flush=True)
             if args.table is not None:
                 write(args.table, {**read(args.table, OtherEntry), one.name: one}, page)
     return 0

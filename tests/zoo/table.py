@@ -6,14 +6,18 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing import get_context
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tests.sampling import add_share
 
 from .entry import Entry
+from .judged_with import is_current, key
+from .workers import SECONDS, each
 
 Page = Callable[[Sequence[Entry]], str]
 
@@ -34,32 +38,63 @@ def arguments(program: str) -> argparse.ArgumentParser:
     parser.add_argument("types", nargs="*", help="types (all)")
     add_share(parser)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="of processor time, for a type")
     parser.add_argument("--table", type=Path, help="write the page to this file, and its data next to it as JSON")
     return parser
 
 
 def fill(
-    before: Iterable[Entry], make: Callable[[Entry], Entry], page: Page, said: Callable[[Entry], Any], **given: Any
+    before: Iterable[Entry],
+    make: Callable[[Entry], Entry],
+    page: Page,
+    said: Callable[[Entry], Any],
+    part: str,
+    **given: Any,
 ) -> list[Entry]:
-    """Find out about the types of some entries, several at a time; other rows of the table stay.
+    """Find out about the types of some entries, several at a time; other rows of the table stay. Those that were judged with what there is
+    now are left out unless they are named, so a run that was ended goes on where it was.
 
     Args:
         before: as the table has them, or empty.
         make: the entry of a type, from the one before.
         said: what to print of an entry.
+        part: what is found out, as `Entry.judged` has it.
         given: of the command line.
+
+    Returns:
+        The entries, those that were left out too; none of a type that takes too long or ends its process: its row stays as old as it is.
     """
     file: Path | None = given["table"]
-    found: list[Entry] = []
-    with get_context("spawn").Pool(given["jobs"], maxtasksperchild=8) as pool:
-        for one in pool.imap(make, before):
-            found.append(one)
-            print(one.name, said(one), file=sys.stderr, flush=True)
-            if file is not None:
-                write(file, {**read(file), one.name: one}, page)
+    rows = list(before)
+    found = [] if given["types"] else [one for one in rows if is_current(one, part)]
+    names = {one.name for one in found}
+    wanted = [one for one in rows if one.name not in names]
+    if found:
+        print(f"{part}: {len(found)} of {len(rows)} types are judged with what there is now", file=sys.stderr)
+    begun = time.monotonic()
+    lost = []
+    results = each(partial(_judged, make, part), wanted, given["jobs"], given["seconds"])
+    for count, (row, one, seconds) in enumerate(results, 1):
+        if not isinstance(one, Entry):
+            lost.append(row.name)
+            print(f"{row.name} {one}", file=sys.stderr, flush=True)
+            continue
+        found.append(one)
+        minutes = (time.monotonic() - begun) / 60
+        progress = f"[{part} {count}/{len(wanted)}, {seconds:.0f} s of processor time; about {minutes / count * (len(wanted) - count):.0f} minutes left]"
+        print(progress, one.name, said(one), file=sys.stderr, flush=True)
+        if file is not None:
+            write(file, {**read(file), one.name: one}, page)
+    if lost:
+        print(f"{part}: no verdict on {', '.join(lost)}", file=sys.stderr)
     if file is None:
-        print(page(found))
+        print(page(sorted(found, key=lambda one: one.name)))
     return found
+
+
+def _judged(make: Callable[[Entry], Entry], part: str, before: Entry) -> Entry:
+    one = make(before)
+    return replace(one, judged={**before.judged, part: key(one.plan)})
 
 
 def read(file: Path | None, kind: type[E] = Entry) -> dict[str, E]:

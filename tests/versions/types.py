@@ -1,0 +1,52 @@
+"""The built-in plans of model types, proven at tp 2 with the releases that are installed: `python -m tests.versions.types TYPE ...`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from shardplan import validate
+from shardplan.core.diagnostics import PlanError
+from tests.model_settings import find, without_dropout
+
+SIZES = ("SP301", "SP302", "SP303", "SP304", "SP305")  # not at this size, with the numbers of the default configuration
+NO_VERDICT = "SP5"  # no built-in plan, or a configuration that cannot be built or run
+
+
+def judged(name: str) -> tuple[bool, str]:
+    """Whether nothing is wrong with a type, and what is said of it."""
+    try:
+        config = without_dropout(find(name).config)
+        report = validate(config if config.model_type == name else name, "auto", {"tp": 2}, derive=False)
+    except PlanError as error:
+        found, proven = list(error.diagnostics), False
+    else:
+        found, proven = [one for one in report.diagnostics if one.is_error], report.ok and report.proven
+    if not found:
+        return proven, "right" if proven else "nothing was compared"
+    first = next((one for one in found if one.code in SIZES), found[0])
+    fits = first.code in SIZES or first.code.startswith(NO_VERDICT)
+    return fits, f"{'' if fits else 'wrong: '}{first.code}: {' '.join(first.message.split())}"
+
+
+def main(names: Sequence[str]) -> int:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    wrong = []
+    for name in names:
+        try:
+            fits, said = judged(name)
+        except Exception as error:  # of the model's own code; the other types are still to be seen
+            fits, said = False, f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        wrong += [] if fits else [name]
+        print(f"{name}: {said}", flush=True)
+    if wrong:
+        print(f"{len(wrong)} of {len(names)} types are wrong: {' '.join(wrong)}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
