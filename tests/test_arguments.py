@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +129,37 @@ def test_no_public_function_ignores_a_name() -> None:
             pytest.fail(function.__name__)
 
 
+def _wrappers(function: Any) -> list[str]:
+    """The names of the functions that wrapped a function."""
+    found = []
+    while hasattr(function, "__wrapped__"):
+        found.append(function.__code__.co_qualname.partition(".")[0])
+        function = function.__wrapped__
+    return found
+
+
 def test_a_misspelt_name_is_met_with_the_nearest() -> None:
-    for function in (shardplan.validate, shardplan.apply_plan, shardplan.estimate, shardplan.init_plan):
-        with pytest.raises(
-            TypeError, match=r"\(\) has no argument 'sequence_paralel': did you mean `sequence_parallel`\?"
-        ):
-            function(sequence_paralel=True)
+    public = (getattr(shardplan, name) for name in shardplan.__all__)
+    named = {one.__name__: one for one in public if getattr(one, "__module__", "").startswith("shardplan.api.")}
+    said = {}
+    for name, function in named.items():
+        for known in inspect.signature(function).parameters if inspect.isfunction(function) else ():
+            if known in ("sequence_parallel", "derive", "progress"):
+                with pytest.raises(
+                    TypeError, match=rf"{name}\(\) has no argument '{known}x': did you mean `{known}`\?"
+                ):
+                    function(**{f"{known}x": True})
+                said[name] = known
+    assert {
+        "validate",
+        "apply_plan",
+        "coverage",
+        "diff_plans",
+        "export_plan",
+        "lock_plan",
+        "plan_report",
+    } <= said.keys()
+    assert not [name for name in said if name != "apply_plan" and "one_at_a_time" not in _wrappers(named[name])]
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
         shardplan.validate("llama", "llama", zzz=1)
 

@@ -362,6 +362,8 @@ def _with_step(report: Report, variants: Variants, given: Given, asked: Check, s
     return report if wrong else replace(report, step=step.script, step_apart=apart), variants
 
 
+@with_known_names
+@one_at_a_time
 def coverage(
     model: AnyModel,
     plan: AnyPlan = "auto",

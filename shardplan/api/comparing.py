@@ -12,11 +12,13 @@ from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, Plan, overlays_of, variant_name
 from shardplan.core.plan_changes import CostChange, PlanDiff, RuleChange, Said, VariantCost
+from shardplan.core.suggest import with_known_names
 
 from .cost import estimated
 from .deciding import Asked
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
+from .one_at_a_time import one_at_a_time
 from .plans import load_plan
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from shardplan.core.sources import SourceMap
 
 
+@with_known_names
+@one_at_a_time
 def diff_plans(
     old: AnyPlan,
     new: AnyPlan,

@@ -11,9 +11,11 @@ from shardplan.core.diagnostics import Diagnostic, Label, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.report import Comparison, Report, ordered
+from shardplan.core.suggest import with_known_names
 
 from .deciding import Asked
 from .keywords import model_of
+from .one_at_a_time import one_at_a_time
 
 To = Literal["transformers", "torch"]
 MOST_ROWS = 5  # rows of differing values in a finding's notes
@@ -49,6 +51,8 @@ class ExportedPlan:
         return self.text is not None and self.report.ok
 
 
+@with_known_names
+@one_at_a_time
 def export_plan(
     model: AnyModel,
     plan: AnyPlan,

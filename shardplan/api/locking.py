@@ -15,6 +15,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import AXES, MeshSizes, named_sizes
 from shardplan.core.plan import variant_name
 from shardplan.core.plan_lock import Facts, LockCheck, LockedQuestion, PlanLock
+from shardplan.core.suggest import with_known_names
 from shardplan.core.tree import ModuleTree, full_name
 from shardplan.core.versions import installed_versions
 from shardplan.report.errors import sources_of
@@ -22,6 +23,7 @@ from shardplan.report.short_names import fold_names
 
 from .comparing import compiled, sized
 from .deriving import deriving
+from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+@with_known_names
+@one_at_a_time
 def lock_plan(asked: LockedQuestion, *, progress: Callable[[str], None] = lambda text: None) -> PlanLock:
     """Record how a plan is bound to a model: what a rank stores and moves for each module, the fields of the sections, the model's
     parameters, and digests. The plan is checked as by `compile_plan`, but not proven.
@@ -62,6 +66,8 @@ class NamesCode(ValueError):
         self.what, self.word = what, word
 
 
+@with_known_names
+@one_at_a_time
 def check_lock(
     lock: PlanLock,
     *,

@@ -12,6 +12,7 @@ from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Variant, variant_name
 from shardplan.core.report import Report
+from shardplan.core.suggest import with_known_names
 
 from .check import validate
 from .comparing import compiled
@@ -19,6 +20,7 @@ from .cost import estimated
 from .deciding import Asked, program_or_raise
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
+from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
@@ -52,6 +54,8 @@ class PlanReport:
     pipeline: PipelineCut | None = None
 
 
+@with_known_names
+@one_at_a_time
 def plan_report(
     model: AnyModel,
     plan: AnyPlan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardplan.core.expressions import count_of
 from shardplan.core.layout import V
@@ -18,6 +18,19 @@ from .style_record import feature_dim
 TensorShare = ArgumentSlice | ParameterProgram
 
 
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why what a rule counts does not fit a module.
+
+    Args:
+        reason: in words.
+        uneven: it is the tp size that does not divide it.
+    """
+
+    reason: str
+    uneven: bool = False
+
+
 def tensor_shares(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> Iterator[TensorShare]:
     """The arguments and buffers of a module that a rule splits; misfits are findings
     (compiler/check/declared_heads.py)."""
@@ -27,7 +40,7 @@ def tensor_shares(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> Iterato
             yield found
 
 
-def tensor_share(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> TensorShare | str | None:
+def tensor_share(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> TensorShare | Misfit | None:
     """How an argument or a buffer is read. A buffer is read like a parameter that is stored in these shards.
 
     Args:
@@ -38,47 +51,48 @@ def tensor_share(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> TensorSh
     """
     known, buffer = module.arguments, one.name in module.buffers
     if buffer and known is not None and one.name in known:
-        return f"{one.name} is a buffer of {module.class_name} and an argument of its forward"
+        return Misfit(f"{one.name} is a buffer of {module.class_name} and an argument of its forward")
     if one.like is not None or (buffer and one.heads is None):
         return _buffer(plan, module, one)
     if known is not None and one.name not in known:
         what = "argument" if one.heads is not None else "buffer and no argument"
-        return f"{module.class_name} has no {what} {one.name}"
+        return Misfit(f"{module.class_name} has no {what} {one.name}")
     return _argument(plan, one)
 
 
-def _argument(plan: ResolvedPlan, one: Share) -> ArgumentSlice | str:
+def _argument(plan: ResolvedPlan, one: Share) -> ArgumentSlice | Misfit:
     ranks = plan.sizes.tp or 1
     count = None if one.heads is None else count_of(one.heads, plan.tree.numbers)
     if isinstance(count, str):
-        return count
+        return Misfit(count)
     if count is not None and count % ranks:
-        return f"{one.name} has {count} heads, which tp={ranks} does not divide"
+        return Misfit(f"{one.name} has {count} heads, which tp={ranks} does not divide", uneven=True)
     assert one.dim is not None
     return ArgumentSlice(one.name, one.dim, count)
 
 
-def _buffer(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> ParameterProgram | str | None:
+def _buffer(plan: ResolvedPlan, module: ModuleInfo, one: Share) -> ParameterProgram | Misfit | None:
     shape, ranks, at = module.buffers.get(one.name), plan.sizes.tp or 1, one.dim
     assert at is not None
     if shape is None:
-        return f"{module.class_name} has no buffer {one.name}"
+        return Misfit(f"{module.class_name} has no buffer {one.name}")
     if at >= len(shape):
-        return f"{one.name} is {list(shape)}, without a dim {at}"
+        return Misfit(f"{one.name} is {list(shape)}, without a dim {at}")
     size = shape[at]
     if one.like is None:
-        uneven = f"{one.name} has {size} places in dim {at}, which tp={ranks} does not divide"
-        return uneven if size % ranks else ParameterProgram(one.name, V(at), V(at))
+        if size % ranks:
+            return Misfit(f"{one.name} has {size} places in dim {at}, which tp={ranks} does not divide", uneven=True)
+        return ParameterProgram(one.name, V(at), V(at))
     other = plan.tree.modules.get(full_name(module.name, one.like))
     info = other.parameter("weight") if other is not None else None
     if other is None or info is None:
-        return f"{module.class_name} has no module {one.like} with a weight"
+        return Misfit(f"{module.class_name} has no module {one.like} with a weight")
     dim = feature_dim(other.kind, "weight", "out", len(info.shape))
     weight = next(p for p in lower_parameters(plan, other) if p.name == info.name)
     if dim is None or weight.dim != dim:
-        return f"the output features of {one.like} are not split"
+        return Misfit(f"the output features of {one.like} are not split")
     if info.shape[dim] != size:
-        return f"{one.like} has {info.shape[dim]} output features, but {one.name} is {list(shape)}"
+        return Misfit(f"{one.like} has {info.shape[dim]} output features, but {one.name} is {list(shape)}")
     if weight.computed.kind != "V":
         return None
     return ParameterProgram(one.name, V(at), replace(weight.computed, dim=at), weight.parts, weight.copies)

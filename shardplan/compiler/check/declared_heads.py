@@ -4,7 +4,6 @@ equals the module's own."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.expressions import EvaluationError, count_of, evaluate, parse_expression
@@ -14,7 +13,7 @@ from shardplan.core.tree import is_count
 from shardplan.styles.divided_numbers import attribute, group_length, group_number, mean_ranks
 from shardplan.styles.head_counts import number_or_none
 from shardplan.styles.packed_lengths import packed_parts
-from shardplan.styles.tensor_shares import tensor_share
+from shardplan.styles.tensor_shares import Misfit, tensor_share
 
 from .check_words import by_rule, sizes
 from .facts import Facts
@@ -37,9 +36,11 @@ WORDS = {
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
-    for found in by_rule(_problems(facts), lambda code, rule: WORDS[code]):
-        uneven = found.message.endswith(f"tp={facts.tp} does not divide")
-        yield replace(found, help=sizes(facts.allowed)) if uneven else found
+    shares = [(a, misfit) for a in facts.resolved.assignments.values() for misfit in _of_shares(facts, a)]
+    uneven = [(HEADS, m.reason, a.rule.stating("shares"), a.name) for a, m in shares if m.uneven]
+    others = [(HEADS, m.reason, a.rule.stating("shares"), a.name) for a, m in shares if not m.uneven]
+    yield from by_rule([*_problems(facts), *others], lambda code, rule: WORDS[code])
+    yield from by_rule(uneven, lambda code, rule: (WORDS[code][0], sizes(facts.allowed)))
 
 
 def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
@@ -47,8 +48,6 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
         for reason in _of_heads(facts, stored):
             yield from ((HEADS, reason, stored.rule.stating("heads"), name) for name in stored.assigned)
     for assignment in facts.resolved.assignments.values():
-        for reason in _of_shares(facts, assignment):
-            yield HEADS, reason, assignment.rule.stating("shares"), assignment.name
         for reason in _of_settings(facts, assignment):
             yield SETTING, reason, assignment.rule.stating("shares"), assignment.name
 
@@ -76,39 +75,42 @@ def _of_heads(facts: Facts, stored: StoredParameter) -> Iterator[str]:
             yield f"{expression} is {count}, which does not divide {length} features"
 
 
-def _of_shares(facts: Facts, assignment: Assignment) -> Iterator[str]:
+def _of_shares(facts: Facts, assignment: Assignment) -> Iterator[Misfit]:
     rule, resolved = assignment.rule, facts.resolved
     names = [one.name for one in rule.shares]
-    yield from (f"{name} has two shares" for name in dict.fromkeys(names) if names.count(name) > 1)
+    yield from (Misfit(f"{name} has two shares") for name in dict.fromkeys(names) if names.count(name) > 1)
     if len(counts := dict.fromkeys(one.groups for one in rule.shares if one.groups is not None)) > 1:
-        yield f"a norm has one number of groups, not {' and '.join(counts)}"
+        yield Misfit(f"a norm has one number of groups, not {' and '.join(counts)}")
     module = resolved.tree.modules.get(assignment.name)
     if assignment.is_parameter or module is None:
-        yield from ("a parameter has no arguments and no buffers" for one in rule.shares[:1] if one.dim is not None)
+        yield from (
+            Misfit("a parameter has no arguments and no buffers") for one in rule.shares[:1] if one.dim is not None
+        )
         return
     for one in rule.shares:
-        found = tensor_share(resolved, module, one) if one.dim is not None else _of_groups(facts, assignment, one)
-        if isinstance(found, str):
+        if one.dim is None:
+            yield from map(Misfit, _of_groups(facts, assignment, one))
+        elif isinstance(found := tensor_share(resolved, module, one), Misfit):
             yield found
 
 
-def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> str | None:
+def _of_groups(facts: Facts, assignment: Assignment, one: Share) -> Iterator[str]:
     """Why it is wrong or unclear what a norm's number counts. A number without a value is reported elsewhere."""
     number = attribute(facts.resolved, assignment, one.name)
     count = number_or_none(one.groups, facts.resolved.tree.numbers) if one.groups is not None else None
     if count is None or not isinstance(number, int):
-        return None
+        return
     if group_number(facts.resolved, assignment, one.name) is None:
-        return f"{one.name} is {number}, which is neither {count}, the number of groups, nor the number of features in a group"
+        yield f"{one.name} is {number}, which is neither {count}, the number of groups, nor the number of features in a group"
+        return
     module = facts.resolved.tree.modules[assignment.name]
     ranks, over = facts.tp or 1, mean_ranks(facts.resolved, assignment.rule)
     if number == count == group_length(facts.resolved, module, assignment.rule) and over * over != ranks:
-        return (
+        yield (
             f"{one.name} is {number}, which is both the number of groups and the number of features in a group, and the two are "
             f"divided differently: write `shares: {one.name}` if it is the number of groups, and no share if it is the number of "
             "features"
         )
-    return None
 
 
 def _of_settings(facts: Facts, assignment: Assignment) -> Iterator[str]:
