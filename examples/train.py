@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from shardplan import (
     applied,
     apply_plan,
+    clip_grad_norm_,
     load_checkpoint,
     load_training_state,
     materialize,
@@ -123,7 +124,7 @@ def train(args: argparse.Namespace) -> None:
         for batch, scale in micro_batches(model, [{"input_ids": ids, "labels": ids}]):
             loss = model(**batch, use_cache=False).loss * scale
             loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -131,7 +132,7 @@ def train(args: argparse.Namespace) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses[step] = mean.item() / dist.get_world_size()
-        say(f"step {step:3}  loss {losses[step]:.6f}  gradient norm {norm.full_tensor().item():.4f}", flush=True)
+        say(f"step {step:3}  loss {losses[step]:.6f}  gradient norm {norm.item():.4f}", flush=True)
 
     if args.checkpoint:
         save_training_state(model, optimizer, args.checkpoint, extra={"step": args.steps}, overwrite=True)

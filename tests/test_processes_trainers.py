@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -62,9 +63,27 @@ def as_torchrun() -> None:
     PartialState._reset_state()
 
 
+class Warned(logging.Handler):
+    """What torch's collectives warn of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 def on_this_rank(name: str, folder: str, *words: str) -> list[float]:
     as_torchrun()
-    return losses(name, Path(folder), *words)
+    warned = Warned()
+    logging.getLogger("torch.distributed").addHandler(warned)
+    try:
+        found = losses(name, Path(folder), *words)
+    finally:
+        logging.getLogger("torch.distributed").removeHandler(warned)
+    assert warned.said == []
+    return found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, Never
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardplan import applied
+from shardplan import applied, clip_grad_norm_
 
 from .accelerator_states import AcceleratorStates
 from .trainer_saves import save_and_resume
@@ -19,7 +19,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
     """Make an Accelerator or a Trainer take a planned model unchanged, and give the ranks of a tp group the same batches.
 
     Call it before `accelerator.prepare(...)` or `trainer.train()`. The Trainer saves, resumes and loads its best model with
-    shardplan's functions, and so do the Accelerator's `save_state` and `load_state`. The Accelerator's `save_model` raises an error
+    shardplan's functions, and so do the Accelerator's `save_state` and `load_state`; its `clip_grad_norm_` is shardplan's. The Accelerator's `save_model` raises an error
     that names the function to call.
 
     Args:
@@ -48,8 +48,10 @@ def adopt(owner: Any, model: nn.Module) -> None:
     _step_once_for_each_share(accelerator, dist.get_world_size() // mesh.tp_size)
     accelerator.state.device_mesh = mesh.mesh  # its data loaders give all ranks of a tp group the same share
     accelerator.dataloader_config.dispatch_batches = False  # the default for streams ignores these axes
+    accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.gather_for_metrics = _from_each_share(accelerator, mesh.tp_size)
     if trainer is not None:
+        trainer._mixed_mesh_grads = False  # one norm over all meshes, by the line above
         trainer.gather_function = accelerator.gather_for_metrics
         model.__dict__["_tp_size"] = mesh.tp_size  # tp ranks share a batch: the Trainer counts its tokens once
     states = AcceleratorStates(accelerator, model)
