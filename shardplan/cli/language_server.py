@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from contextlib import redirect_stdout
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from shardplan.api.editing import Findings, completions, hover, text_findings
@@ -19,6 +20,34 @@ from shardplan.report.errors import sources_of
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
 from .output import finish
+
+MAX_MESSAGE = 64 * 2**20  # bytes of a message; an editor sends a document as a whole, which may have 1 MiB
+
+
+class _Messages:
+    """What an editor sends. A length that no message has ends the server, as what follows cannot be read."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream = stream
+
+    def readline(self) -> bytes:
+        return self.stream.readline(MAX_MESSAGE)
+
+    def read(self, size: int) -> bytes:
+        if size > MAX_MESSAGE:
+            raise UsageError(f"a message of {size} bytes is announced, and at most {MAX_MESSAGE} are read")
+        return self.stream.read(size)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class _Line(logging.Formatter):
+    """Messages that are wrong are told in a line each: the editor gets them, too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        return f"{record.getMessage().splitlines()[0]}{f': {error}' if error else ''}"[:500]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,9 +64,12 @@ def run(args: argparse.Namespace) -> int:
             return finish(Report(error.diagnostics, sources=sources_of(error), model=args.model), args)
     server: Any = LanguageServer("shardplan", __version__)
     _answers(server, tree)
+    if not args.debug:
+        log = logging.StreamHandler()
+        log.setFormatter(_Line())
+        logging.getLogger("pygls").addHandler(log)
     # Copies: the server closes its streams, and the command line flushes its own at the end.
-    streams = (os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
-    server.start_io(*streams)
+    server.start_io(_Messages(os.fdopen(os.dup(0), "rb")), os.fdopen(os.dup(1), "wb"))
     return CLEAN
 
 
@@ -45,10 +77,14 @@ def _answers(server: Any, tree: ModuleTree | None) -> None:
     """The server's answer to each event."""
     from lsprotocol import types
 
+    def text_of(uri: str) -> str:
+        """The text of a document that is open. The server reads no file for its name alone."""
+        document = server.workspace.text_documents.get(unquote(uri))
+        return "" if document is None else document.source
+
     def publish(uri: str) -> None:
-        document = server.workspace.get_text_document(uri)
         path = unquote(urlparse(uri).path)
-        found = text_findings(document.source, path, os.path.dirname(path) or None, tree)
+        found = text_findings(text_of(uri), path, os.path.dirname(path) or None, tree)
         params = types.PublishDiagnosticsParams(
             uri=uri, diagnostics=[_shown(d, found, path) for d in found.diagnostics]
         )
@@ -64,14 +100,14 @@ def _answers(server: Any, tree: ModuleTree | None) -> None:
 
     @server.feature(types.TEXT_DOCUMENT_COMPLETION, types.CompletionOptions(trigger_characters=[":", ".", " "]))
     def complete(params: types.CompletionParams) -> list[types.CompletionItem]:
-        document, at = server.workspace.get_text_document(params.text_document.uri), params.position
-        return [types.CompletionItem(label=word) for word in completions(document.source, at.line, at.character, tree)]
+        text, at = text_of(params.text_document.uri), params.position
+        return [types.CompletionItem(label=word) for word in completions(text, at.line, at.character, tree)]
 
     @server.feature(types.TEXT_DOCUMENT_HOVER)
     def hovered(params: types.HoverParams) -> types.Hover | None:
-        document, at = server.workspace.get_text_document(params.text_document.uri), params.position
-        text = hover(document.source, at.line, at.character, tree)
-        return None if text is None else types.Hover(types.MarkupContent(types.MarkupKind.Markdown, text))
+        text, at = text_of(params.text_document.uri), params.position
+        found = hover(text, at.line, at.character, tree)
+        return None if found is None else types.Hover(types.MarkupContent(types.MarkupKind.Markdown, found))
 
 
 def _shown(diagnostic: Diagnostic, found: Findings, path: str) -> Any:
