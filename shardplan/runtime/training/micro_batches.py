@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -23,6 +24,7 @@ from shardplan.runtime.pipeline.step_loss import StepLoss, divided_by_step
 from shardplan.styles.boundary import returns_tokens
 
 _T = TypeVar("_T")
+SHOWN = 8  # ranks of each number in a message
 Loss: TypeAlias = Literal["model", "sum", "mean"]
 Labels: TypeAlias = str | Callable[[Any], Tensor | int]
 
@@ -180,17 +182,32 @@ def _counts(batches: Sequence[Any], labels: Labels, mesh: PlanMesh, *, shifted: 
     numbers = torch.tensor(
         [sum(own), sum(not count for count in own), len(own), len(own) ** 2], device=mesh.mesh.device_type
     )
-    ranks = 1
-    for group in mesh.batch_groups:
+    groups = mesh.batch_groups
+    for group in groups:
         dist.all_reduce(numbers, group=group)
-        ranks *= group.size()
     tokens, empty, count, squares = numbers.tolist()
-    if ranks * squares != count**2:
+    if math.prod(group.size() for group in groups) * squares != count**2:
         raise ValueError(
-            f"data-parallel ranks have unequal numbers of micro-batches (this rank has {len(own)}): give each rank the same number. "
+            f"data-parallel ranks have unequal numbers of micro-batches ({_by_rank(len(own), groups)}): give each rank the same number. "
             "A micro-batch whose labels are all -100 adds nothing"
         )
     return own, max(tokens, 1), empty
+
+
+def _by_rank(number: int, groups: Sequence[dist.ProcessGroup]) -> str:
+    """The numbers of all ranks of these groups in words, rare ones first. All ranks call it."""
+    every = {dist.get_rank(): number}
+    for group in groups:
+        boxes: list[Any] = [None] * group.size()
+        dist.all_gather_object(boxes, every, group=group)
+        every = {rank: own for box in boxes for rank, own in box.items()}
+    ranks: dict[int, list[int]] = {}
+    for rank, own in sorted(every.items()):
+        ranks.setdefault(own, []).append(rank)
+    return "; ".join(
+        f"{own} on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:SHOWN]))}{', ...' if len(those) > SHOWN else ''}"
+        for own, those in sorted(ranks.items(), key=lambda pair: len(pair[1]))
+    )
 
 
 @contextmanager
