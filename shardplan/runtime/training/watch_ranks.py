@@ -149,8 +149,8 @@ class RankWatch:
                 )
                 return self._decided(f"rank {rank} failed first, {_place(sign)}: {sign.text}")
             return self._own.get(_END).decode()
-        except RuntimeError:
-            return self._lost()
+        except RuntimeError:  # the rank with the store has ended, perhaps because of what this rank knows already
+            return self._line or self._lost()
 
     def close(self, state: str) -> None:
         """Give no signs after this. The rank with the store ends last."""
