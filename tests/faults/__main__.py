@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,18 +35,14 @@ from tests.sampling import add_share
 
 WHOLE = 120.0  # seconds that a job without a fault may take, on a busy machine
 ENDS = max(PATIENCE, START) + 30.0  # seconds from a fault to the end of each other rank
-# What is drawn from.
-WHAT = ("kill",) * 6 + (
-    "stop",
-    "stop",
-    "halt",
-    "terminate",
-    "terminate",
-    "full",
+# What is drawn from: 25 faults have each of these as often as it is here, at other places each time.
+WHAT = (
+    *("kill",) * 6,
+    *("another",) * 4,
+    *("stop",) * 3,
+    *("terminate",) * 3,
+    *("halt", "full", "bit", "missing") * 2,
     "read-only",
-    "another",
-    "bit",
-    "missing",
 )
 START_OF_ALL = "before its first step"
 STEP = rf"(in step \d+|{START_OF_ALL})"
@@ -130,6 +127,7 @@ class Judge:
     def __init__(self, kind: str, seed: int, only: Sequence[str] = ()):
         self.kind, self.seed, self.only, self.draw = kind, seed, only, random.Random(f"{kind} {seed}")
         self.counts: Counter[str] = Counter()
+        self.left: dict[str, list[Any]] = {}  # what is not drawn yet, of each thing that is drawn
         self.place = Path(tempfile.mkdtemp(prefix="faults-"))
         self.place.chmod(0o755)
 
@@ -183,20 +181,29 @@ class Judge:
 
     def drawn(self) -> Fault | tuple[str, str]:
         """A fault of a running job; or what is damaged between two runs: ("bit" or "missing", "weights" or "states")."""
-        what = self.draw.choice(self.only or WHAT)
+        what = self.one_of("what", self.only or WHAT)
         if what in ("bit", "missing"):
-            return what, self.draw.choice(["weights", "states"])
+            return what, self.one_of(what, ["weights", "states"])
         rank = self.draw.randrange(KINDS[self.kind].ranks)
         if what == "another":
-            return Fault(what, rank, "", 0, self.draw.choice(KINDS[self.kind].told))
-        places = ["save"] if what in ("full", "read-only") else [*PLACES, *PLACES]
+            return Fault(what, rank, "", 0, self.one_of(what, KINDS[self.kind].told))
+        places = ["save"] if what in ("full", "read-only") else [*PLACES]
         if what in ("kill", "halt", "stop"):  # before the loop has its lines, SIGTERM is as SIGKILL
             places.append("start")
-        places = [one for one in places if one == "start" or self.of(one)[rank].get(one)]
-        place = self.draw.choice(places)
+        reached = [one for one in places if one == "start" or self.of(one)[rank].get(one)]
+        place = self.one_of(f"places of {what}", reached)
         hit = 1 if place == "start" else self.draw.randint(1, self.of(place)[rank][place])
         amount = {"stop": round(self.draw.uniform(0.3, 4), 2), "full": self.draw.randint(20_000, 60_000)}.get(what)
         return Fault(what, rank, place, hit, amount)
+
+    def one_of(self, name: str, every: Sequence[Any]) -> Any:
+        """One that was not drawn yet under this name; of all again when each was."""
+        left = self.left.setdefault(name, [])
+        if not [one for one in left if one in every]:
+            left += self.draw.sample(every, len(every))
+        chosen = next(one for one in left if one in every)
+        left.remove(chosen)
+        return chosen
 
     def of(self, place: str) -> list[dict[str, int]]:
         return self.loads if place == "load" else self.hits
