@@ -1,15 +1,20 @@
-"""Many findings in one line of a plan: the line is measured once, and the part that is shown is found by bisection."""
+"""Many findings: of a plan for a model the first ones are shown; a line that has many is measured once, and its part that is shown is
+found by bisection."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import random
 import re
 
 import pytest
 
+import shardplan
 from shardplan.cli.main import main
-from shardplan.language.limits import MAX_FINDINGS
+from shardplan.language import globs, parse_plan
+from shardplan.language.limits import MAX_FINDINGS, MAX_VALUES
 from shardplan.report import snippet
 from shardplan.report.snippet import CUT, LEAD, WIDTH, _window
 from shardplan.report.width import cells
@@ -42,6 +47,39 @@ def test_thousands_of_wrong_rules_for_a_model_is_reported_in_part(tmp_path, caps
     assert len(found) < MAX_FINDINGS + 5
     assert len(json.loads(sarif.read_text())["runs"][0]["results"]) == len(found)
     assert max(len(text), sarif.stat().st_size) < 4 * 2**20
+
+
+LISTS = {
+    "units": {"data_parallel": {"units": []}},
+    "ignored": {"data_parallel": {"units": ["model.layers.*"], "ignored": []}},
+    "modules": {"activation_checkpointing": {"modules": []}},
+    "carry": {"pipeline_parallel": {"layers": "model.layers.*", "carry": []}},
+}
+
+
+@pytest.mark.parametrize("field", LISTS)
+def test_thousands_of_modules_that_are_not_there_are_reported_in_part(field, monkeypatch):
+    section = copy.deepcopy(LISTS[field])
+    next(iter(section.values()))[field] = [f"**.*{i}*" for i in range(1_000, 16_000)]
+    read, parse = [], globs.parse_glob
+    for name in ("section_globs", "units", "pipeline_parts"):
+        module = importlib.import_module(f"shardplan.compiler.bind.{name}")
+        monkeypatch.setattr(module, "parse_glob", lambda pattern: read.append(pattern) or parse(pattern))
+    report = shardplan.validate("llama", {"version": "1", "name": "mine", **section}, {"tp": 2})
+    assert sum(one.code == "SP201" for one in report.diagnostics) == MAX_FINDINGS
+    (more,) = (one.message for one in report.diagnostics if one.code == "SP111")
+    assert more == f"there are more than {MAX_FINDINGS} findings about the sections"
+    assert len(read) < 10 * MAX_FINDINGS, "patterns behind those that are shown are not looked for"
+
+
+@pytest.mark.parametrize("option", ["shares", "packed", "divides", "heads"])
+def test_an_option_has_a_bounded_number_of_values(option):
+    for count in (MAX_VALUES, MAX_VALUES + 1, 40_000):
+        names = [f"x{i}" for i in range(count)]
+        values = {"shares": [{name: name for name in names}]} if option == "shares" else {option: names}
+        plan = parse_plan({"version": "1", "tensor_parallel": {"a": {"style": "colwise", **values}}})
+        large = [one.message for one in plan.diagnostics if one.code == "SP111"]
+        assert large == [f"`{option}` has {count} values, and at most {MAX_VALUES} are allowed"] * (count > MAX_VALUES)
 
 
 def test_the_window_is_what_a_search_from_the_left_finds():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Part, Rewrite, Severity, Span
 
@@ -63,6 +64,22 @@ class Findings:
     @property
     def all(self) -> tuple[Diagnostic, ...]:
         return tuple(self._found)
+
+
+def first_of(found: Iterable[Diagnostic], about: str) -> tuple[Diagnostic, ...]:
+    """The first findings, and an error that says that there are more. A plan of a megabyte can have 20,000 wrong rules, each for all
+    layers."""
+    findings = tuple(islice(found, MAX_FINDINGS + 1))
+    if len(findings) <= MAX_FINDINGS:
+        return findings
+    more = Diagnostic(
+        code=TOO_LARGE,
+        severity=Severity.ERROR,
+        message=f"there are more than {MAX_FINDINGS} findings about the {about}",
+        primary=findings[MAX_FINDINGS].primary,
+        help="fix the first ones; that may fix others",
+    )
+    return (*findings[:MAX_FINDINGS], more)
 
 
 LONGEST_PATH = 300  # characters of a path in a message

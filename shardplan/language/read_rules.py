@@ -18,7 +18,7 @@ from shardplan.styles import NONE, STYLES, canonical_style
 from .document import glob_lists
 from .globs import MAX_LENGTH as MAX_GLOB
 from .globs import GlobError, parse_glob
-from .limits import MAX_ALTERNATIVES
+from .limits import MAX_ALTERNATIVES, MAX_VALUES
 from .nodes import Entry, ListNode, MapNode, Node, Path, Scalar, node_at
 from .parse_findings import TOO_LARGE, Findings, quoted
 from .rule_options import group_takers, moving_styles, style_names, takers, takes
@@ -181,6 +181,10 @@ def _who_takes(option: str) -> str:
 def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None:
     if isinstance(condition := options.get("when"), Scalar):
         _check_expression(condition, (*path, "when"), parse_condition, "a condition", findings)
+    for option in ("shares", "packed", "divides", "heads"):
+        if (size := _size(options.get(option))) > MAX_VALUES:
+            message = f"`{option}` has {size} values, and at most {MAX_VALUES} are allowed"
+            return findings.add(TOO_LARGE, message, (*path, option), "key")
     for share, at in _shares(options.get("shares"), (*path, "shares")):
         inside = [(share.get(name), (*at, name)) for name in ("heads", "groups")] if isinstance(share, MapNode) else []
         for node, place in inside or [(share, at)]:
@@ -193,6 +197,13 @@ def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None
             if isinstance(item, Scalar):
                 at = (*path, option, i) if isinstance(node, ListNode) else (*path, option)
                 _check_expression(item, at, parse_expression, "an expression", findings)
+
+
+def _size(node: Node | None) -> int:
+    """The number of values in a node."""
+    if isinstance(node, MapNode):
+        return sum(_size(entry.value) for entry in node.entries)
+    return sum(map(_size, node.items)) if isinstance(node, ListNode) else int(node is not None)
 
 
 def _check_expression(

@@ -166,7 +166,8 @@ def run(request: Request) -> None:
     if another == "version":
         version.__version__ = shardplan.__version__ = "99.0"
     compiled = Compiled()
-    with shardplan.watch_ranks("gloo", patience=PATIENCE, start=START) as watch:
+    patience = 6 * PATIENCE if request.fault is None else PATIENCE  # a plan that is compiled first may take longer
+    with shardplan.watch_ranks("gloo", patience=patience, start=START) as watch:
         meter.watch = watch
         (_loop if kind.script == "loop" else _example)(kind, Path(request.folder), request.seed, another, watch)
     (meter.folder / f"hits-{request.rank}.json").write_text(json.dumps(meter.hits))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 
-from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.language.inherit import effective_sections
-from shardplan.language.limits import MAX_FINDINGS
-from shardplan.language.parse_findings import TOO_LARGE
+from shardplan.language.parse_findings import first_of
 from shardplan.styles import NONE, STYLES
 
 from .assignments import assign, findings, in_order, layers
@@ -86,16 +83,13 @@ def bind(
     return resolved, (
         *undecided,
         *other_model(plan, tree),
-        *_first(findings(plan, stack, names)),
+        *first_of(findings(plan, stack, names), "rules"),
         *about_cp,
         *contradictions(resolved),
         *about_sums,
-        *about_units,
-        *about_left_out,
-        *about_checkpointed,
-        *about_compiled,
-        *about_parts,
-        *about_matrices,
+        *first_of(
+            (*about_units, *about_left_out, *about_checkpointed, *about_compiled, *about_parts, *about_matrices), "sections"
+        ),
     )
 
 
@@ -108,24 +102,7 @@ def _on_cp(
     below = assign(layers(plan, names, NO_OVERLAYS), names)
     assignments = in_order(with_heads_below(assign(stack, names), below, names.tree), names.tree)
     bound = ResolvedPlan(plan, names.tree, MeshSizes(tp=sizes.cp), overlays, assignments, dp_units=units, axis=Axis.CP)
-    return bound, _first(findings(plan, stack, names))
-
-
-def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The first findings, and one that says that there are more. A plan of a megabyte can have 20,000 wrong rules,
-    each for all layers."""
-    findings = tuple(islice(found, MAX_FINDINGS + 1))
-    if len(findings) <= MAX_FINDINGS:
-        return findings
-    *first, next_one = findings
-    more = Diagnostic(
-        code=TOO_LARGE,
-        severity=Severity.ERROR,
-        message=f"there are more than {MAX_FINDINGS} findings about the rules",
-        primary=next_one.primary,
-        help="fix the first ones; that may fix others",
-    )
-    return (*first, more)
+    return bound, first_of(findings(plan, stack, names), "rules")
 
 
 __all__ = ["admits", "bind", "decided", "names_any"]

@@ -8,6 +8,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import SECTIONS, PlanFile
 from shardplan.core.sections import PipelineParallel
 from shardplan.language.globs import parse_glob
+from shardplan.language.limits import MAX_FINDINGS
 
 from .dead import dead
 from .matching import Names
@@ -51,6 +52,8 @@ def pipeline_parts(
     def found(field: str, patterns: tuple[str, ...], *, parameters: bool) -> tuple[str, ...]:
         matched: set[str] = set()
         for i, pattern in enumerate(patterns):
+            if len(wrong) > MAX_FINDINGS:  # no more are shown
+                break
             glob = parse_glob(pattern)
             reached = names.reach(glob)
             matched.update(reached.modules, reached.parameters if parameters else ())

@@ -9,6 +9,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severi
 from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, Section
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
 from shardplan.language.globs import parse_glob
+from shardplan.language.limits import MAX_FINDINGS
 
 from .dead import dead
 from .matching import Names
@@ -30,6 +31,8 @@ def expand(
     found: set[str] = set()
     wrong: list[Diagnostic] = []
     for i, pattern in enumerate(getattr(section, field)):
+        if len(wrong) > MAX_FINDINGS:  # no more are shown
+            break
         glob = parse_glob(pattern)
         reached = names.reach(glob)
         found.update(_each(every, tuple(elements(reached.modules, names.tree)), names))

@@ -9,6 +9,7 @@ from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.sections import DataParallel
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, ParameterInfo, ancestors, parent
 from shardplan.language.globs import parse_glob
+from shardplan.language.limits import MAX_FINDINGS
 from shardplan.styles.backends import BACKENDS
 
 from .dead import dead
@@ -23,6 +24,8 @@ def ignored(section: DataParallel | None, names: Names) -> tuple[frozenset[str],
     found = {n for n, (_, p) in tree.parameters.items() if section.frozen == "replicated" and not p.requires_grad}
     wrong: list[Diagnostic] = []
     for i, pattern in enumerate(section.ignored):
+        if len(wrong) > MAX_FINDINGS:  # no more are shown
+            break
         glob = parse_glob(pattern)
         reached = names.reach(glob)
         modules = frozenset(reached.modules)

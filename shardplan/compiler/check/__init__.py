@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import ResolvedPlan
+from shardplan.language.parse_findings import first_of
 
 from . import (
     adapter_splits,
@@ -70,7 +71,8 @@ def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagno
         seq_len: the sequence length in tokens, if it is known.
     """
     facts = Facts(resolved, seq_len)
-    return tuple(finding for rule in CHECKS for finding in rule(facts))
+    found = tuple(finding for rule in CHECKS for finding in rule(facts))
+    return first_of(found, "plan") if any(one.is_error for one in found) else found
 
 
 def allowed_tp(resolved: ResolvedPlan) -> tuple[int, ...]:
