@@ -238,25 +238,29 @@ class Judge:
         left = fault.what == "terminate" and all(one.code == 0 for one in ended)
         step = int(happened["step"] or (STEPS - EVERY + 1 if fault.place == "load" else 1))
         lost = newest(folder) < (step if left else (step - 1) // EVERY * EVERY)
-        return [*self.ends(fault, ended, happened), *(["a save was lost"] if lost else []), *self.continues(folder)]
+        return [
+            *self.ends(fault, ended, happened, newest(folder)),
+            *(["a save was lost"] if lost else []),
+            *self.continues(folder),
+        ]
 
-    def ends(self, fault: Fault, ended: Sequence[Ended], happened: dict) -> list[str]:
+    def ends(self, fault: Fault, ended: Sequence[Ended], happened: dict, saved: int) -> list[str]:
+        of_disk = fault.what in ("full", "read-only")
         if all(one.code == 0 for one in ended):
             fine = fault.what in ("stop", "terminate") or (fault.what == "another" and fault.amount == "version")
+            fine |= of_disk and saved == STEPS  # it came after the last write
             self.counts["jobs that went on or left, all ranks"] += 1
             return [] if fine else ["no rank noticed"]
         wrong = []
         if fault.what == "stop":
             wrong.append("a stopped rank: " + ended[fault.rank].last)
-        others = [
-            one
-            for rank, one in enumerate(ended)
-            if rank != fault.rank or fault.what in ("full", "read-only", "another")
-        ]
+        others = [one for rank, one in enumerate(ended) if rank != fault.rank or of_disk or fault.what == "another"]
         for one in others:
             self.counts["ranks that had to end"] += 1
             late = one.time - happened["time"]
             said, step = one.last.partition("ends here: ")[2], happened["step"]
+            if of_disk and step:  # the next write notices it, perhaps in the next step
+                step = max(step, *re.findall(r"in step (\d+)", said))
             named = re.search(rf"\branks? (\d+, )*{fault.rank}\b", said)
             placed = re.search(STEP, said) if step is None else (f"in step {step}" if step else START_OF_ALL) in said
             if "the store of all ranks" in said or "not begun" in said:  # nobody knows: the rank's own step is there

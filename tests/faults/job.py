@@ -170,8 +170,9 @@ def run(request: Request) -> None:
     with shardplan.watch_ranks("gloo", patience=patience, start=START) as watch:
         meter.watch = watch
         (_loop if kind.script == "loop" else _example)(kind, Path(request.folder), request.seed, another, watch)
-    (meter.folder / f"hits-{request.rank}.json").write_text(json.dumps(meter.hits))
-    (meter.folder / f"asked-{request.rank}.pickle").write_bytes(pickle.dumps(compiled.asked))
+    if request.fault is None:
+        (meter.folder / f"hits-{request.rank}.json").write_text(json.dumps(meter.hits))
+        (meter.folder / f"asked-{request.rank}.pickle").write_bytes(pickle.dumps(compiled.asked))
 
 
 def _unproven(model: Any, mesh: Any, plan: Any, **options: Any) -> Any:

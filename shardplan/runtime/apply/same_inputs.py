@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import Axis
+from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.private import private
 
@@ -121,6 +122,7 @@ class _Comparison:
         done: waits for them.
         count: the number of the training forward, from 1.
         axis: the axis whose ranks are compared.
+        ranks: those ranks, as the job numbers them.
     """
 
     names: tuple[str, ...]
@@ -129,26 +131,27 @@ class _Comparison:
     done: Callable[[], object]
     count: int
     axis: Axis
+    ranks: tuple[int, ...]
 
     def finish(self) -> None:
-        """Raise RuntimeError where a rank's numbers differ from those of the axis's rank 0."""
+        """Raise RuntimeError where a rank's numbers differ from those of the axis's first rank."""
         self.done()
         rows = self.table.tolist()
         wrong = {
             slot: ranks
             for slot in range(SLOTS)
-            if (ranks := [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]])
+            if (ranks := [rank for rank, row in zip(self.ranks, rows, strict=True) if row[slot] != rows[0][slot]])
         }
         if not wrong:
             return
-        listed = [f"{self._named(slot)} on {self.axis} ranks {ranks}" for slot, ranks in wrong.items()]
+        listed = [f"{self._named(slot)} on {named_ranks(ranks)}" for slot, ranks in wrong.items()]
         if 0 in wrong:  # then the contents' numbers are in other slots
             listed = [
-                f"the names, shapes or dtypes of the inputs on {self.axis} ranks {wrong[0]} (this rank has {self.shown})"
+                f"the names, shapes or dtypes of the inputs on {named_ranks(wrong[0])} (this rank has {self.shown})"
             ]
         raise RuntimeError(
             f"{_PARALLEL[self.axis]}-parallel ranks need the same batch, but in training forward {self.count} these inputs "
-            f"differ from {self.axis} rank 0: {'; '.join(listed)}. Pass the sampler the data-parallel rank and size, not those of the world"
+            f"differ from those of rank {self.ranks[0]}: {'; '.join(listed)}. Pass the sampler the data-parallel rank and size, not those of the world"
         )
 
     def _named(self, slot: int) -> str:
@@ -168,16 +171,17 @@ def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int, axis: Axis) 
         if _has_contents(x):
             mine[_slot(i)].add_(content(x).to(mine.device, non_blocking=True))
     table = mine.repeat(mesh.size(), 1)
+    ranks = tuple(mesh.mesh.tolist())
     work = dist.all_gather(list(table.unbind()), mine, group=mesh.get_group(), async_op=True)
     assert work is not None  # this rank is in the group
     if table.device.type == "cpu":
-        return _Comparison(tuple(inputs), shown, table, work.wait, count, axis)
+        return _Comparison(tuple(inputs), shown, table, work.wait, count, axis, ranks)
     work.wait()  # the device's later work on its stream waits; this process does not
     host = torch.empty_like(table, device="cpu", pin_memory=True)
     host.copy_(table, non_blocking=True)
     copied = torch.get_device_module(table.device).Event()
     copied.record()
-    return _Comparison(tuple(inputs), shown, host, copied.synchronize, count, axis)
+    return _Comparison(tuple(inputs), shown, host, copied.synchronize, count, axis, ranks)
 
 
 def _has_contents(x: Tensor) -> bool:

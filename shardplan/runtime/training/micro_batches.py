@@ -19,12 +19,12 @@ from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.apply.label_counts import predicts_next_token, tokens_of
 from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.step_loss import StepLoss, divided_by_step
 from shardplan.styles.boundary import returns_tokens
 
 _T = TypeVar("_T")
-SHOWN = 8  # ranks of each number in a message
 Loss: TypeAlias = Literal["model", "sum", "mean"]
 Labels: TypeAlias = str | Callable[[Any], Tensor | int]
 
@@ -205,8 +205,7 @@ def _by_rank(number: int, groups: Sequence[dist.ProcessGroup]) -> str:
     for rank, own in sorted(every.items()):
         ranks.setdefault(own, []).append(rank)
     return "; ".join(
-        f"{own} on rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:SHOWN]))}{', ...' if len(those) > SHOWN else ''}"
-        for own, those in sorted(ranks.items(), key=lambda pair: len(pair[1]))
+        f"{own} on {named_ranks(those)}" for own, those in sorted(ranks.items(), key=lambda pair: len(pair[1]))
     )
 
 

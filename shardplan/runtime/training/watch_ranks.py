@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardplan.runtime.parallel.process_groups import named_ranks
+
 T = TypeVar("T")
 BEAT = 0.5  # seconds between two signs of a rank
 SILENT = 5.0  # once another rank has an error, seconds without a sign after which a rank counts as ended
@@ -84,7 +86,7 @@ class RankWatch:
         missing = set(range(self._ranks))
         while missing := missing - set(self._signs(missing)):
             if time.monotonic() > until:
-                line = f"{_named(missing)} {'has' if len(missing) == 1 else 'have'} not begun within {start:g} s"
+                line = f"{named_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not begun within {start:g} s"
                 raise RuntimeError(self._decided(line))
             time.sleep(BEAT / 5)
 
@@ -101,7 +103,7 @@ class RankWatch:
                     seen, since = sign.count if sign else seen, time.monotonic()
                 elif not end and time.monotonic() > since + self._patience:
                     end = self._decided(
-                        f"{_named([neighbour])} has given no sign for {self._patience:g} s, {_place(sign)}"
+                        f"{named_ranks([neighbour])} has given no sign for {self._patience:g} s, {_place(sign)}"
                     )
             except RuntimeError:
                 end = self._lost()
@@ -142,7 +144,9 @@ class RankWatch:
                     continue
                 if silent:
                     places = {rank: _place(sign) for rank, sign in silent.items()}
-                    return self._decided(f"{_named(silent)} ended without reporting an error, {places[min(places)]}")
+                    return self._decided(
+                        f"{named_ranks(silent)} ended without reporting an error, {places[min(places)]}"
+                    )
                 every = {self.rank: self._sign, **now}
                 rank, sign = min(
                     ((rank, one) for rank, one in every.items() if one.state == _FAILED), key=lambda pair: pair[1].order
@@ -233,8 +237,3 @@ def watch_ranks(
 
 def _place(sign: _Sign) -> str:
     return f"in step {sign.step}" if sign.step else "before its first step"
-
-
-def _named(ranks: Iterable[int]) -> str:
-    every = [str(rank) for rank in sorted(ranks)]
-    return f"rank {every[0]}" if len(every) == 1 else f"ranks {', '.join(every)}"
