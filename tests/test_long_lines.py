@@ -53,6 +53,7 @@ LISTS = {
     "units": {"data_parallel": {"units": []}},
     "ignored": {"data_parallel": {"units": ["model.layers.*"], "ignored": []}},
     "modules": {"activation_checkpointing": {"modules": []}},
+    "parts": {"separate_matrices": {"parts": []}},
     "carry": {"pipeline_parallel": {"layers": "model.layers.*", "carry": []}},
 }
 
@@ -62,7 +63,7 @@ def test_thousands_of_modules_that_are_not_there_are_reported_in_part(field, mon
     section = copy.deepcopy(LISTS[field])
     next(iter(section.values()))[field] = [f"**.*{i}*" for i in range(1_000, 16_000)]
     read, parse = [], globs.parse_glob
-    for name in ("section_globs", "units", "pipeline_parts"):
+    for name in ("section_globs", "units", "pipeline_parts", "separated"):
         module = importlib.import_module(f"shardplan.compiler.bind.{name}")
         monkeypatch.setattr(module, "parse_glob", lambda pattern: read.append(pattern) or parse(pattern))
     report = shardplan.validate("llama", {"version": "1", "name": "mine", **section}, {"tp": 2})

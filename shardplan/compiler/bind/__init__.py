@@ -88,7 +88,8 @@ def bind(
         *contradictions(resolved),
         *about_sums,
         *first_of(
-            (*about_units, *about_left_out, *about_checkpointed, *about_compiled, *about_parts, *about_matrices), "sections"
+            (*about_units, *about_left_out, *about_checkpointed, *about_compiled, *about_parts, *about_matrices),
+            "sections",
         ),
     )
 

@@ -10,6 +10,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import NO_OVERLAYS, MatrixParts, ResolvedPlan
 from shardplan.core.tree import full_name, named
 from shardplan.language.globs import parse_glob
+from shardplan.language.limits import MAX_FINDINGS
 from shardplan.styles.separate_matrices import LEAST, separate_matrices
 
 from .assignments import assign, layers
@@ -41,6 +42,8 @@ def separated(plan: ResolvedPlan, names: Names) -> tuple[Mapping[str, MatrixPart
     fields: tuple[Field, ...] = get_args(Field)
     for field in fields:
         for i, pattern in enumerate(getattr(section, field)):
+            if len(wrong) > MAX_FINDINGS:  # no more are shown
+                break
             glob, place = parse_glob(pattern), entry_place(section, field, i)
             reached = names.reach(glob)
             if not reached:
