@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,9 +31,15 @@ class PlanMesh:
     names: Mapping[Axis, str]
     ep_size: int = 1
 
+    @cached_property
+    def axes(self) -> Mapping[Axis, DeviceMesh]:
+        """The one-dimensional mesh of each axis. They are kept because torch makes another mesh at each look-up, which takes as long as
+        to distribute a parameter."""
+        return {axis: self.mesh[name] for axis, name in self.names.items()}
+
     @property
     def sizes(self) -> MeshSizes:
-        sizes = {axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp()
+        sizes = {axis: mesh.size() for axis, mesh in self.axes.items()} | self._no_tp()
         shards = sum(axis in self.names for axis in (Axis.DP_SHARD, Axis.CP))
         return MeshSizes(**sizes, ep=self.ep_size, shards=shards)
 
@@ -47,7 +54,7 @@ class PlanMesh:
     @property
     def tp(self) -> DeviceMesh | None:
         """The one-dimensional tp mesh; None where the mesh has no such axis."""
-        return self.mesh[self.names[Axis.TP]] if Axis.TP in self.names else None
+        return self.axes.get(Axis.TP)
 
     @property
     def tp_name(self) -> str | None:
@@ -57,7 +64,7 @@ class PlanMesh:
     @property
     def pp(self) -> DeviceMesh | None:
         """The one-dimensional pp mesh; None where the mesh has no such axis."""
-        return self.mesh[self.names[Axis.PP]] if Axis.PP in self.names else None
+        return self.axes.get(Axis.PP)
 
     @property
     def within_stage(self) -> PlanMesh:
@@ -79,7 +86,7 @@ class PlanMesh:
     @property
     def cp(self) -> DeviceMesh | None:
         """The one-dimensional cp mesh; None where the mesh has no such axis."""
-        return self.mesh[self.names[Axis.CP]] if Axis.CP in self.names else None
+        return self.axes.get(Axis.CP)
 
     @property
     def ep(self) -> DeviceMesh | None:
@@ -124,7 +131,7 @@ class PlanMesh:
     @property
     def batch_groups(self) -> list[ProcessGroup]:
         """The groups whose ranks have different batches: one for each such axis with several ranks. Ranks of cp share a batch."""
-        axes = [self.mesh[self.names[axis]] for axis in BATCHES if axis in self.names]
+        axes = [self.axes[axis] for axis in BATCHES if axis in self.names]
         return [axis.get_group() for axis in axes if axis.size() > 1]
 
     def data_parallel(self, backend: Backend) -> DeviceMesh | None:

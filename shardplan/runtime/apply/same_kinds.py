@@ -30,7 +30,7 @@ def same_kinds(watched: Watched) -> Looks:
     RuntimeError on all ranks names the arguments and the ranks, before any part of the model runs.
     """
     model, mesh = watched.outer, watched.mesh
-    meshes = {axis: mesh.mesh[mesh.names[axis]] for axis in APPLIED if axis in mesh.names}
+    meshes = {axis: mesh.axes[axis] for axis in APPLIED if axis in mesh.axes}
     split = any(meshes[axis].size() > 1 for axis in meshes.keys() & set(DATA_PARALLEL))
     if not isinstance(model, FSDPModule) or not split or not _takes_several_kinds(watched.inner):
         return {}

@@ -59,7 +59,7 @@ def drawn_apart(model: nn.Module, mesh: PlanMesh, src_data_rank: int | None) -> 
         src_data_rank: the tp rank that sends its weights to the others; None: each tp rank keeps a part of its own.
     """
     axes = (Axis.DP_SHARD, Axis.CP, *((Axis.TP,) if src_data_rank is None else ()))
-    over = [mesh.mesh[mesh.names[axis]] for axis in axes if axis in mesh.names]
+    over = [mesh.axes[axis] for axis in axes if axis in mesh.axes]
     if not over or any(parameter.is_meta for parameter in model.parameters()):
         return ()
     found = [number % 2**56 for number in _beginnings(model).tolist()]

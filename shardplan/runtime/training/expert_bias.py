@@ -204,7 +204,7 @@ def _on_all_ranks(routers: Sequence[_Counts]) -> list[Tensor]:
 
         def add_up(counts: Tensor, axis: Axis) -> None:
             if axis in mesh.names and mesh.sizes.of(axis) > 1:
-                dist.all_reduce(counts, group=mesh.mesh[mesh.names[axis]].get_group())
+                dist.all_reduce(counts, group=mesh.axes[axis].get_group())
 
         add_up(over_tp, Axis.TP)
         over_cp += over_tp[1]
