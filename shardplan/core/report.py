@@ -286,6 +286,7 @@ class NumericProof:
         meshes: the meshes on which the variants ran: for several axes the smallest telling ones, or the requested one.
         processes: whether it ran in real processes rather than simulated in one.
         seconds: how long it took.
+        once_in: the dtypes of the data-parallel section, in words, if the steps also ran in them.
     """
 
     sizes: MeshSizes
@@ -295,6 +296,7 @@ class NumericProof:
     pipeline: PipelineProof | None = None
     calls: tuple[ProvenCalls, ...] = ()
     meshes: tuple[MeshSizes, ...] = ()
+    once_in: str = ""
 
     @property
     def ok(self) -> bool:

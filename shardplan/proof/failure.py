@@ -33,7 +33,7 @@ def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
     except PlanError:
         raise
     except Exception as error:
-        if isinstance(error, AssertionError) and _is_ours(error):
+        if isinstance(error, AssertionError) and is_ours(error):
             raise
         raise PlanError(tuple(known) or (raised(error),)) from error
 
@@ -58,6 +58,7 @@ def cause_of(error: Exception) -> tuple[Exception, tuple[str, ...]]:
     return cause, (f"{line.short}: `{line.text}`",) if line is not None else ()
 
 
-def _is_ours(error: Exception) -> bool:
+def is_ours(error: Exception) -> bool:
+    """Whether code of this package raised an exception."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_code.co_filename.startswith(PACKAGE)

@@ -11,6 +11,7 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.sections import DataParallel
 
 from .calls import checkpointed_by
 from .fingerprints import Fingerprint, NotStable
@@ -20,12 +21,19 @@ _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 
 
 def digest_of(
-    reduced: ModelLayouts, program: Program, allow_unproven: bool, meshes: Iterable[MeshSizes] = ()
+    reduced: ModelLayouts,
+    program: Program,
+    allow_unproven: bool,
+    meshes: Iterable[MeshSizes] = (),
+    section: DataParallel | None = None,
 ) -> str | None:
     """A digest of what determines a proof's outcome: the program, its meshes, the reduced model, and its unsharded runs. Of the model: the
     values of parameters and buffers, all attributes of modules, hooks, and the code of forwards and classes with the values that it captured
     and names (`Fingerprint`). Of its runs: every operation with its line of code, and on each kind of input the inputs, outputs, gradients
     and buffers.
+
+    Args:
+        section: the section in whose dtypes the proof runs too.
 
     None where some part cannot be read, so that nothing shows that another model is the same; the proof is then not remembered.
     """
@@ -33,7 +41,14 @@ def digest_of(
     model = reduced.reduced_model
     try:
         digest.add(torch.__version__, transformers.__version__, torch.get_default_dtype())
-        digest.add(reduced.tp, model.kinds, allow_unproven, *map(str, meshes), program.describe())
+        digest.add(
+            reduced.tp,
+            model.kinds,
+            allow_unproven,
+            *map(str, meshes),
+            program.describe(),
+            str(section and section.mixed_precision),
+        )
         everywhere = vars(torch.nn.modules.module)  # hooks of all modules
         digest.add(
             [list(everywhere[n].values()) for n in everywhere if n.startswith("_global") and n.endswith("hooks")]

@@ -48,13 +48,38 @@ def simulate(
         references: data-parallel rank -> the steps on its batches, with the gradients of all ranks (`steps.averaged`).
         on_ranks: calls a function on each rank of the mesh.
     """
-    sizes, program = program.resolved.sizes, with_data_parallel(program)
-    first = build()
+    rows: list[Comparison] = []
     written = frozenset().union(*(reference.written for reference in references))
+    found = results_on_ranks(build(), batches, program, references, on_ranks, written)
+    for index, reference in enumerate(references):
+        ranks = {f"rank {rank}": left for rank, (own, left) in enumerate(found) if own == index}
+        rows += compare_steps(reference, ranks)
+    return worst_of(rows)
+
+
+def results_on_ranks(
+    first: nn.Module,
+    batches: Sequence[Sequence[Batch]],
+    program: Program,
+    references: Sequence[Steps],
+    on_ranks: OnRanks,
+    written: Collection[str],
+) -> list[tuple[int, Left]]:
+    """Apply a program on every rank, and run the steps. Of each rank: its data-parallel rank, and its results, whole.
+
+    Args:
+        first: the model, which is used up.
+        written: as in `copy_of`.
+    """
+    sizes, program = program.resolved.sizes, with_data_parallel(program)
     models = [first, *(copy_of(first, written) for _ in range(sizes.world_size - 1))]
+    section = program.resolved.data_parallel
+    # FSDP2 casts, also where it has one rank
+    casts = section is not None and section.mixed_precision is not None
+    axes = [axis for axis in Axis if sizes.of(axis) > 1 or (casts and axis is Axis.DP_SHARD)]
 
     def steps(rank: int) -> tuple[int, Left]:
-        mesh = mesh_of(sizes, [axis for axis in Axis if sizes.of(axis) > 1])
+        mesh = mesh_of(sizes, axes)
         index = data_parallel_rank(mesh)
         return index, rank_steps(models[rank], mesh, program, batches[index], references[index], _parts)
 
@@ -64,15 +89,10 @@ def simulate(
     gradients, parameters = (
         _joined([getattr(left, kind) for _, left in found], packed, tp) for kind in ("gradients", "parameters")
     )
-    rows: list[Comparison] = []
-    for index, reference in enumerate(references):
-        ranks = {
-            f"rank {rank}": replace(left, gradients=gradients[rank], parameters=parameters[rank])
-            for rank, (own, left) in enumerate(found)
-            if own == index
-        }
-        rows += compare_steps(reference, ranks)
-    return worst_of(rows)
+    return [
+        (own, replace(left, gradients=gradients[rank], parameters=parameters[rank]))
+        for rank, (own, left) in enumerate(found)
+    ]
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.lower import Program
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.user_inputs import Model
@@ -15,6 +16,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile
 from shardplan.core.report import NumericProof
+from shardplan.core.sections import DataParallel
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
@@ -23,6 +25,7 @@ from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
 from .remembered_proofs import digest_of, known, remember
+from .section_dtype import DtypeTrial, section_dtypes, words
 
 # Descriptions of how a proof is known.
 EARLIER, NOW = "by an earlier proof in this process", "before it was applied"
@@ -86,10 +89,43 @@ def prove_stage(
     found = findings_of(proven, asked.reduced, allow_unproven=asked.allow_unproven)
     if asked.reduced.found.own_code and not asked.processes:
         found = dict(_on_other_sides(asked, wanted, found))
-    for on, program in proven.programs.items() if not asked.processes else ():
-        meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
-        remember(digest_of(asked.reduced, program, asked.allow_unproven, meshes), found[on])
-    return proven.proof, found
+    if asked.processes:
+        return proven.proof, found
+    proof = proven.proof
+    right = {on: one for on, one in proven.programs.items() if not any(about.is_error for about in found[on])}
+    for section, programs in _by_section(asked, right):
+        progress(f"once in {words(section)}")
+        of_mesh = reduced_for(asked.reduced, next(iter(programs.values())).resolved.sizes)
+        more = DtypeTrial(of_mesh.reduced_model, programs, section).findings()
+        found = {**found, **{on: (*found[on], *about) for on, about in more.items()}}
+        proof = replace(proof, once_in=words(section))
+    for on, program in proven.programs.items():
+        remember(_digest(asked, on, program), found[on])
+    return proof, found
+
+
+def _by_section(
+    asked: Question, programs: Mapping[Overlays, Program]
+) -> Iterator[tuple[DataParallel, Mapping[Overlays, Program]]]:
+    """The programs with dtypes of a data-parallel section: those of one mesh together."""
+    groups: dict[MeshSizes, dict[Overlays, Program]] = {}
+    sections: dict[MeshSizes, DataParallel] = {}
+    for on, program in programs.items():
+        if (section := section_dtypes(asked.reduced, asked.plan, asked.sizes, on)) is not None:
+            groups.setdefault(program.resolved.sizes, {})[on] = program
+            sections[program.resolved.sizes] = section
+    return ((sections[mesh], group) for mesh, group in groups.items())
+
+
+def _digest(asked: Question, on: Overlays, program: Program) -> str | None:
+    """The digest of the proof of one variant.
+
+    Args:
+        program: on its first mesh.
+    """
+    meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
+    section = section_dtypes(asked.reduced, asked.plan, asked.sizes, on)
+    return digest_of(asked.reduced, program, asked.allow_unproven, meshes, section)
 
 
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
@@ -132,8 +168,7 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
         told = next(one for one in meshes if on_mesh(on, one) == on)
         compiled = compile_for(reduced_for(asked.reduced, told), asked.plan, told, {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
-        digest = digest_of(asked.reduced, program, asked.allow_unproven, meshes)
-        found = known(digest)
+        found = known(_digest(asked, on, program))
         if found is not None:
             return found, EARLIER
         return prove_stage(asked, (on,))[1][on], NOW

@@ -54,6 +54,13 @@ def without_half(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_half(model: nn.Module) -> nn.Module:
+    """Undo `without_half`."""
+    if isinstance(model.forward, _WithoutHalf):
+        model.forward = model.forward.forward
+    return model
+
+
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a model's floating-point parameters and buffers, in place. Complex ones stay; `nn.Module.to` would drop their imaginary parts."""
     return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)

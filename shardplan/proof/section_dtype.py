@@ -1,0 +1,398 @@
+"""The proof in the dtypes of the data-parallel section: the sharded model and the unsharded one both run with FSDP2's casts.
+
+Two right runs differ in a lower precision: each result is rounded, and a router may choose another expert. What they may differ by is
+measured on the unsharded model: by how much its results change if each weight changes by a rounding. A tensor of the sharded model that
+differs by several times as much is suspicious; a suspicion counts if other weights and batches confirm it, each time for the same tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.compiler.check.field_places import field_label
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.lower import Program
+from shardplan.compiler.variants import bind_variants
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
+from shardplan.core.sections import DataParallel
+from shardplan.model.model_findings import reason
+from shardplan.model.reduced import ReducedModel
+from shardplan.model.reduced.precision import with_half
+from shardplan.styles.backends import BACKENDS
+from shardplan.torchlib.equality import magnitude, relative_error
+
+from .calls import calls_of, checkpointed_by
+from .compare import NEGLIGIBLE
+from .failure import cause_of, is_ours
+from .prove import steps_of
+from .rank import Left
+from .simulate import results_on_ranks
+from .steps import STEPS, Batch, Steps, reference_of
+from .threads import OnRanks, rank_threads
+
+BREAKS = Code("SP424")
+
+DRAWS = 6  # of weights and batches; one where nothing is suspicious
+FACTOR = 4.0  # the sharded and the unsharded run round apart from each other, and the ranks round their parts of a sum
+ROUNDINGS = 8  # of the dtype: what is suspicious is larger
+NOISE = 0.1  # of a weight, for another draw
+LARGE = 1e4  # masks are larger; no other value comes near the largest number of float16
+SMALLER = 0.25  # the factor of weights with which nothing overflows that is not a constant of the code
+ITSELF = "unsharded "  # before the name of a tensor that differs from the one in float32
+MOST_ROWS = 5  # differing tensors in a finding's notes
+MISSING = re.compile(r"not implemented for '?(?:BFloat16|Half)|_cpu['\"]? not implemented")
+
+
+def section_dtypes(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: Overlays) -> DataParallel | None:
+    """The data-parallel section of a variant, if the proof has to run in its dtypes: one of them is set, and `fully_shard` casts."""
+    section = bind_variants(plan, reduced.tree, sizes, (on,)).resolved[on].data_parallel
+    if section is None or section.mixed_precision is None or not BACKENDS[section.backend].fully_shard:
+        return None
+    precision = section.mixed_precision
+    return section if precision.param or precision.reduce or precision.output else None
+
+
+def words(section: DataParallel) -> str:
+    """The dtype in which a model computes, or gradients are added up."""
+    precision = section.mixed_precision
+    assert precision is not None
+    return precision.param or f"its own dtype, with gradients in {precision.reduce or precision.output}"
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The unsharded model on one draw of weights and batches.
+
+    Args:
+        batches: of each step.
+        exact: the steps in float32.
+        plain: the steps with FSDP2's casts.
+        bounds: tensor -> what rounding explains, over its largest value.
+    """
+
+    batches: Sequence[Batch]
+    exact: Steps
+    plain: Left
+    bounds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class DtypeTrial:
+    """The proof of a plan in the dtypes of its section.
+
+    Args:
+        reduced_model: of the programs' mesh.
+        programs: variant -> its program, which is proven in float32; all on one mesh.
+        section: as in the plan.
+    """
+
+    reduced_model: ReducedModel
+    programs: Mapping[Overlays, Program]
+    section: DataParallel
+    _known: dict[tuple[str, int], Unsharded | Diagnostic] = field(default_factory=dict)
+
+    def findings(self) -> dict[Overlays, tuple[Diagnostic, ...]]:
+        """Variant -> SP424: errors, and a warning where this process cannot run it."""
+        kinds = self.reduced_model.kinds
+        with rank_threads(1) as on_ranks:
+            tried = [self._unsharded(kind, 0, on_ranks) for kind in kinds]
+        about = [one for one in tried if isinstance(one, Diagnostic)]
+        if about:
+            return dict.fromkeys(self.programs, (about[0],))
+        found: dict[Overlays, tuple[Diagnostic, ...]] = {}
+        first = {(on, kind): Suspicion() for on in self.programs for kind in kinds}
+        try:
+            with rank_threads(self._in_dtype(self._any).resolved.sizes.world_size) as on_ranks:
+                for on, kind in first:
+                    self._look(first[on, kind], on, kind, 0, on_ranks)
+        except Exception as error:  # from the model's code; ranks that raised are not called again
+            found[on] = (self._raises("sharded ", error),)
+        for (on, kind), suspicion in first.items():
+            if on not in found and (one := self._settled(suspicion, on, kind)) is not None:
+                found[on] = (one,)
+        return found
+
+    @property
+    def _any(self) -> Program:
+        return next(iter(self.programs.values()))
+
+    def _settled(self, suspicion: Suspicion, on: Overlays, kind: str) -> Diagnostic | None:
+        """Ask further draws about what is suspicious, or was not looked at because another variant raised."""
+        for draw in range(suspicion.draws, DRAWS):
+            if suspicion.cleared:
+                return None
+            with rank_threads(1) as on_ranks:
+                known = self._unsharded(kind, draw, on_ranks)
+            if isinstance(known, Diagnostic):
+                continue  # a draw that does not run tells nothing
+            try:
+                with rank_threads(self._in_dtype(self.programs[on]).resolved.sizes.world_size) as on_ranks:
+                    self._look(suspicion, on, kind, draw, on_ranks)
+            except Exception as error:  # from the model's code
+                return self._raises("sharded ", error)
+        if suspicion.cleared:
+            return None
+        return self._itself(suspicion) if suspicion.itself else self._differs(suspicion)
+
+    def _look(self, suspicion: Suspicion, on: Overlays, kind: str, draw: int, on_ranks: OnRanks) -> None:
+        known = self._unsharded(kind, draw, on_ranks)
+        assert isinstance(known, Unsharded)
+        ranks = self._sharded(known, on, draw, on_ranks)
+        itself = {ITSELF + name: error for name, error in _outputs(_errors(known.plain, [known.exact])).items()}
+        allowed = {**known.bounds, **{name: known.bounds.get(name.removeprefix(ITSELF), 0.0) for name in itself}}
+        suspicion.add({**_errors(known.plain, ranks), **itself}, allowed)
+
+    @property
+    def _eps(self) -> float:
+        """The largest relative rounding of the section's dtypes."""
+        precision = self.section.mixed_precision
+        assert precision is not None
+        named = (precision.param, precision.reduce, precision.output)
+        return max(torch.finfo(getattr(torch, name)).eps for name in named if name)
+
+    def _unsharded(self, kind: str, draw: int, on_ranks: OnRanks) -> Unsharded | Diagnostic:
+        """The unsharded model, or why it does not run.
+
+        Args:
+            on_ranks: calls a function on one rank, unless the same was asked before.
+        """
+        if (kind, draw) not in self._known:
+            try:
+                self._known[kind, draw] = self._rounded(kind, draw, on_ranks)
+            except Exception as error:  # from the model's code
+                self._known[kind, draw] = self._raises("", error)
+        return self._known[kind, draw]
+
+    def _rounded(self, kind: str, draw: int, on_ranks: OnRanks) -> Unsharded | Diagnostic:
+        under = checkpointed_by(self._any)
+        if draw == 0:
+            batches, exact = steps_of(self.reduced_model, kind, torch.float32, under=under)
+            exact = replace(exact, outputs=exact.outputs[:STEPS])
+        else:
+            batches = calls_of(self.reduced_model, kind, under).batches(draw)[:STEPS]
+            exact = reference_of(partial(self._built, draw), batches)
+        batches = batches[:STEPS]
+        plain = self._plain(batches, exact, draw, on_ranks)
+        if broken := _not_finite(exact, plain):
+            smaller = self._plain(batches, exact, draw, on_ranks, scale=SMALLER)
+            return self._overflows(broken, scaled=not _not_finite(exact, smaller))
+        again = [self._plain(batches, exact, draw, on_ranks, again=i) for i in range(1, 3 if draw else 2)]
+        bounds = {name: FACTOR * max(error, 2 * self._eps) for name, error in _errors(plain, again).items()}
+        return Unsharded(batches, exact, plain, bounds)
+
+    def _plain(
+        self,
+        batches: Sequence[Batch],
+        exact: Steps,
+        draw: int,
+        on_ranks: OnRanks,
+        *,
+        again: int = 0,
+        scale: float = 1.0,
+    ) -> Left:
+        """The unsharded steps with FSDP2's casts.
+
+        Args:
+            again: above 0, each weight changes by at most a rounding, for each number by another one.
+            scale: a factor of all weights.
+        """
+        model = with_half(self._built(draw))
+        if again or scale != 1.0:
+            generator = torch.Generator().manual_seed(again)
+            with torch.no_grad():
+                for weight in _floating(model):
+                    rounding = self._eps * (2 * torch.rand(weight.shape, generator=generator) - 1) if again else 0.0
+                    weight.mul_(scale * (1 + rounding))
+        program = self._in_dtype(_without_rules(self._any))
+        ((_, left),) = results_on_ranks(model, [batches], program, [exact], on_ranks, exact.written)
+        return left
+
+    def _sharded(self, known: Unsharded, on: Overlays, draw: int, on_ranks: OnRanks) -> list[Left]:
+        """The steps of each rank."""
+        program = self._in_dtype(self.programs[on])
+        replicas = program.resolved.sizes.replicas
+        every = [known.batches] * replicas  # all ranks have one batch, so that their mean is its gradient
+        model = with_half(self._built(draw))
+        found = results_on_ranks(model, every, program, [known.exact] * replicas, on_ranks, known.exact.written)
+        return [left for _, left in found]
+
+    def _built(self, draw: int) -> nn.Module:
+        """The reduced model with the weights of a draw."""
+        model = self.reduced_model.build()
+        if draw:
+            generator = torch.Generator().manual_seed(zlib.crc32(b"weights", draw))
+            with torch.no_grad():
+                for weight in _floating(model):
+                    weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=generator))
+        return model
+
+    def _in_dtype(self, program: Program) -> Program:
+        """The program with the section's dtypes, on as few data-parallel ranks as it allows."""
+        resolved = program.resolved
+        sizes = resolved.sizes
+        if sizes.ep == 1:
+            sizes = replace(sizes, dp_shard=1, dp_replicate=1)
+        section = replace(
+            resolved.data_parallel or self.section, mixed_precision=self.section.mixed_precision, cpu_offload=False
+        )
+        return replace(program, resolved=replace(resolved, sizes=sizes, data_parallel=section))
+
+    # What is found.
+
+    def _raises(self, who: str, error: Exception) -> Diagnostic:
+        if isinstance(error, AssertionError) and is_ours(error):
+            raise error
+        cause, where = cause_of(error)
+        if MISSING.search(str(cause)):
+            return self._finding(
+                f"the reduced model cannot run in {words(self.section)} on the CPU: torch {reason(cause)}",
+                (*where, "nothing is proven in this dtype"),
+                None,
+                Severity.WARNING,
+            )
+        return self._finding(
+            f"in {words(self.section)} the {who}reduced model raises {reason(cause)}",
+            where,
+            "let the code read the dtype of its values (`x.dtype`, `torch.finfo(x.dtype).min`), or leave this part in the "
+            "model's dtype",
+        )
+
+    def _overflows(self, name: str, *, scaled: bool) -> Diagnostic:
+        """The finding for a result that is not finite.
+
+        Args:
+            scaled: whether smaller weights give a finite one: the code has no constant that is too large.
+        """
+        return self._finding(
+            f"in {words(self.section)} the {name} of the reduced model is not finite, which it is in float32",
+            ("with smaller weights it is finite",) if scaled else (),
+            "use bfloat16, which has the range of float32, or `torch.finfo(x.dtype).min` in place of a constant",
+            Severity.WARNING if scaled else Severity.ERROR,
+        )
+
+    def _differs(self, found: Suspicion) -> Diagnostic:
+        return self._finding(
+            f"in {words(self.section)} the sharded reduced model differs from the unsharded one, but not in float32",
+            found.notes(),
+            "look in the code for what it does in this dtype alone; keep that module whole",
+        )
+
+    def _itself(self, found: Suspicion) -> Diagnostic:
+        return self._finding(
+            f"in {words(self.section)} the unsharded reduced model differs from itself in float32 by more than rounding",
+            found.notes(),
+            "look in the code for what it does in this dtype alone",
+            Severity.WARNING,
+        )
+
+    def _finding(
+        self, message: str, notes: Sequence[str], help: str | None, severity: Severity = Severity.ERROR
+    ) -> Diagnostic:
+        label = field_label(self.section, "mixed_precision")
+        return Diagnostic(code=BREAKS, severity=severity, message=message, primary=label, notes=tuple(notes), help=help)
+
+
+def _without_rules(program: Program) -> Program:
+    """The program of the unsharded model: FSDP2 alone, on one rank, with the same units."""
+    resolved = program.resolved
+    one = replace(
+        resolved, sizes=MeshSizes(tp=1), overlays=NO_OVERLAYS, assignments={}, draws={}, on_cp=None, dp_experts=()
+    )
+    return Program(one, {NO_OVERLAYS: {}})
+
+
+def _floating(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in model.parameters() if parameter.is_floating_point())
+
+
+def _results(left: Left | Steps) -> Iterator[tuple[str, Tensor]]:
+    for step, outputs in enumerate(left.outputs):
+        for name, value in outputs.items():
+            yield f"output {name} of step {step + 1}", value
+    yield from ((f"gradient {name}", value) for name, value in left.gradients.items())
+    yield from ((f"buffer {name}", value) for name, value in left.buffers.items())
+
+
+def _not_finite(reference: Steps, found: Left) -> str:
+    """A tensor with elements that are finite in float32 alone, in words; empty where there is none."""
+    values = dict(_results(found))
+    for name, expected in _results(reference):
+        value = values.get(name)
+        if value is None or value.shape != expected.shape or not value.is_floating_point():
+            continue
+        usual = expected.isfinite() & (expected.abs() < LARGE)
+        if not value[usual].isfinite().all():
+            return name
+    return ""
+
+
+def _outputs(errors: Mapping[str, float]) -> dict[str, float]:
+    return {name: error for name, error in errors.items() if name.startswith("output")}
+
+
+def _errors(plain: Left, others: Iterable[Left | Steps]) -> dict[str, float]:
+    """Of each tensor: the largest difference of the other runs from the unsharded one, over its largest value."""
+    unsharded = dict(_results(plain))
+    floor = NEGLIGIBLE * max((magnitude(x) for x in plain.gradients.values()), default=0.0)
+    errors: dict[str, float] = {}
+    for other in others:
+        values = dict(_results(other))
+        for name in unsharded.keys() | values.keys():
+            if name not in values or name not in unsharded:
+                errors[name] = math.inf
+            elif (scale := magnitude(unsharded[name])) > floor:
+                errors[name] = max(relative_error(values[name], unsharded[name], scale), errors.get(name, 0.0))
+    return errors
+
+
+class Suspicion:
+    """The tensors that differ by more than rounding in all draws. For each the least difference counts, and the largest rounding."""
+
+    def __init__(self) -> None:
+        self.draws = 0
+        self.errors: dict[str, float] = {}
+        self.bounds: dict[str, float] = {}
+
+    def add(self, errors: Mapping[str, float], bounds: Mapping[str, float]) -> None:
+        """One more draw."""
+        self.bounds = {name: max(bounds.get(name, 0.0), self.bounds.get(name, 0.0)) for name in errors}
+        known = self.errors if self.draws else errors
+        least = {name: min(error, known[name]) for name, error in errors.items() if name in known}
+        self.errors = {name: error for name, error in least.items() if error > self.bounds[name]}
+        self.draws += 1
+
+    @property
+    def cleared(self) -> bool:
+        """At least one draw was looked at, and nothing is left."""
+        return self.draws > 0 and not self.errors
+
+    @property
+    def itself(self) -> bool:
+        """Whether only the unsharded model differs, from itself in float32."""
+        return all(name.startswith(ITSELF) for name in self.errors)
+
+    def notes(self) -> tuple[str, ...]:
+        """The tensors that differ most."""
+        worst = sorted(
+            (n for n in self.errors if self.itself or not n.startswith(ITSELF)), key=lambda n: -self.errors[n]
+        )
+        shown = [
+            f"{n.removeprefix(ITSELF)}: {_amount(self.errors[n])}, at most {self.bounds[n]:.1e} by rounding"
+            for n in worst
+        ]
+        more = [f"and {len(worst) - MOST_ROWS} more"] if len(worst) > MOST_ROWS else []
+        return (*shown[:MOST_ROWS], *more)
+
+
+def _amount(error: float) -> str:
+    return "of another shape, missing or not finite" if math.isinf(error) else f"{error:.1e} of its largest value"
