@@ -174,3 +174,26 @@ def test_the_command_and_the_library_warn_once_and_work():
             == 1
         )
     assert "report it with the message and the output of `shardplan --version`" in done.stderr
+
+
+def test_a_newer_torch_without_a_private_name_is_one_warning_and_one_error_that_names_it():
+    newer = (
+        "import sys; from importlib import metadata; real = metadata.version; "
+        "metadata.version = lambda name: '99.1.0' if name == 'torch' else real(name); "
+        "from torch.distributed import _functional_collectives; del _functional_collectives.all_reduce; "
+    )
+    command = (
+        "sys.argv[1:] = ['validate', 'llama', 'auto', '--tp', '2']; from shardplan.cli.main import console; console()"
+    )
+    for code, begin in (
+        ("from shardplan import unshard, validate, verify", ""),
+        (command, "shardplan: internal error: "),
+    ):
+        done = subprocess.run([sys.executable, "-c", newer + code], capture_output=True, text=True)
+        assert done.returncode == (3 if begin else 1) and done.stdout == ""
+        assert done.stderr.lower().count("warning: ") == 1 and "torch 99.1.0: shardplan " in done.stderr
+        assert (
+            f"{begin}RuntimeError: torch {version('torch')} has no torch.distributed._functional_collectives.all_reduce, and shardplan "
+            "needs it for: collectives that torch.compile can trace"
+        ) in done.stderr
+        assert not begin or ("Traceback" not in done.stderr and "Please report it" in done.stderr)

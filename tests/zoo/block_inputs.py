@@ -270,20 +270,23 @@ class BlockInputs:
     def _choices(self, part: Part) -> Mapping[tuple[int, frozenset[str]], Size]:
         """(number of block inputs, where parameters are after them) -> the least that is reduced with them."""
         found: dict[tuple[int, frozenset[str]], Size] = {}
+        # Asked of each of up to MOST_CHOICES placements.
+        wanted = {n for n in part.block_inputs if any(n in self._wanted(event) for event in self.reading[n])}
+        made_of = {n: frozenset(m for event in self.reading[n] for m in event.outputs) for n in part.block_inputs}
+        reduced = {
+            n: [(home, name) for home, names in self._after(n).items() for name in names]
+            for group in part.groups
+            for n in group
+        }
         for after in self._placements(part):
             block_inputs = [
-                n
-                for n in part.block_inputs
-                if n not in after and any(self._wants(e, n, after) for e in self.reading[n])
+                n for n in part.block_inputs if n not in after and (n in wanted or not after.isdisjoint(made_of[n]))
             ]
-            names = {(home, name) for n in after for home, names in self._after(n).items() for name in names}
+            names = {pair for n in after for pair in reduced[n]}
             size = Size(sum(map(self.sizes.value, block_inputs)), sum(self.sizes.parameter(name) for _, name in names))
             key = len(block_inputs), frozenset(home for home, _ in names)
             found[key] = min(found.get(key, size), size)
         return found
-
-    def _wants(self, event: Event, number: int, after: frozenset[int]) -> bool:
-        return number in self._wanted(event) or any(n in after for n in event.outputs)
 
     def _placements(self, part: Part) -> Sequence[frozenset[int]]:
         """The sets of values after block inputs: each has, with a value, all that is made of it."""
@@ -297,7 +300,5 @@ class BlockInputs:
             ]
             if len(found) > MOST_CHOICES:
                 raise TooManyChoices(f"there are too many places for block inputs in {self.made[group[0]].module}")
-        return [after for after in found if all(self._is_after(n, after) for group in part.groups for n in group)]
-
-    def _is_after(self, number: int, after: frozenset[int]) -> bool:
-        return number in after or after.isdisjoint(self._read(self.made[number]))
+        read = {n: frozenset(self._read(self.made[n])) for group in part.groups for n in group}
+        return [after for after in found if all(n in after or after.isdisjoint(read[n]) for n in read)]
