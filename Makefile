@@ -84,15 +84,17 @@ adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past val
 mutants: $(VENV)/.installed  ## changes of the run-time, made by rule: validate refuses a plan that uses the line; ten minutes
 	$(BIN)/python -m tests.mutants $(or $(DRAWN),--seed $(SEED))
 
-zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
-	$(BIN)/python -m tests.zoo --table reports/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.image_text --table reports/image-text-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.other_types --table reports/other-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo --checkpoints --table reports/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo --experts --table reports/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo --context --table reports/model-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.expert_types --table reports/expert-types.md $(DRAWN)
-	$(BIN)/python -m tests.zoo.diffusion --table reports/diffusion-types.md $(DRAWN)
+zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour; goes on where it was stopped
+	@wrong=0; run() { echo "$$*"; $(BIN)/python -m "$$@" $(DRAWN) || wrong=1; }; \
+	run tests.zoo --table reports/model-types.md; \
+	run tests.zoo.image_text --table reports/image-text-types.md; \
+	run tests.zoo.other_types --table reports/other-types.md; \
+	run tests.zoo --checkpoints --table reports/model-types.md; \
+	run tests.zoo --experts --table reports/model-types.md; \
+	run tests.zoo --context --table reports/model-types.md; \
+	run tests.zoo.expert_types --table reports/expert-types.md; \
+	run tests.zoo.diffusion --table reports/diffusion-types.md; \
+	exit $$wrong
 
 variants: $(VENV)/.installed  ## `auto` with published checkpoints and each switch of each model type, and with drawn configurations; two hours
 	$(BIN)/python -m tests.variants $(DRAWN)

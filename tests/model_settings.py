@@ -50,6 +50,19 @@ PLACES = {"image_token_id": 7, "video_token_id": 8}
 BOOK = 8  # codes of an image, in place of thousands
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 8}),
+    # Codes of images and sound lie behind each other in the vocabulary.
+    "apertus1p5": {
+        "image_token_id": 7,
+        "audio_token_id": 8,
+        "image_token_offset": 32,
+        "audio_token_offset": 32 + BOOK,
+        "vision_config": {"codebook_size": BOOK},
+        "audio_config": {
+            "model_type": "wavtokenizer_encoder",
+            "codebook_size": BOOK,
+            "decoder_attention_num_groups": 4,
+        },
+    },
     "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "big_bird": {"attention_type": "original_full"},  # block-sparse attention is replaced while a short input runs

@@ -118,5 +118,10 @@ def fits(text: str) -> bool:
     return is_right(text) or text.startswith("size ")
 
 
+def is_worse(before: Entry, after: Entry, mesh: str) -> bool:
+    """Whether a type was right on a mesh, or of a size that does not fit, and is neither now."""
+    return fits(before.context.get(mesh, "")) and not fits(after.context.get(mesh, ""))
+
+
 def _said(d: Diagnostic) -> str:
     return " ".join(": ".join((d.code, d.message, *d.notes[:1])).split())
