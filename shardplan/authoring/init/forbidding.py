@@ -61,6 +61,11 @@ def _change(found: Finding) -> str | None:
             f"in {line}, count what is split with -1 (`x.view(b, n, -1, head_dim)`), or read it from an attribute of the module, "
             "which `shares` names: a rank has its share of the heads"
         )
+    if "self." in found.source.text.partition(".split(")[2]:
+        return (
+            f"in {line}, the lengths are the module's own numbers, but no plan was found: write one with these numbers in `shares`, and "
+            "`packed` for the matrix before the cut and for a matrix that reads its parts side by side"
+        )
     if found.operation in CUTS or name in CUTS:
         return f"in {line}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module, each an attribute"
     if name in COMBINED or name in {f"i{one}" for one in COMBINED} | {f"r{one}" for one in COMBINED}:
