@@ -609,7 +609,7 @@ HEADS_OF: dict[str, Own] = {
         linear1: {style: packed_colwise, packed: [32, 32, 32, 128]}
         linear2: {style: packed_rowwise, packed: [32, 128]}
         """,
-        lacks=("SP534", "heads.py"),
+        lacks=("SP534", "heads.py", "write them by hand, with these numbers in `shares`"),
     ),
     "capped, tied by its matrix (Gemma 2)": own(
         Capped,

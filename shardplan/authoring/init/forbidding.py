@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from shardplan.compiler.layout.finding import Finding
@@ -56,15 +57,15 @@ def _change(found: Finding) -> str | None:
     if found.source is None:
         return None
     name, line = found.operation.strip("_"), found.source.short
+    if name in SHAPES and re.search(r"\([^()]*\bself\.\w+, -1\)", found.source.text):
+        return (
+            f"{line} counts with numbers of the module and with -1 already, and no rules were found for it: write them by hand, with these "
+            "numbers in `shares`, and `packed` for a matrix whose parts lie side by side"
+        )
     if name in SHAPES:
         return (
             f"in {line}, count what is split with -1 (`x.view(b, n, -1, head_dim)`), or read it from an attribute of the module, "
             "which `shares` names: a rank has its share of the heads"
-        )
-    if "self." in found.source.text.partition(".split(")[2]:
-        return (
-            f"in {line}, the lengths are the module's own numbers, but no plan was found: write one with these numbers in `shares`, and "
-            "`packed` for the matrix before the cut and for a matrix that reads its parts side by side"
         )
     if found.operation in CUTS or name in CUTS:
         return f"in {line}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module, each an attribute"
