@@ -91,10 +91,14 @@ class StatePlanner(DefaultLoadPlanner):
                 f"{name} is no number, text or tensor, and nothing else is read ({_first_line(error)}); "
                 "torch.serialization.add_safe_globals allows a class"
             ) from error
-        again = BytesIO()
-        torch.save(found, again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
+        if not self.flatten_state_dict:
+            self.state_dict[name] = found
+            return
+        *above, last = self.mappings[name]  # a place in what is loaded, which has it already
+        holder: Any = self.original_state_dict
+        for key in above:
+            holder = holder[key]
+        holder[last] = found
 
 
 class _Unpickler(pickle.Unpickler):
