@@ -277,6 +277,17 @@ def test_what_cannot_step_whole_matrices_is_found_when_it_is_made(options, error
         stepped_by(lambda matrices: Packaged(matrices, **options))
 
 
+def test_a_state_of_other_matrices_is_refused(monkeypatch):
+    first = Muon(Tower(), **SOAP)
+    for group in first.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    first.step()
+    monkeypatch.setattr(muon_step, "of_plan", lambda model: ({"layer.weight": MatrixParts("parts", 0, (4, 2))}, {}, 1))
+    with pytest.raises(ValueError, match="layer.weight was saved for 1 matrices in it, and the plan makes 2 of it"):
+        Muon(Tower(), **SOAP).load_state_dict(first.state_dict())
+
+
 def test_a_state_is_of_tensors():
     model = Tower()
     optimizer = Muon(model, whole_matrix=lambda matrix, state: state.update(step=1) or matrix, stateful=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from shardplan.torchlib.gathering import full_tensor
+from shardplan.torchlib.gathering import full_tensor, of_all
 
 from .matrix_shards import Stack
 from .owned_matrices import Owned
@@ -62,10 +62,7 @@ class MatrixStates:
                             f"whole_matrix keeps {name!r} of {stack.name}, which is {value!r}: keep tensors, torch.tensor({value!r})"
                         )
                     own.append((part, name, value.shape, value.dtype))
-        found = [own]
-        if stack.group is not None:
-            found = [own] * len(stack.boxes)
-            dist.all_gather_object(found, own, group=stack.group)
+        found = of_all(own, stack.group) if stack.group is not None else [own]
         return sorted({kind for some in found for kind in some}, key=lambda kind: kind[:2])
 
     def _whole(self, stack: Stack, kind: _Kind) -> Tensor:
@@ -93,7 +90,14 @@ class MatrixStates:
         self._of.clear()
         state = dict(state_dict["state"])
         for key, stack in zip(state_dict["param_groups"][0]["params"], self._stacks, strict=True):
-            for entry in sorted(name for name in state.get(key, {}) if name.startswith(PREFIX)):
+            entries = sorted(name for name in state.get(key, {}) if name.startswith(PREFIX))
+            parts = {int(entry.removeprefix(PREFIX).split(".", 1)[0]) for entry in entries}
+            if parts and len(parts) != (count := len(stack.parts) or 1):
+                raise ValueError(
+                    f"the state of {stack.name} was saved for {len(parts)} matrices in it, and the plan makes {count} of it: load it with "
+                    "the `separate_matrices` that it was saved with"
+                )
+            for entry in entries:
                 part, name = entry.removeprefix(PREFIX).split(".", 1)
                 value = state[key][entry]
                 whole = full_tensor(value) if isinstance(value, DTensor) else value
