@@ -34,6 +34,7 @@ from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
 from shardplan.runtime.pipeline.layout_of_stages import layout_on
 from shardplan.torchlib.equality import magnitude
+from shardplan.torchlib.gathering import of_all
 from shardplan.torchlib.modes import CheckedSizes
 
 from .compare import NEGLIGIBLE, compare, worst_of
@@ -262,9 +263,7 @@ def _place(pipeline: Pipeline, stage: int) -> str:
 
 def _own(kind: Compared, expected: Mapping[str, Tensor], held: Held, floor: float = 0.0) -> Iterator[Comparison]:
     """Compare this rank's tensors with the expected ones; a tensor that no rank has is missing on all. A collective."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sorted(held))
-    nowhere = expected.keys() - {name for some in every for name in some}
+    nowhere = expected.keys() - {name for some in of_all(sorted(held)) for name in some}
     yield from (Comparison(name, kind, float("inf"), "every stage", "differs") for name in sorted(nowhere))
     for name, values in held.items():
         there = [(place, value) for place, value in values if value is not None]

@@ -28,6 +28,7 @@ from shardplan.compiler.user_inputs import Model
 from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.core.report import Comparison
 from shardplan.model.reduced.precision import in_dtype
+from shardplan.torchlib.gathering import of_all
 
 from .compare import compare_steps, worst_of
 from .rank import data_parallel_rank, mesh_of, rank_steps
@@ -164,6 +165,5 @@ def _rows(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
 
 
 def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
+    gathered = of_all([replace(row, where=f"rank {rank}") for row in rows])
     return worst_of(row for rows in gathered for row in rows)  # by name: ranks may have different tensors

@@ -27,6 +27,7 @@ from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
 from shardplan.runtime.pipeline.layout_of_stages import layout_on
 from shardplan.runtime.pipeline.step_loss import LossFunction
+from shardplan.torchlib.gathering import of_all
 
 from .exact import as_written, in_precision_of
 from .pipelined import AXES, Scheduled
@@ -181,9 +182,7 @@ def _factor(before: Tensors, after: Tensors) -> tuple[float | None, float]:
 
 def _whole(tensors: Tensors, stage: int, packed: Mapping[str, Any], tp: int) -> Tensors:
     """Make whole the tensors that all ranks with the same stages have, in one order. A collective."""
-    boxes: list[Any] = [None] * dist.get_world_size()
     own = {name: isinstance(tensor, DTensor) for name, tensor in tensors.items()}
-    dist.all_gather_object(boxes, (stage, own))
-    every = [names for other, names in boxes if other == stage]
+    every = [names for other, names in of_all((stage, own)) if other == stage]
     common = [name for name, sharded in every[0].items() if all(names.get(name) is sharded for names in every)]
     return {name: whole(tensors[name], packed.get(name), tp) for name in common}

@@ -1,11 +1,13 @@
-"""DTensors as whole tensors."""
+"""DTensors as whole tensors, and the objects of all ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +22,13 @@ def full_tensor(value: DTensor) -> Tensor:
     """
     with without_advice():
         return value.full_tensor()
+
+
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank of a process group; None: the default group. A collective of it, on the hosts."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 @contextmanager

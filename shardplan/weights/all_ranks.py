@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.torchlib.gathering import of_all
 from shardplan.torchlib.private import private
 
 PATIENCE = 5.0  # after this many seconds a warning says which ranks are waited for
@@ -76,13 +77,6 @@ def _everyone(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     for group in [None] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]:
         values = [one for part in of_all(values, group) for one in part]
     return values
-
-
-def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of each rank of a process group; None: the default group."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 class _Called:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.pipeline import Pipeline
+from shardplan.torchlib.gathering import of_all
 
-from .all_ranks import of_all
 from .lazy import Lazy, read
 from .slices_sent import Round, exchange, rounds_of, unit_of
 from .whole_tensors import Arrived, WholeTensor, merged, numbers_of, own_of, stored_parts, under_checkpoint_names

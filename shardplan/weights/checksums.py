@@ -13,7 +13,9 @@ from typing import IO, Any, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from .all_ranks import all_or_none, is_first, of_all
+from shardplan.torchlib.gathering import of_all
+
+from .all_ranks import all_or_none, is_first
 
 CHECKSUMS = "checksums.json"
 Written = tuple[int, str]  # a file's length and SHA-256

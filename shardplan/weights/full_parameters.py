@@ -18,8 +18,8 @@ from shardplan.runtime.apply.slices import Packing, gathered, in_original_order
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
+from shardplan.torchlib.gathering import of_all
 
-from .all_ranks import of_all
 from .checkpoint_names import without_wrapper
 from .checkpoint_parameters import checkpoint_parameters
 

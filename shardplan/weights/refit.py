@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.runtime.pipeline import Pipeline
+from shardplan.torchlib.gathering import of_all
 
-from .all_ranks import all_or_none, of_all
+from .all_ranks import all_or_none
 from .checkpoint_names import original_classes, resolve
 from .lazy import Box, Lazy, expressions, in_slices, read
 from .ranges import boxes_of

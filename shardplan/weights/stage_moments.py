@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardplan.runtime.pipeline import Pipeline
-
-from .all_ranks import of_all
+from shardplan.torchlib.gathering import of_all
 
 State = dict[str, Any]
 

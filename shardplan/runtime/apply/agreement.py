@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.diagnostics import PlanError
+from shardplan.torchlib.gathering import of_all
 
 Result = TypeVar("Result")
 DIFFERENT = (
@@ -134,10 +135,7 @@ def _difference(text: str, mesh: DeviceMesh) -> str:
         mine, theirs = next(pair for pair in _pairs(text, first) if pair[0] != pair[1])
         found[dist.get_rank()] = f"rank {dist.get_rank()} has `{_shown(mine)}`, the first rank `{_shown(theirs)}`"
     for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        boxes: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(boxes, found, group=group)
-        found = {rank: words for box in boxes for rank, words in box.items()}
+        found = {rank: words for box in of_all(found, mesh.get_group(axis)) for rank, words in box.items()}
     failed = [words for words in found.values() if words.startswith("it failed")]
     shown = next(iter(failed or (found[rank] for rank in sorted(found))), "")
     return f"{DIFFERENT}. {shown[:1].upper()}{shown[1:]}" if shown else DIFFERENT

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
 from shardplan.runtime.parallel.fsdp_units import units_of
+from shardplan.torchlib.gathering import of_all
 
 from .agreement import least
 from .same_inputs import in_a_graph, named_arguments
@@ -74,9 +75,7 @@ def _compare(names: tuple[str, ...], axes: Sequence[DeviceMesh]) -> None:
         return
     by_rank = {dist.get_rank(): names}
     for axis in axes:
-        boxes: list[Any] = [None] * axis.size()
-        dist.all_gather_object(boxes, by_rank, group=axis.get_group())
-        by_rank = {rank: those for box in boxes for rank, those in box.items()}
+        by_rank = {rank: those for box in of_all(by_rank, axis.get_group()) for rank, those in box.items()}
     raise RuntimeError(_message(by_rank))
 
 

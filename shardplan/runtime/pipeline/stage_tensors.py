@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardplan.torchlib.gathering import of_all
+
 from .pipelined_model import Pipeline
 
 Described = tuple[int, tuple[str, ...], tuple[int, ...], torch.dtype]  # stage, names, shape, dtype
@@ -44,8 +46,7 @@ def stage_tensors(
     described: list[Described] = [
         (stage, names, tuple(tensor.shape), tensor.dtype) for stage, found in own.items() for names, tensor in found
     ]
-    gathered: list[list[Described]] = [[] for _ in range(dist.get_world_size(pipeline.group))]
-    dist.all_gather_object(gathered, described, group=pipeline.group)
+    gathered: list[list[Described]] = of_all(described, pipeline.group)
     here = {(stage, names): tensor for stage, found in own.items() for names, tensor in found}
     tied = {name: tuple(tie) for tie in ties for name in tie}
     made: dict[str, StageTensor] = {}

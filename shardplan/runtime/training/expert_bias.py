@@ -20,6 +20,7 @@ from shardplan.runtime.apply.applied import was_touched
 from shardplan.runtime.apply.model_parts import Parted, parts_of
 from shardplan.runtime.parallel.expert_calls import expert_call
 from shardplan.styles.token_layouts import has_own_tokens, tokens_layout
+from shardplan.torchlib.gathering import of_all
 from shardplan.torchlib.private import private
 
 _current_graph_task_id = private("current_graph_task_id")
@@ -113,11 +114,7 @@ def count_expert_tokens(model: nn.Module | Parted, bias: str = BIAS) -> None:
 
 def _on_any_rank(model: nn.Module | Parted, found: bool) -> bool:
     """Whether some rank found something in its parts of the model."""
-    if not isinstance(model, Parted):
-        return found
-    everywhere = [found] * model.group.size()
-    dist.all_gather_object(everywhere, found, group=model.group)
-    return any(everywhere)
+    return any(of_all(found, model.group)) if isinstance(model, Parted) else found
 
 
 def _pairs(part: nn.Module, bias: str) -> Iterator[tuple[Applied | None, str, nn.Module, Tensor]]:
