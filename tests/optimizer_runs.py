@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from small_models import batch, small_model
 from torch import Tensor, nn
+from torch.nn import functional
 
 import shardplan
 from shardplan import full_parameters
@@ -213,15 +215,44 @@ def same(run: Run, found: list[tuple[set[str], dict[str, Tensor]]]) -> None:
             assert torch.equal(values[name], value), (run, rank, name, (values[name] - value).abs().max())
 
 
-def trained(model: Any, optimizer: Any, run: Run, share: int, shares: int, pipeline: bool = False) -> dict[str, Tensor]:
-    """Three real steps. A model without a plan has all shares of the batch."""
+@contextmanager
+def sums_of_pieces(pieces: int) -> Iterator[None]:
+    """Linear layers whose output and gradients are sums of `pieces` products each, as ranks of tp add them up: another order of rounding."""
+    whole = functional.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = []
+        for block in weight.chunk(pieces, 0):
+            columns = block.chunk(pieces, 1)
+            parts = x.split([part.shape[1] for part in columns], -1)
+            rows.append(sum(whole(part, column) for part, column in zip(parts, columns, strict=True)))
+        found = torch.cat(rows, -1)
+        return found if bias is None else found + bias
+
+    functional.linear = linear
+    try:
+        yield
+    finally:
+        functional.linear = whole
+
+
+def trained(
+    model: Any, optimizer: Any, run: Run, share: int, shares: int, pipeline: bool = False, apart: bool = False
+) -> dict[str, Tensor]:
+    """Three real steps. A model without a plan has all shares of the batch.
+
+    Args:
+        apart: one share after the other.
+    """
     for step in range(3):
-        own = [share] if shares else range(run.shares)
-        ids = torch.cat([batch(step, one) for one in own])
-        if pipeline:
-            model.step(input_ids=ids, labels=ids)
-        else:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        own = [share] if shares else list(range(run.shares))
+        for some in [[one] for one in own] if apart else [own]:
+            ids = torch.cat([batch(step, one) for one in some])
+            if pipeline:
+                model.step(input_ids=ids, labels=ids)
+            else:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                (loss * len(some) / len(own)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,8 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_runs import APART, SOAP, Run, given_gradients, muon, newton_schulz, same, set_gradients, trained
+from optimizer_runs import (
+    APART,
+    SOAP,
+    Run,
+    given_gradients,
+    muon,
+    newton_schulz,
+    same,
+    set_gradients,
+    sums_of_pieces,
+    trained,
+)
 from processes import on_ranks
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import shardplan
@@ -52,6 +66,29 @@ def given(runs: list[Run]):
     return [given_gradients(run.planned(), run) for run in runs]
 
 
+def unsharded(run: Run, pieces: int = 1, shares_apart: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values before and after three real steps of the unsharded model."""
+    model = run.build()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with sums_of_pieces(pieces) if pieces > 1 else nullcontext():
+        return before, trained(model, muon(model, whole_matrix=newton_schulz), run, 0, 0, apart=shares_apart)
+
+
+def apart(
+    values: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """How far updates are from others."""
+    return {name: relative_error(values[name] - before[name], value - before[name]) for name, value in expected.items()}
+
+
+def own_rounding(run: Run) -> dict[str, float]:
+    """How far the unsharded model's updates are from its own, if sums are added up in another order."""
+    before, expected = unsharded(run)
+    others = [apart(unsharded(run, pieces)[1], expected, before) for pieces in (2, 3, 4, 8)]
+    others.append(apart(unsharded(run, shares_apart=True)[1], expected, before))
+    return {name: max(one[name] for one in others) for name in expected}
+
+
 def steps(runs: list[Run]) -> list[dict[str, float]]:
     """How far the updates of three real steps are from those of the unsharded model."""
     found = []
@@ -65,15 +102,8 @@ def steps(runs: list[Run]) -> list[dict[str, float]]:
             run.shares,
             isinstance(model, shardplan.Pipeline),
         )
-        plain = run.build()
-        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
-        expected = trained(plain, muon(plain, whole_matrix=newton_schulz), run, 0, 0)
-        found.append(
-            {
-                name: relative_error(values[name] - before[name], value - before[name])
-                for name, value in expected.items()
-            }
-        )
+        before, expected = unsharded(run)
+        found.append(apart(values, expected, before))
     return found
 
 
@@ -90,13 +120,20 @@ def test_stages_and_experts_have_the_same_update_given_the_same_gradients():
 
 
 def judged(run: Run) -> None:
-    """In float32, and where rounding is too much there, in float64 (in which norms and routers compute in float32)."""
-    for precision in ({}, DOUBLE):
-        found = on_ranks(run.ranks, steps, [replace(run, settings={**run.settings, **precision})])
-        wrong = {name: error for (errors,) in found for name, error in errors.items() if error > LIMIT}
-        if not wrong:
-            return
-    raise AssertionError((run, wrong))
+    """Within the limit in float32. Where an update is not, the unsharded model's own is not either if its sums are added up in another order: a
+    gradient of summands that cancel is rounding there, which Newton-Schulz or AdamW's division enlarge. Such an update is no
+    farther away than that, and in float64, in which norms, routers and state spaces compute in float32, within a hundredth of the limit."""
+    wrong = above(run, LIMIT)
+    if not wrong:
+        return
+    own = own_rounding(run)
+    assert not {name: (error, own[name]) for name, error in wrong.items() if error > own[name]}, run
+    assert not above(replace(run, settings={**run.settings, **DOUBLE}), LIMIT / 100), run
+
+
+def above(run: Run, limit: float) -> dict[str, float]:
+    found = on_ranks(run.ranks, steps, [run])
+    return {name: error for (errors,) in found for name, error in errors.items() if error > limit}
 
 
 CASES = [(model, mesh) for model in TYPES for mesh in MESHES if "ep" not in MESHES[mesh][0] or model in EXPERTS]
