@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
+
+import pytest
 
 from tests.zoo import judged_with
 from tests.zoo.workers import each
@@ -66,3 +70,15 @@ def test_the_page_says_with_which_releases_how_many_were_judged():
     assert judged_with.releases(rows, {"verdicts": "TP"}) == (
         "- TP: 2 with torch 2.13.0, transformers 5.23.0, diffusers 0.42.1; 1 with releases that were not noted."
     )
+
+
+@pytest.mark.slow
+def test_the_rooms_that_do_not_count_are_imported_by_no_judgement():
+    code = (
+        "import sys; from tests.zoo import checkpoints, context, experts, pipelines; from tests.zoo.entry import Entry, made_again; "
+        "from tests.zoo.judged_with import NOT_RUN; e = context.with_context(made_again(Entry('phi')), {'cp': 2, 'tp': 2}); "
+        "e = checkpoints.with_checkpoints(pipelines.with_pipeline(experts.with_experts(e))); assert e.context and e.checkpoints; "
+        "print([name for name in sys.modules if name.startswith('shardplan.') and name.split('.')[1] in NOT_RUN])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=judged_with.ROOT)
+    assert done.stdout == "[]\n", done.stderr
