@@ -24,6 +24,7 @@ from . import (
     sequence,
     shared,
     stages,
+    strange,
     training,
 )
 from .adversary import Adversary
@@ -46,6 +47,7 @@ PARTS = (
     sequence,
     inputs,
     live,
+    strange,
 )
 WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context)
 ON_MESHES: tuple[Adversary, ...] = tuple(case for part in WITH_AXES for case in part.CASES)
