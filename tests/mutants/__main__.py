@@ -100,12 +100,12 @@ def judge(count: int, seed: int, cases: Sequence[Case], only: str = "") -> Itera
             return
 
 
-def tested(count: int, seed: int, only: str = "") -> Iterator[Row]:
-    """So many mutants of all code, and the fast test that kills each."""
+def tested(count: int, seed: int, only: str, files: int | None) -> Iterator[Row]:
+    """So many mutants of all code, and the fast test that kills each; of so many files of tests at most."""
     preload([])
     with copied() as copy:
         for site in islice(drawn(seed, _sites("code", only)), count):
-            failed = copy.kills(site.path, site.tree(), near(site.path))
+            failed = copy.kills(site.path, site.tree(), near(site.path)[:files])
             yield Row(site, failed, "killed" if failed else "passes", "" if failed else reason(site))
 
 
@@ -119,6 +119,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--tests", action="store_true", help="mutants of all code of three rooms, killed by the fast tests"
     )
+    parser.add_argument(
+        "--files", type=int, metavar="N", help="with --tests, ask the N nearest files of tests alone (all)"
+    )
     add_share(parser)
     parser.add_argument("--models", nargs="+", help="plans of these model types alone (all)")
     parser.add_argument("--only", default="", help="a part of 'FILE:LINE OPERATOR'")
@@ -127,7 +130,9 @@ def main(argv: list[str]) -> int:
     start, verdicts, problems = time.monotonic(), Counter[str](), 0
     cases = [case for case in CASES if args.models is None or case.model in args.models]
     count = -(-args.count // args.share)
-    for row in tested(count, args.seed, args.only) if args.tests else judge(count, args.seed, cases, args.only):
+    for row in (
+        tested(count, args.seed, args.only, args.files) if args.tests else judge(count, args.seed, cases, args.only)
+    ):
         verdicts[row.verdict] += 1
         problems += bool(row.problem)
         if row.verdict != "unreached":

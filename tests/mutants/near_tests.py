@@ -20,11 +20,11 @@ ROOMS = {
     "weights": "folders weights materialize full_parameters flipped refit processes_.*weights processes_saves hostile_headers "
     "finetune processes_merging checkpoints",
     "pipeline": "stage_proof refused_stages processes_pipeline.* proof_mesh schedules example_pipeline other_sides",
-    "training": "processes_gradients processes_expert_bias processes_micro_batches processes_unshard padding arguments frozen_towers "
+    "training": "watch_ranks processes_gradients processes_expert_bias processes_micro_batches processes_unshard padding arguments frozen_towers "
     "processes_training processes_context_.*",
     "apply": "pitfalls_.* backend_axes live same_inputs processes_calls processes_precision expert_mesh unfit_models build_mesh "
     "before_weights early_optimizers processes_fsdp processes_left_steps processes_parts dropout torch_attention processes_expert_mesh "
-    "processes_context_axis processes_broadcast growth",
+    "processes_context_axis processes_broadcast growth processes_fused_logits",
     "parallel": "moves pitfalls_.* processes_logits processes_fused_logits processes_logprobs calls_outputs proof processes_experts "
     "expert_driver key_value_heads context_axis dim_exchange processes_parts merging processes_async inductor processes_kinds "
     "processes_switches processes_helper regather reading means expert_mesh processes_training plans_matrix dropout processes_scalars",
