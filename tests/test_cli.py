@@ -63,6 +63,8 @@ def test_version_is_the_package_s(capsys):
         ["validate", "llama", "llama", "--tp", "0"],
         ["validate", "llama", "llama", "--tp", "two"],
         ["validate", "llama", "llama", "--set", "hidden_size"],
+        ["validate", "llama", "llama", "--tp", "2", "--seq-len", "0"],
+        ["validate", "llama", "llama", "--tp", "2", "--seq-len", "many"],
         ["verify", "llama", "llama"],
         ["verify", "llama", "llama", "--pp", "2", "--schedule", "gpipe"],
         ["verify", "llama", "llama", "--tp", "2", "--processes", "--micro-batches", "4"],
@@ -99,10 +101,27 @@ def test_our_own_bug_is_3_and_asks_for_a_report(monkeypatch, capsys):
     monkeypatch.setattr("shardplan.cli.editor_schema.run", raising(AssertionError("that cannot be")))
     assert main(["editor", "schema"]) == 3
     shown = capsys.readouterr().err
-    assert "AssertionError: that cannot be" in shown and "report" in shown and "Traceback" not in shown
+    assert "AssertionError: that cannot be" in shown and "Traceback" not in shown
+    assert shown.endswith("Please report it with the command line and what it prints with --debug.\n")
     for words in (["--debug", "editor", "schema"], ["editor", "schema", "--debug"]):
         assert main(words) == 3
-        assert "Traceback" in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert "Traceback" in shown and shown.endswith("Please report it with the command line.\n")
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers.models.llama"])
+def test_what_the_core_lacks_is_2_and_named(name, monkeypatch, capsys):
+    monkeypatch.setattr("shardplan.cli.editor_schema.run", raising(ModuleNotFoundError(name=name)))
+    assert main(["editor", "schema"]) == 2
+    shown = capsys.readouterr().err
+    assert shown == f"shardplan editor: error: this needs {name}: pip install shardplan\n"
+
+
+@pytest.mark.parametrize("name", ["json", "shardplan.cli.editor_schema", None])
+def test_a_module_of_the_core_that_is_missing_is_our_own_bug(name, monkeypatch, capsys):
+    monkeypatch.setattr("shardplan.cli.editor_schema.run", raising(ModuleNotFoundError(name=name)))
+    assert main(["editor", "schema"]) == 3
+    assert "This is a bug in shardplan" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_130(monkeypatch, capsys):
