@@ -75,6 +75,7 @@ HUGE = {
     "more labels than numbers": {"model_type": "llama", "num_labels": 1e30},
     "experts": {"model_type": "mixtral", "num_local_experts": 10**9},
     "negative layers": {"model_type": "qwen3", "num_hidden_layers": -(10**9)},
+    "one layer less than none": {"model_type": "llama", "num_hidden_layers": -1},
     "hidden sizes": {"model_type": "llama", "hidden_size": 2**62},
     "words": {"model_type": "llama", "vocab_size": 10**30},
 }

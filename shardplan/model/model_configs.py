@@ -145,6 +145,8 @@ def _excess(config: PreTrainedConfig) -> Iterator[str]:
             yield f"{name} is {value}, and must be a probability, from 0 to 1"  # some classes use it only in a step
         elif isinstance(value, int) and LAYERS.search(name):
             layers = max(layers, value)
+            if value < 0:
+                yield f"{name} is {value}, and cannot be negative"
             if value > MAX_LAYERS:
                 yield f"{name} is {value}, and at most {MAX_LAYERS} layers can be built"
         elif isinstance(value, int) and EXPERTS.search(name):
