@@ -191,7 +191,7 @@ FORMS = {  # class -> its small configuration, and the shapes that its inputs ha
     ),
     "Blip2QFormerModel": (
         transformers.Blip2QFormerConfig(**SMALL, encoder_hidden_size=32),
-        {"query_embeds": (2, 16, 32), "encoder_hidden_states": (2, 16, 16)},
+        {"query_embeds": (2, 16, 32), "encoder_hidden_states": (2, 16, 32)},
     ),
     "PocketTTSAudioTokenizerDecoderModel": (
         transformers.PocketTTSAudioTokenizerDecoderConfig(),

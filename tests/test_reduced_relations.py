@@ -1,5 +1,6 @@
 """Numbers of a configuration that code ties to each other are tied in the reduced one too, so that its model runs."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.layers import Kept, candidates, sections
 from shardplan.model.reduced.model_inputs import CHARACTERS, text_inputs
 from shardplan.model.reduced.outcome import results_of
+from shardplan.model.reduced.reduced_transformers import original_of, roles_of
 from shardplan.model.reduced.shrink import reduced_config
 from tests.model_settings import find
 
 
 def small(model_type: str, kept: Kept, **options: Any) -> PreTrainedConfig:
     """The reduced configuration of a type's defaults."""
-    return reduced_config(AutoConfig.for_model(model_type), tp=2, seq_len=16, kept=kept, **options)
+    _, _, config, cls, tree, _ = original_of(find(model_type))
+    named = partial(reduced_config, config, tp=2, seq_len=16, kept=kept, **options)
+    return named(roles=roles_of(cls, config, tree, named))
 
 
 def test_numbers_that_the_class_computes_are_computed_again():

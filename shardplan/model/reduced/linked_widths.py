@@ -9,15 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .fields import role
+from .fields import Roles, role
 from .scale import hidden_size, is_size
 
-# Fields that may be another part's width: those of projections, but not an MLP's intermediate width.
-LINKS = re.compile(
-    r"(?!.*(intermediate|ffn|mlp|d_ff|inner|position|num_))"
-    r"(.*_)?(hidden_size(_global)?|projection_size|dim|channels|hidden_dim|upsample_groups)"
-)
-OWN = ("hidden_size", "d_model", "embed_dim", "head_dim", "n_embd")
+OWN = ("hidden_size", "d_model", "embed_dim")
 HALF = "num_pos_feats"  # the number of sines, and of cosines
 SMALLEST = 64  # smaller numbers are equal by chance
 
@@ -31,7 +26,7 @@ class _Part:
     data: dict[str, Any]
 
 
-def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig) -> None:
+def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig, roles: Roles) -> None:
     """Change the small fields of a configuration, in place. A width follows another part's hidden size where it equals this
     size, or this size times the number of joined patches or layers.
 
@@ -39,13 +34,14 @@ def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig)
         config: the original.
         data: its fields made small.
         text: the part that describes the text model.
+        roles: the role of a field, by its name.
     """
     found = list(_parts("", config, data))
     models = [p for p in found if hidden_size(p.config) is not None]
     models.sort(key=lambda p: p.config is not text)  # where several are equal, it follows the text model's
     for part in found:
         for name, value in vars(part.config).items():
-            if name in part.data and (LINKS.fullmatch(name) or name == HALF) and role(name) in (None, "width"):
+            if name in part.data and (name in OWN or role(name) is None) and roles(name) in ("width", "hidden"):
                 follows = _following(part, name, models)
                 part.data[name] = _each(value, part.data[name], follows)
 
@@ -54,18 +50,14 @@ def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, An
     """(value, small value) -> the small value that follows another model's."""
     own = hidden_size(part.config)
     words = set(name.split("_"))
-    order = sorted(models, key=lambda p: not words & set(re.split(r"[._]", p.path)))
+    # Where two parts have the same width, it follows the other part.
+    order = sorted(models, key=lambda p: (p.config is part.config, not words & set(re.split(r"[._]", p.path))))
 
     def follows(value: Any, small: Any) -> Any:
         if not is_size(value) or value < SMALLEST or (value == own and name in OWN):
             return small
         for model in order:
-            hidden, new = hidden_size(model.config), _small_hidden(model)
-            if value == hidden and new is not None and (model.config is not part.config or name not in OWN):
-                if model.config is part.config and any(
-                    hidden_size(m.config) == value for m in models if m is not model
-                ):
-                    continue  # two parts have the same width: it follows the other part
+            if value == hidden_size(model.config) and (new := _small_hidden(model)) is not None:
                 return new
         for model in order:
             hidden, new = hidden_size(model.config), _small_hidden(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,15 +22,19 @@ from shardplan.model.offline import offline
 from shardplan.model.rebinding import NotBound, copied
 
 from .carry import carry
+from .fields import Role, Roles, role
 from .layers import Kept, candidates, layer_lists, skeleton
 from .live import Live, live_of
+from .measured import measured_widths, with_usual_names
 from .model_inputs import labels_of
 from .own_copies import LARGEST, NO_REDUCED_MODEL, not_carried
+from .pictures import parts
 from .reduced_adapters import Adapters, adapt, adapters_of
 from .scale import HEAD_DIMS
 from .shrink import reduced_config
 from .weights import randomise, without_noise
 
+MEASURED: dict[tuple[type, str], Mapping[str, Role]] = {}
 Adapting = Callable[[nn.Module], nn.Module]  # puts a model's adapters into a reduced model
 
 
@@ -100,6 +104,7 @@ def reduced_config_of(
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function that
     adds the adapters and the live model's changes to the reduced model."""
+    config = with_usual_names(config, partial(_construct, cls, device="meta", seed=0))
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
@@ -107,19 +112,21 @@ def reduced_config_of(
     failures: list[str] = []
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
     for kept in candidates(tree, count, vars(text), others, least):
+        small = partial(
+            reduced_config,
+            config,
+            tp=tp,
+            ep=ep,
+            seq_len=seq_len,
+            kept=kept,
+            tied=tied,
+            heads_times=heads_times,
+            head_dim=head_dim,
+            cp=cp,
+            shared=shared,
+        )
         try:
-            reduced = reduced_config(
-                config,
-                tp=tp,
-                ep=ep,
-                seq_len=seq_len,
-                kept=kept,
-                tied=tied,
-                heads_times=heads_times,
-                head_dim=head_dim,
-                cp=cp,
-                shared=shared,
-            )
+            reduced = small(roles=roles_of(cls, config, tree, small))
             if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is not padding
             adapted = _adapting(adapters, live, lists, kept)
@@ -148,6 +155,27 @@ def reduced_config_of(
         notes=tuple(dict.fromkeys(failures)),
         help="name a small configuration of the architecture, or a `module:callable` that builds a small model",
     )
+
+
+def roles_of(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, tree: ModuleTree, small: Callable[[], PreTrainedConfig]
+) -> Roles:
+    """The role of a field: by its name, by the usual name that the configuration's class maps to it, or as it is measured, once
+    for each configuration.
+
+    Args:
+        small: makes the numbers small whose names have roles.
+    """
+    key = (cls, str(config.to_dict()))
+    dims = {dim for _, parameter in tree.parameters.values() for dim in parameter.shape}
+    for base in (small, lambda: config):
+        try:
+            if key not in MEASURED:
+                MEASURED[key] = measured_widths(base(), partial(_construct, cls, device="meta", seed=0), dims)
+        except Exception:  # raised by the configuration or the modelling code, as widths do not fit together
+            continue
+    mapped = {name: role(usual) for part in parts(config) for usual, name in part.attribute_map.items()}
+    return lambda name: role(name) or mapped.get(name) or MEASURED.get(key, {}).get(name)
 
 
 def _adapting(adapters: Adapters | None, live: Live | None, lists: tuple[str, ...], kept: Kept) -> Adapting:

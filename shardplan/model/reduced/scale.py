@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from shardplan.model.config_numbers import config_value
 
 from .counts import WIDTHS_OF_HIDDEN, WIDTHS_OF_TOWER, like, same_relation, small_head_dims, small_widths
-from .fields import Role, role
+from .fields import Role, Roles, role
 from .layers import Kept
 from .pictures import parts
 from .state_spaces import ranks_of_a_group, small_state_heads
@@ -42,6 +42,7 @@ class Scale:
         group_ranks: the number of ranks that share a group of these heads.
         head_dim: the lower bound of head dims.
         cp: the number of ranks that share the heads of a tp rank.
+        roles: the role of a field, by its name.
     """
 
     tp: int
@@ -60,6 +61,7 @@ class Scale:
     group_ranks: int = 1
     head_dim: int = HEAD_DIMS[0]
     cp: int = 1
+    roles: Roles = role
 
 
 def scale_of(
@@ -73,6 +75,7 @@ def scale_of(
     head_dim: int = HEAD_DIMS[0],
     cp: int = 1,
     shared: Mapping[int, int] = MappingProxyType({}),
+    roles: Roles = role,
 ) -> Scale:
     """Choose the small values for the model that `config` describes; token ids are those of the `whole`.
 
@@ -80,15 +83,16 @@ def scale_of(
         heads_times: the factor by which there are more heads than usual.
         head_dim: the lower bound of head dims.
         cp, shared: as for `small_counts`.
+        roles: the role of a field, by its name.
     """
     by_role: dict[Role, set[int]] = {}
     for name, value in _numbers(config):
-        what = role(name)
+        what = roles(name)
         if what is not None and value > 0:
             by_role.setdefault(what, set()).add(value)
     if whole is not config:  # of the projector between the models
         by_role.setdefault("width", set()).update(
-            v for n, v in vars(whole).items() if role(n) == "width" and is_size(v)
+            v for n, v in vars(whole).items() if roles(n) == "width" and is_size(v)
         )
     heads, state_heads = small_state_heads(by_role, tp, heads_times, cp, shared)
     main_heads = config_value(config, "num_attention_heads", config_value(config, "num_heads"))
@@ -128,6 +132,7 @@ def scale_of(
         group_ranks=ranks_of_a_group(by_role.get("mamba_groups", ()), tp),
         head_dim=head_dim,
         cp=cp,
+        roles=roles,
     )
 
 
@@ -191,7 +196,8 @@ def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale) -> Scale:
     """The small values for a model next to the text model, such as a vision tower."""
     kept = tower_layers(config, whole)
-    scale = scale_of(config, config, outer.tp, outer.seq_len, kept, WIDTHS_OF_TOWER, head_dim=outer.head_dim)
+    options: dict[str, Any] = {"head_dim": outer.head_dim, "roles": outer.roles}
+    scale = scale_of(config, config, outer.tp, outer.seq_len, kept, WIDTHS_OF_TOWER, **options)
     return replace(scale, tokens=outer.tokens)
 
 

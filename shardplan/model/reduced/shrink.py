@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from transformers import PreTrainedConfig
 from shardplan.model.config_numbers import config_value, text_config
 
 from .counts import like
-from .fields import Role, role
+from .fields import Role, Roles, role
 from .layers import Kept, sections
 from .linked_widths import link
 from .scale import HEAD_DIMS, Scale, hidden_size, is_size, scale_of, tower_scale
@@ -28,8 +27,6 @@ CHANNELS = 32  # of convolutions; norms have the same number of groups
 CODES = 64
 QUERIES = 8  # of a query model, whose answers replace them
 STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, by layer; they follow from the layers
-# Fields of another model whose widths are the text model's.
-OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
 
 
 def reduced_config(
@@ -44,6 +41,7 @@ def reduced_config(
     head_dim: int = HEAD_DIMS[0],
     cp: int = 1,
     shared: Mapping[int, int] = MappingProxyType({}),
+    roles: Roles = role,
 ) -> PreTrainedConfig:
     """A configuration of the same class with small numbers.
 
@@ -57,12 +55,19 @@ def reduced_config(
         heads_times: the factor by which there are more heads than usual.
         head_dim: the lower bound of head dims.
         cp, shared: as for `small_counts`.
+        roles: the role of a field, by its name.
 
     Raises:
         Exception: whatever the configuration's class raises on a combination that it refuses.
     """
     text = text_config(config)
-    options: dict[str, Any] = {"heads_times": heads_times, "head_dim": head_dim, "cp": cp, "shared": shared}
+    options: dict[str, Any] = {
+        "heads_times": heads_times,
+        "head_dim": head_dim,
+        "cp": cp,
+        "shared": shared,
+        "roles": roles,
+    }
     scale = replace(scale_of(text, config, tp, seq_len, kept, **options), ep=ep)
     data = _shrunk(config, scale, text)
     if tied is not None:
@@ -70,7 +75,7 @@ def reduced_config(
         for name, value in vars(config).items():
             if value is text and name in data:
                 data[name]["tie_word_embeddings"] = tied
-    link(config, data, text)
+    link(config, data, text, roles)
     read_layers(data, config)
     small = type(config)(**data)
     _with_heads(small, data)
@@ -104,10 +109,6 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
             continue
         inner = tower_scale(value, config, scale) if value is not text and _is_model(value, scale) else scale
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
-        if inner is not scale and scale.hidden is not None:
-            widths_of_output = (n for n, v in vars(value).items() if OUTPUT_WIDTHS.fullmatch(n) and v == scale.hidden)
-            own = "hidden_size" if inner.hidden == scale.hidden else ""  # else it is the width of the tower's result
-            data[name] |= {n: scale.widths[scale.hidden] for n in widths_of_output if n != own}
     nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     for name in data.keys() - nested:
         if name == "per_layer_config":
@@ -144,17 +145,17 @@ def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
     hidden, layers = hidden_size(config), config_value(config, "num_hidden_layers")
     if hidden is None:
         return is_size(layers) and layers != scale.kept.count
-    tables = {"heads": scale.heads, "head_dim": scale.head_dims, "width": scale.widths}
+    tables = {"heads": scale.heads, "head_dim": scale.head_dims, "width": scale.widths, "vocabulary": scale.vocabulary}
     return hidden != scale.hidden or any(
         table is not None and is_size(value) and value not in table
         for name, value in vars(config).items()
-        for table in [tables.get(role(name) or "")]
+        for table in [tables.get(scale.roles(name) or "")]
     )
 
 
 def _field(value: Any, scale: Scale, name: str) -> Any:
     """One field made small."""
-    what = role(name)
+    what = scale.roles(name)
     if what is not None and isinstance(value, dict):  # a number for each kind of layer
         return {kind: SHRINK[what](item, scale, name) for kind, item in value.items()}
     if what is not None and value is not None:

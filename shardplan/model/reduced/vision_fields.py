@@ -110,12 +110,10 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
         data["image_size"] = [small, small] if isinstance(config.image_size, (list, tuple)) else small
     for name, value in vars(config).items():
         widths = value if name in lists else [value]
-        if role(name) not in ("width", "hidden") and name != "hidden_sizes":
-            continue
-        if not all(is_size(one) for one in widths):
+        if name not in ("embed_dim", "hidden_sizes", "hidden_size") or not all(is_size(one) for one in widths):
             continue
         head_dim = widths[0] // heads[0] if heads else gcd(*widths)
-        if name in ("embed_dim", "hidden_sizes", "hidden_size") and head_dim > HEAD_DIM and head_dim % HEAD_DIM == 0:
+        if head_dim > HEAD_DIM and head_dim % HEAD_DIM == 0:
             small = [one * HEAD_DIM // head_dim for one in widths]
             data[name] = small if name in lists else small[0]
 
