@@ -1,7 +1,8 @@
 """The memory of logits that stay split over the vocabulary and of fused ones: `python -m benchmarks.fused [cuda]`.
 
 `estimate` tells it for a step of a model at tp 8; the allocator for the head and the loss of one of its ranks, forward and backward:
-on a CUDA device at the same size, on the CPU at a sixty-fourth of the tokens and of the hidden size, with chunks in proportion.
+on a CUDA device at the same size, on the CPU at a sixty-fourth of the tokens and of the hidden size, with chunks in proportion, and
+fused ones at all tokens with a sixty-fourth of the hidden size, next to the bytes of the logits that are not made.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ TEXT = """## Fused logits
 a step of a Llama with four layers in bfloat16, the most bytes of logits in it. The allocator's is of one rank's head and loss, forward and backward,
 with {measured:,} tokens and a hidden size of {features:,} in {dtype}{where}: the peak without the hidden states, the weight and their gradients, which both need.
 """
+WHOLE = "The last column is the same for fused ones with all {tokens:,} tokens and a hidden size of {features:,}; for split ones it is the bytes of the logits alone, in float32.\n"
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -80,14 +82,14 @@ class Head(nn.Module):
         return 2 * (self.hidden.nbytes + self.weight.nbytes) + self.labels.nbytes
 
 
-def measured(loss: Loss, tokens: int, device: str) -> tuple[int, float]:
+def measured(loss: Loss, tokens: int, features: int, device: str) -> tuple[int, float]:
     """Bytes at the peak besides what is needed; seconds of a step."""
     if device == "cpu":
         needed = 0
 
         def made() -> tuple[list[nn.Module], Callable[[], None]]:
             nonlocal needed
-            head = Head(tokens, HIDDEN * tokens // TOKENS, device)
+            head = Head(tokens, features, device)
             needed = head.needed
 
             def step() -> None:
@@ -97,7 +99,7 @@ def measured(loss: Loss, tokens: int, device: str) -> tuple[int, float]:
             return [head], step
 
         return min(peaks_of_steps(made, steps=2)) - needed, 0.0
-    head = Head(tokens, HIDDEN * tokens // TOKENS, device)
+    head = Head(tokens, features, device)
     for _ in range(2):
         head.step(loss)
     torch.cuda.synchronize()
@@ -113,11 +115,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("device", nargs="?", default="cpu", choices=("cpu", "cuda"))
     device = parser.parse_args().device
-    tokens = TOKENS if device == "cuda" else TOKENS // 64
+    tokens, features = (TOKENS, HIDDEN) if device == "cuda" else (TOKENS // 64, HIDDEN // 64)
     chunk = tokens_of_chunk(VOCABULARY // TP) * tokens // TOKENS
     ways: dict[str, Loss] = {"sharded": partial(split_loss, chunk=chunk), "fused": partial(fused_loss, chunk=chunk)}
     guesses = {name: estimated(name) for name in ways}
-    found = {name: measured(loss, tokens, device) for name, loss in ways.items()}
+    found = {name: measured(loss, tokens, features, device) for name, loss in ways.items()}
     argument, where = ("", " on the CPU") if device == "cpu" else (" cuda", f" on an {torch.cuda.get_device_name()}")
     sizes = {
         "tokens": TOKENS,
@@ -125,7 +127,7 @@ def main() -> None:
         "tp": TP,
         "hidden": HIDDEN,
         "measured": tokens,
-        "features": HIDDEN * tokens // TOKENS,
+        "features": features,
         "dtype": "bfloat16" if device == "cuda" else "float32",
     }
     print(TEXT.format(argument=argument, where=where, **sizes))
@@ -133,6 +135,13 @@ def main() -> None:
     ratios = [of["fused"] / of["sharded"] for of in (guesses, {name: peak for name, (peak, _) in found.items()})]
     rows.append(("fused / sharded", f"{ratios[0]:.3f} (goal: at most 0.05)", f"{ratios[1]:.3f}"))
     header = ("logits", "estimate", "allocator")
+    if device == "cpu":
+        header = (*header, f"{TOKENS:,} tokens")
+        print(WHOLE.format(**sizes))
+        logits = 4 * TOKENS * VOCABULARY // TP
+        peak, _ = measured(partial(fused_loss, chunk=tokens_of_chunk(VOCABULARY // TP)), TOKENS, features, device)
+        whole = f"{logits:,}", f"{peak:,}", f"{peak / logits:.3f} (goal: at most 0.05)"
+        rows = [(*row, one) for row, one in zip(rows, whole, strict=True)]
     if device == "cuda":
         header = (*header, "a step of head and loss")
         times = [seconds for _, seconds in found.values()]
