@@ -174,6 +174,7 @@ class Comparison:
         where: the rank of the worst error ("rank 1", "dp_shard 0, tp 1").
         verdict: "unproven" if the reference is too small everywhere to decide, or there is none.
         dtype: the precision in which the verdict was reached.
+        form: how a wrong tensor comes from the right one ("a partial sum", "2 times too large"); "" where it does not.
     """
 
     name: str
@@ -182,6 +183,7 @@ class Comparison:
     where: str
     verdict: Verdict
     dtype: str = "float32"
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)

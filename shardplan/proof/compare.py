@@ -12,6 +12,7 @@ from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
 
 from .rank import Left
 from .steps import Steps
+from .wrong_forms import form_of
 
 NEGLIGIBLE = 1e-12  # x the model's largest gradient: a reference that is smaller everywhere proves nothing
 ALL = "all ranks"
@@ -42,7 +43,8 @@ def compare(
         rounding = floor / NEGLIGIBLE * TOLERANCE[dtype]
         reduced = all(value.shape == reference.shape and magnitude(value) <= rounding for value in distinct.values())
         verdict = "unproven" if reduced else "differs"
-    return Comparison(name, kind, error, where, verdict, str(dtype).removeprefix("torch."))
+    form = form_of([*distinct.values()], reference) if verdict == "differs" else ""
+    return Comparison(name, kind, error, where, verdict, str(dtype).removeprefix("torch."), form)
 
 
 def compare_steps(reference: Steps, ranks: Mapping[str, Left]) -> tuple[Comparison, ...]:

@@ -12,6 +12,7 @@ from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
 from shardplan.core.report import Comparison, VariantProof
 from shardplan.core.tree import ancestors, block, full_name, named, parent
 
+from .first_difference import FirstDifference
 from .narrowing import note_of
 from .prove import Proven
 from .reach import touched
@@ -35,7 +36,9 @@ def findings_of(
     proofs = {proof.variant: proof for proof in proven.proof.variants}
     return {
         on: (
-            *_differing(proofs[variant_name(on)], program.resolved, reduced, proven.only_with.get(on)),
+            *_differing(
+                proofs[variant_name(on)], program.resolved, reduced, proven.only_with.get(on), proven.first.get(on)
+            ),
             *unreached(proven.missing[on], program, reduced, allow_unproven),
         )
         for on, program in proven.programs.items()
@@ -43,16 +46,21 @@ def findings_of(
 
 
 def _differing(
-    proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts, only_with: str | None
+    proof: VariantProof,
+    plan: ResolvedPlan,
+    reduced: ModelLayouts,
+    only_with: str | None,
+    first: FirstDifference | None,
 ) -> Iterator[Diagnostic]:
     wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
     if not wrong:
         return
-    blamed = next((found for row in reversed(wrong) if (found := _blamed(plan, row)) is not None), None)
+    names = first.names if first is not None else [row.name for row in reversed(wrong) if row.kind != "output"]
+    blamed = next((found for name in names if (found := _blamed(plan, name)) is not None), None)
     kinds = {kind: [row for row in wrong if row.kind == kind] for kind in ORDER}
     what = ", ".join(_counted(kind, len(rows)) for kind, rows in kinds.items() if rows)
     shown = [row for rows in kinds.values() for row in sorted(rows, key=_badness)[:MOST_ROWS]][:MOST_ROWS]
-    notes = [f"{row.kind} {row.name}: {_amount(row)} ({row.where})" for row in shown]
+    notes = [*([first.text] if first is not None else []), *(_of_row(row) for row in shown)]
     if len(wrong) > len(shown):
         notes.append(f"and {len(wrong) - len(shown)} more")
     if only_with:
@@ -62,7 +70,9 @@ def _differing(
         code=DIFFERS,
         severity=Severity.ERROR,
         message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
-        primary=Label(blamed.rule.location, "next to what differs") if blamed is not None else None,
+        primary=Label(blamed.rule.location, "the first difference" if first is not None else "next to what differs")
+        if blamed is not None
+        else None,
         notes=tuple(notes),
         help="`shardplan verify` prints every tensor; keep the module around the first difference whole, or reduce or gather its input",
         modules=tuple(dict.fromkeys(about)),
@@ -84,6 +94,11 @@ def _badness(row: Comparison) -> float:
     return -row.error if row.error == row.error else float("-inf")
 
 
+def _of_row(row: Comparison) -> str:
+    form = f", {row.form}" if row.form else ""
+    return f"{row.kind} {row.name}: {_amount(row)} ({row.where}){form}"
+
+
 def _amount(row: Comparison) -> str:
     return (
         "of another shape, missing or not finite"
@@ -92,15 +107,13 @@ def _amount(row: Comparison) -> str:
     )
 
 
-def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:
-    """The rule of the differing tensor, else of the nearest module around it or in its block."""
-    if row.kind == "output":
-        return None
-    around = [row.name, *ancestors(row.name)]
-    found = next((plan.assignments[name] for name in around if name in plan.assignments), None)
+def _blamed(plan: ResolvedPlan, name: str) -> Assignment | None:
+    """The rule of a module or parameter, else of the nearest module around it or in its block."""
+    around = [name, *ancestors(name)]
+    found = next((plan.assignments[one] for one in around if one in plan.assignments), None)
     if found is not None:
         return found
-    home = full_name(block(row.name), "") if block(row.name) else None
+    home = full_name(block(name), "") if block(name) else None
     inside = (a for name, a in plan.assignments.items() if home is not None and name.startswith(home))
     return next(inside, None)
 

@@ -37,12 +37,13 @@ from shardplan.torchlib.modes import reduced_runs
 from .calls import NOTHING, Checkpointed, calls_of, checkpointed_by
 from .compare import compare_steps, worst_of
 from .failure import RAISES, sharded_run
+from .first_difference import FirstDifference, first_difference
 from .narrowing import note_of, only_with
 from .pipelined import Scheduled, ScheduledRecipe
 from .processes import Case, Recipe, check_sendable, run_processes
 from .rank import Left
 from .reach import touched, unreached_modules, unreached_parameters
-from .simulate import simulate
+from .simulate import Run, simulate
 from .steps import Batch, Steps, averaged, cast, reference_of
 from .threads import OnRanks, rank_threads
 
@@ -56,12 +57,14 @@ class Proven:
         programs: variant -> its program for the reduced model, on the first mesh.
         missing: variant -> the parts that no run reached, in the names of the reduced model.
         only_with: variant that differs -> the calls of the model that show the difference, if the plain call is right.
+        first: variant that differs -> its first difference, where a boundary of a module shows one.
     """
 
     proof: NumericProof
     programs: Mapping[Overlays, Program]
     missing: Mapping[Overlays, tuple[str, ...]]
     only_with: Mapping[Overlays, str]
+    first: Mapping[Overlays, FirstDifference]
 
 
 def compile_for(
@@ -129,6 +132,7 @@ def prove(
     rows: dict[Overlays, list[Comparison]] = {on: [] for on in variants}
     programs: dict[Overlays, Program] = {}
     wrong_with: dict[Overlays, list[str]] = {on: [] for on in variants}
+    first: dict[Overlays, FirstDifference] = {}
     every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
     rounds = False  # whether float32 cannot decide
     for mesh in every:
@@ -165,6 +169,8 @@ def prove(
             rows[on] += found
             if any(row.verdict == "differs" for row in found):
                 wrong_with[on].append(trial.wrong_with())
+                if on not in first and (place := trial.first_difference()) is not None:
+                    first[on] = place
     proofs, missing = [], {}
     for on, program in programs.items():
         ranks = max(mesh.replicas for mesh in meshes[on])
@@ -195,7 +201,7 @@ def prove(
     seconds = time.monotonic() - start
     proof = NumericProof(sizes, tuple(proofs), processes, seconds, calls=called, meshes=tuple(every))
     only = {on: " or ".join(dict.fromkeys(found)) for on, found in wrong_with.items() if found and all(found)}
-    return Proven(proof, programs, missing, only)
+    return Proven(proof, programs, missing, only, first)
 
 
 def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -339,14 +345,27 @@ class Trial:
     ) -> tuple[Comparison, ...]:
         if on_ranks is None:
             return worst_of(row for run in run_processes(self.case, dtype) for row in run)
-        rows: list[Comparison] = []
+        rows = (simulate(run, self.program, on_ranks) for run in self._runs(only, dtype))
+        return worst_of(row for found in rows for row in found)
+
+    def _runs(self, only: Collection[str] | None, dtype: torch.dtype) -> Iterator[Run]:
+        """For each kind of input: what makes the model, and for each data-parallel rank its batches and the unsharded steps."""
         for kind in self.reduced_model.kinds:
             of = partial(steps_of, self.reduced_model, kind, dtype, only=only, under=checkpointed_by(self.program))
             made = [of(index) for index in range(self.program.resolved.sizes.replicas)]
             references = averaged([steps for _, steps in made])
-            build = partial(_built, self.reduced_model, dtype)
-            rows += simulate(build, [batches for batches, _ in made], self.program, references, on_ranks)
-        return worst_of(rows)
+            yield Run(partial(_built, self.reduced_model, dtype), [batches for batches, _ in made], references)
+
+    def first_difference(self) -> FirstDifference | None:
+        """Where the first difference is, by one more run; None for processes, where ranks of cp and of tp split one value, and where a
+        run of views raises."""
+        if self.ranks is None or (self.program.resolved.sizes.cp > 1 and self.program.resolved.sizes.tp != 1):
+            return None
+        for run in self._runs(None, torch.float64):
+            with rank_threads(self.ranks) as on_ranks:
+                if (found := first_difference(run, self.program, on_ranks)) is not None:
+                    return found
+        return None
 
     def wrong_with(self, dtype: torch.dtype = torch.float64) -> str:
         """The calls with which the variant is wrong, if the plain call is right (`only_with`); empty for processes, which take long to

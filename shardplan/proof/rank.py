@@ -74,6 +74,7 @@ def rank_steps(
     batches: Sequence[Batch],
     reference: Steps,
     joined: Callable[[DTensor], bool] = lambda gradient: False,
+    applied: Callable[[nn.Module], None] = lambda model: None,
 ) -> Left:
     """Apply the program and run the steps. All ranks of the mesh call it together.
 
@@ -82,8 +83,10 @@ def rank_steps(
         batches: this rank's batches.
         joined: whether the caller joins the ranks' parts of a gradient or a parameter; else these are made whole here, as all
             other tensors are.
+        applied: called with the planned model.
     """
     apply_program(model, mesh, program, src_data_rank=0)
+    applied(model)
     given = iter(reference.directions)
     written = writes_to(model)
     with CheckedSizes(), DrawnAlike() if reference.drew else nullcontext():

@@ -36,7 +36,7 @@ from .compare import NEGLIGIBLE
 from .failure import cause_of, is_ours
 from .prove import steps_of
 from .rank import Left
-from .simulate import results_on_ranks
+from .simulate import Run, results_on_ranks
 from .steps import STEPS, Batch, Steps, reference_of
 from .threads import OnRanks, rank_threads
 
@@ -214,7 +214,7 @@ class DtypeTrial:
                     rounding = self._eps * (2 * torch.rand(weight.shape, generator=generator) - 1) if again else 0.0
                     weight.mul_(scale * (1 + rounding))
         program = self._in_dtype(_without_rules(self._any))
-        ((_, left),) = results_on_ranks(model, [batches], program, [exact], on_ranks, exact.written)
+        ((_, left),) = results_on_ranks(Run(lambda: model, [batches], [exact]), program, on_ranks)
         return left
 
     def _sharded(self, known: Unsharded, on: Overlays, draw: int, on_ranks: OnRanks) -> list[Left]:
@@ -223,7 +223,7 @@ class DtypeTrial:
         replicas = program.resolved.sizes.replicas
         every = [known.batches] * replicas  # all ranks have one batch, so that their mean is its gradient
         model = with_half(self._built(draw))
-        found = results_on_ranks(model, every, program, [known.exact] * replicas, on_ranks, known.exact.written)
+        found = results_on_ranks(Run(lambda: model, every, [known.exact] * replicas), program, on_ranks)
         return [left for _, left in found]
 
     def _built(self, draw: int) -> nn.Module:

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,47 +31,49 @@ from .steps import Batch, Steps
 from .threads import OnRanks
 
 
-def simulate(
-    build: Callable[[], nn.Module],
-    batches: Sequence[Sequence[Batch]],
-    program: Program,
-    references: Sequence[Steps],
-    on_ranks: OnRanks,
-) -> tuple[Comparison, ...]:
-    """Apply a program on every rank, run the steps, and compare them with the unsharded ones; each row is the worst
-    over the ranks.
+class Run(NamedTuple):
+    """The unsharded side of a comparison.
 
     Args:
         build: makes the model on the CPU, with the weights of the reference.
         batches: data-parallel rank -> its batches.
-        program: for the simulated mesh, in the dtypes of the model (`compile_for`).
         references: data-parallel rank -> the steps on its batches, with the gradients of all ranks (`steps.averaged`).
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Sequence[Sequence[Batch]]
+    references: Sequence[Steps]
+
+
+def simulate(run: Run, program: Program, on_ranks: OnRanks) -> tuple[Comparison, ...]:
+    """Apply a program on every rank, run the steps, and compare them with the unsharded ones; each row is the worst
+    over the ranks.
+
+    Args:
+        program: for the simulated mesh, in the dtypes of the model (`compile_for`).
         on_ranks: calls a function on each rank of the mesh.
     """
     rows: list[Comparison] = []
-    written = frozenset().union(*(reference.written for reference in references))
-    found = results_on_ranks(build(), batches, program, references, on_ranks, written)
-    for index, reference in enumerate(references):
+    found = results_on_ranks(run, program, on_ranks)
+    for index, reference in enumerate(run.references):
         ranks = {f"rank {rank}": left for rank, (own, left) in enumerate(found) if own == index}
         rows += compare_steps(reference, ranks)
     return worst_of(rows)
 
 
 def results_on_ranks(
-    first: nn.Module,
-    batches: Sequence[Sequence[Batch]],
+    run: Run,
     program: Program,
-    references: Sequence[Steps],
     on_ranks: OnRanks,
-    written: Collection[str],
+    applied: Callable[[int, nn.Module], None] = lambda rank, model: None,
 ) -> list[tuple[int, Left]]:
     """Apply a program on every rank, and run the steps. Of each rank: its data-parallel rank, and its results, whole.
 
     Args:
-        first: the model, which is used up.
-        written: as in `copy_of`.
+        applied: called with each rank, and its planned model.
     """
     sizes, program = program.resolved.sizes, with_data_parallel(program)
+    first, written = run.build(), frozenset().union(*(reference.written for reference in run.references))
     models = [first, *(copy_of(first, written) for _ in range(sizes.world_size - 1))]
     section = program.resolved.data_parallel
     # FSDP2 casts, also where it has one rank
@@ -81,7 +83,8 @@ def results_on_ranks(
     def steps(rank: int) -> tuple[int, Left]:
         mesh = mesh_of(sizes, axes)
         index = data_parallel_rank(mesh)
-        return index, rank_steps(models[rank], mesh, program, batches[index], references[index], _parts)
+        batches, reference = run.batches[index], run.references[index]
+        return index, rank_steps(models[rank], mesh, program, batches, reference, _parts, partial(applied, rank))
 
     with common_to_ranks(first):
         found = on_ranks(steps)

@@ -23,7 +23,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
-from shardplan.proof.simulate import simulate
+from shardplan.proof.simulate import Run, simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
 from shardplan.proof.threads import rank_threads
 from shardplan.styles import STYLES
@@ -199,7 +199,7 @@ def _numbers_of(subject: Subject, program: Program, kind: str) -> tuple[bool, bo
         try:
             batches = [cast(batch, dtype) for batch in subject.batches[kind]]
             with rank_threads(program.resolved.sizes.world_size) as on_ranks:
-                rows = simulate(build, [batches], program, [subject.steps[kind][dtype]], on_ranks)
+                rows = simulate(Run(build, [batches], [subject.steps[kind][dtype]]), program, on_ranks)
         except Exception as error:
             return False, False, f"{type(error).__name__}: {str(error)[:160]}"
         wrong = [row for row in rows if row.verdict == "differs"]

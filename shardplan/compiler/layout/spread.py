@@ -188,7 +188,7 @@ def _split(
             return Spread("split", dim, known)
     order: list[tuple[int, ...]] = []
     for x in locals_:
-        indices = _indices(x, reference, dim, tolerance)
+        indices = indices_of(x, reference, dim, tolerance)
         if indices is None:
             return None
         order.append(indices)
@@ -208,8 +208,8 @@ def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: f
             close(x, reference.narrow(dim, start, length), tolerance) for x, start in zip(locals_, starts, strict=True)
         ):
             return Spread("split", dim, tuple(tuple(range(start, start + length)) for start in starts))
-    order = [_indices(x, reference, dim, tolerance) for x in locals_]
-    first = _indices(reference, reference, dim, tolerance)
+    order = [indices_of(x, reference, dim, tolerance) for x in locals_]
+    first = indices_of(reference, reference, dim, tolerance)
     found = [indices for indices in order if indices is not None]
     if first is None or len(found) < ranks or {first[i] for indices in found for i in indices} != set(first):
         return None
@@ -221,7 +221,7 @@ def _among_equals(
 ) -> list[tuple[int, ...]] | None:
     """The order with each index once. Equal slices (repeated heads) cannot be told apart, so their indices are given
     out in turn; None if their numbers differ."""
-    first = _indices(reference, reference, dim, tolerance)
+    first = indices_of(reference, reference, dim, tolerance)
     if first is None:
         return None
     alike: dict[int, list[int]] = {}
@@ -232,7 +232,7 @@ def _among_equals(
     return result if sorted(i for indices in result for i in indices) == list(range(len(first))) else None
 
 
-def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:
+def indices_of(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:
     """The slices of the reference along `dim` that the value consists of, in order."""
     if not reference.is_floating_point():
         value, reference = value.double(), reference.double()

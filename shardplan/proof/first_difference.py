@@ -1,0 +1,119 @@
+"""Where a wrong proof begins: the first tensor at the boundary of a module that the ranks' parts do not make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.compiler.layout.spread import Spread, spread_of
+from shardplan.compiler.lower import Program
+from shardplan.core.tree import full_name, parent
+from shardplan.model.forward_code import argument_names
+
+from .simulate import Run, common_to_ranks, results_on_ranks
+from .steps import run_steps
+from .threads import OnRanks
+from .watched_model import Place, WatchedModel, watching
+
+FIRST = "0"  # the key of a result that is one tensor
+LAST = 2  # operands that a message names
+FORMS = {"whole": "complete", "split": "a part", "sum": "a partial sum"}
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first difference of a run.
+
+    Args:
+        module: the module whose code makes the tensor, or in backward its gradient; in the names of the reduced model.
+        tensor: in words.
+        operands: the modules that made what is combined there, or in backward that read it, each with its part in words.
+    """
+
+    module: str
+    tensor: str
+    operands: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules whose rules may be wrong, the likeliest first: those whose results are combined, the last before the others; but a
+        module that has no other inside before its operands."""
+        operands = [name for name, part in reversed(self.operands) if part != FORMS["whole"]]
+        inside = any(parent(name) == self.module for name in operands)
+        return (*operands, self.module) if inside else (self.module, *operands)
+
+    @property
+    def text(self) -> str:
+        found = ", ".join(f"{name} ({part})" for name, part in self.operands)
+        return f"the first difference is {self.tensor}" + (f", from {found}" if found else "")
+
+
+def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDifference | None:
+    """Run the steps once more on all ranks, and look at what crosses the boundaries of modules. The arguments are those of `simulate`.
+
+    Ranks of the first batch are compared. Inside of experts that exchange tokens, ranks have each other's rows.
+
+    Returns:
+        None where every such tensor is whole, split or a partial sum, so that only a parameter's own gradient is wrong, and for a model
+        whose code cannot run on views of its tensors.
+    """
+    unsharded, given = run.build(), iter(run.references[0].directions)
+    names = {name: argument_names(module) for name, module in unsharded.named_modules()}
+    whole, ranks = WatchedModel(names), [WatchedModel(names) for _ in range(program.resolved.sizes.world_size)]
+    whole.watch(unsharded)
+    with watching():
+        try:
+            with common_to_ranks(unsharded):
+                run_steps(unsharded, run.batches[0], lambda results: next(given))
+            found = results_on_ranks(run, program, on_ranks, lambda rank, model: ranks[rank].watch(model))
+        except RuntimeError:  # it changes a view in place that a custom function returned
+            return None
+    return _first(whole, [ranks[rank] for rank, (index, _) in enumerate(found) if index == 0], program)
+
+
+def _first(whole: WatchedModel, ranks: Sequence[WatchedModel], program: Program) -> FirstDifference | None:
+    exchanged = [full_name(name, "") for name, one in program.modules.items() if one.experts is not None]
+    # Readers outside of a block add complete gradients to the block's partial sums.
+    outside = {name for name, one in program.modules.items() if one.outside is not None}
+    spreads: dict[Place, Spread | None] = {}
+    for place, reference in whole.seen.items():
+        if place.module.startswith(tuple(exchanged)) or (place.gradient and place.module in outside):
+            continue
+        parts = [rank.seen[place] for rank in ranks if place in rank.seen]
+        if len(parts) < len(ranks):
+            continue
+        spreads[place] = spread_of(parts, reference)
+        if spreads[place] is None:
+            return _told(place, whole, spreads)
+    return None
+
+
+def _told(place: Place, whole: WatchedModel, spreads: Mapping[Place, Spread | None]) -> FirstDifference:
+    module, around = place.module, parent(place.module)
+    what = f"{place.side} {place.key}" if place.side == "argument" or place.key != FIRST else place.side
+    made = f", made in {around or 'the model'}"
+    if place.gradient and place.side == "argument":
+        got = {part for _, part in _parts((one for one in spreads if one[:3] == (*place[:2], "result")), spreads)}
+        after = f", whose result gets {' and '.join(got)} as its gradient," if got - {FORMS["whole"]} else ""
+        return FirstDifference(module, f"the gradient that {module}{after} gives back for its {what}")
+    if place.gradient:
+        value = place._replace(gradient=False)
+        readers = (reader._replace(gradient=True) for reader, made in whole.made.items() if made == value)
+        return FirstDifference(around, f"the gradient of the {what} of {module}{made}", _parts(readers, spreads))
+    code = around if place.side == "argument" else module
+    inside = [one for one in spreads if one.side == "result" and not one.gradient and parent(one.module) == code]
+    own = (made for one, made in whole.made.items() if one[:2] == place[:2])
+    found = _parts(inside, spreads) if inside else _parts(own, spreads)
+    tensor = f"the {what} of {module or 'the model'}{made if place.side == 'argument' else ''}"
+    return FirstDifference(code, tensor, found[-LAST:])
+
+
+def _parts(places: Iterable[Place], spreads: Mapping[Place, Spread | None]) -> tuple[tuple[str, str], ...]:
+    """The modules of these places, in order, with how the ranks have their tensors; of values, only those that are not whole."""
+    found: dict[str, str] = {}
+    for place in places:
+        spread = spreads.get(place)
+        if spread is not None and (place.gradient or spread.kind != "whole"):
+            found.pop(place.module, None)
+            found[place.module] = FORMS[spread.kind]
+    return tuple(found.items())

@@ -1,0 +1,106 @@
+"""The place that SP420 names: one module of a planned model is made wrong on one rank, and the first difference must be there."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardplan.compiler.lowering_stage import program_of
+from shardplan.compiler.variants import bind_variants, check_variants
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
+from shardplan.core.tree import parent
+from shardplan.language import parse_plan
+from shardplan.proof import first_difference as judged
+from shardplan.proof.simulate import Run, results_on_ranks
+from shardplan.proof.steps import cast
+from shardplan.proof.threads import rank_threads
+from shardplan.proof.wrong_forms import form_of
+from tests.soundness.judge import _layouts, subject
+
+DRAWN = 5
+
+
+class Wrong(torch.autograd.Function):
+    """The value or its gradient, a tenth larger."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: bool) -> Tensor:
+        ctx.factor = 1.1 if backward else 1.0
+        return x.clone() if backward else 1.1 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradient, None
+
+
+def spoil(module: nn.Module, backward: bool) -> None:
+    """Make the module's result, or the gradient that it passes on, wrong."""
+    plain = module.forward
+    module.forward = lambda *args, **kwargs: Wrong.apply(plain(*args, **kwargs), backward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_wrong_module_is_the_first_difference(
+    name: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes, on = subject(name, 2), MeshSizes(tp=2), overlays_of(sequence_parallel)
+    variants = check_variants(bind_variants(parse_plan(name).plan, model.tree, sizes, {on, overlays_of(False)}))
+    assert not any(one.is_error for one in variants.findings[on])
+    layouts = {on: _layouts(model, variants.resolved[on], help=False)}
+    program = program_of(replace(variants, layouts=layouts), on)
+    kind = next(iter(model.recorded_models))
+    batches = [cast(batch, torch.float64) for batch in model.batches[kind]]
+    run = Run(partial(copy.deepcopy, model.models[torch.float64]), [batches], [model.steps[kind][torch.float64]])
+    draw = random.Random(f"{name} {sequence_parallel}")
+    matrices = [one for one, module in model.tree.modules.items() if module.kind in ("linear", "conv1d", "norm")]
+    with rank_threads(2) as on_ranks:
+        assert judged.first_difference(run, program, on_ranks) is None  # a right plan has none
+    found = []
+    for _ in range(DRAWN):
+        target, backward = draw.choice(matrices), draw.random() < 0.5
+
+        def applied(then: Callable[[int, nn.Module], None], rank: int, planned: nn.Module) -> None:
+            then(rank, planned)
+            if rank:
+                spoil(planned.get_submodule(target), backward)
+
+        def spoiled(run: Run, program: Any, on_ranks: Any, then: Callable[[int, nn.Module], None]) -> Any:
+            return results_on_ranks(run, program, on_ranks, partial(applied, then))
+
+        monkeypatch.setattr(judged, "results_on_ranks", spoiled)
+        with rank_threads(2) as on_ranks:
+            place = judged.first_difference(run, program, on_ranks)
+        found.append(place is not None and target in (*place.names[:1], *map(parent, place.names[:1])))
+        if not found[-1]:
+            print(target, "backward" if backward else "forward", place)
+    assert sum(found) >= 0.9 * len(found)
+
+
+RIGHT = torch.tensor([[1.0, 2.0], [3.0, 5.0], [8.0, 13.0]])
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [
+        ([RIGHT / 4, RIGHT * 3 / 4], "a partial sum: those of the ranks add up to the right one"),
+        ([2 * RIGHT, 2 * RIGHT], "2 times the right one"),
+        ([0 * RIGHT], "zero"),
+        ([RIGHT[[1, 0, 2]]], "the right one with its slices along dim 0 in another order"),
+        ([RIGHT.flip(1)], "the right one with its slices along dim 1 in another order"),
+        ([RIGHT + torch.eye(3, 2)], ""),
+        ([RIGHT[:2]], ""),
+    ],
+)
+def test_the_form_of_a_wrong_tensor_is_told(values: list[Tensor], form: str) -> None:
+    assert form_of(values, RIGHT) == form
