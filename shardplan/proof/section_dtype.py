@@ -62,7 +62,7 @@ def section_dtypes(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, on: 
     return section if precision.param or precision.reduce or precision.output else None
 
 
-def words(section: DataParallel) -> str:
+def shown_dtypes(section: DataParallel) -> str:
     """The dtype in which a model computes, or gradients are added up."""
     precision = section.mixed_precision
     assert precision is not None
@@ -255,13 +255,13 @@ class DtypeTrial:
         cause, where = cause_of(error)
         if MISSING.search(str(cause)):
             return self._finding(
-                f"the reduced model cannot run in {words(self.section)} on the CPU: torch {reason(cause)}",
+                f"the reduced model cannot run in {shown_dtypes(self.section)} on the CPU: torch {reason(cause)}",
                 (*where, "nothing is proven in this dtype"),
                 None,
                 Severity.WARNING,
             )
         return self._finding(
-            f"in {words(self.section)} the {who}reduced model raises {reason(cause)}",
+            f"in {shown_dtypes(self.section)} the {who}reduced model raises {reason(cause)}",
             where,
             "let the code read the dtype of its values (`x.dtype`, `torch.finfo(x.dtype).min`), or leave this part in the "
             "model's dtype",
@@ -274,7 +274,7 @@ class DtypeTrial:
             scaled: whether smaller weights give a finite one: the code has no constant that is too large.
         """
         return self._finding(
-            f"in {words(self.section)} the {name} of the reduced model is not finite, which it is in float32",
+            f"in {shown_dtypes(self.section)} the {name} of the reduced model is not finite, which it is in float32",
             ("with smaller weights it is finite",) if scaled else (),
             "use bfloat16, which has the range of float32, or `torch.finfo(x.dtype).min` in place of a constant",
             Severity.WARNING if scaled else Severity.ERROR,
@@ -282,14 +282,14 @@ class DtypeTrial:
 
     def _differs(self, found: Suspicion) -> Diagnostic:
         return self._finding(
-            f"in {words(self.section)} the sharded reduced model differs from the unsharded one, but not in float32",
+            f"in {shown_dtypes(self.section)} the sharded reduced model differs from the unsharded one, but not in float32",
             found.notes(),
             "look in the code for what it does in this dtype alone; keep that module whole",
         )
 
     def _itself(self, found: Suspicion) -> Diagnostic:
         return self._finding(
-            f"in {words(self.section)} the unsharded reduced model differs from itself in float32 by more than rounding",
+            f"in {shown_dtypes(self.section)} the unsharded reduced model differs from itself in float32 by more than rounding",
             found.notes(),
             "look in the code for what it does in this dtype alone",
             Severity.WARNING,

@@ -25,7 +25,7 @@ from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
 from .remembered_proofs import digest_of, known, remember
-from .section_dtype import DtypeTrial, section_dtypes, words
+from .section_dtype import DtypeTrial, section_dtypes, shown_dtypes
 
 # Descriptions of how a proof is known.
 EARLIER, NOW = "by an earlier proof in this process", "before it was applied"
@@ -94,11 +94,11 @@ def prove_stage(
     proof = proven.proof
     right = {on: one for on, one in proven.programs.items() if not any(about.is_error for about in found[on])}
     for section, programs in _by_section(asked, right):
-        progress(f"once in {words(section)}")
+        progress(f"once in {shown_dtypes(section)}")
         of_mesh = reduced_for(asked.reduced, next(iter(programs.values())).resolved.sizes)
         more = DtypeTrial(of_mesh.reduced_model, programs, section).findings()
         found = {**found, **{on: (*found[on], *about) for on, about in more.items()}}
-        proof = replace(proof, once_in=words(section))
+        proof = replace(proof, once_in=shown_dtypes(section))
     for on, program in proven.programs.items():
         remember(_digest(asked, on, program), found[on])
     return proof, found
