@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.compiler.layout.spread import Spread, spread_of
@@ -72,20 +72,26 @@ def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDiff
 
 
 def _first(whole: WatchedModel, ranks: Sequence[WatchedModel], program: Program) -> FirstDifference | None:
-    exchanged = [full_name(name, "") for name, one in program.modules.items() if one.experts is not None]
-    # Readers outside of a block add complete gradients to the block's partial sums.
-    outside = {name for name, one in program.modules.items() if one.outside is not None}
     spreads: dict[Place, Spread | None] = {}
-    for place, reference in whole.seen.items():
-        if place.module.startswith(tuple(exchanged)) or (place.gradient and place.module in outside):
-            continue
-        parts = [rank.seen[place] for rank in ranks if place in rank.seen]
-        if len(parts) < len(ranks):
-            continue
-        spreads[place] = spread_of(parts, reference)
-        if spreads[place] is None:
+    for place, spread in spreads_of(whole, ranks, program):
+        spreads[place] = spread
+        if spread is None:
             return _told(place, whole, spreads)
     return None
+
+
+def spreads_of(
+    whole: WatchedModel, ranks: Sequence[WatchedModel], program: Program
+) -> Iterator[tuple[Place, Spread | None]]:
+    """How the ranks' tensors make up the unsharded model's, in the order of its run, where all ranks have a tensor."""
+    exchanged = tuple(full_name(name, "") for name, one in program.modules.items() if one.experts is not None)
+    # Readers outside of a block add complete gradients to the block's partial sums.
+    outside = {name for name, one in program.modules.items() if one.outside is not None}
+    for place, reference in whole.seen.items():
+        parts = [rank.seen[place] for rank in ranks if place in rank.seen]
+        mixed = place.gradient and place.module in outside
+        if len(parts) == len(ranks) and not mixed and not place.module.startswith(exchanged):
+            yield place, spread_of(parts, reference)
 
 
 def _told(place: Place, whole: WatchedModel, spreads: Mapping[Place, Spread | None]) -> FirstDifference:

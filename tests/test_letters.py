@@ -1,0 +1,92 @@
+"""The letters that typing infers at the boundaries of modules, compared with those that a run with real moves shows: a value and its
+gradient, each whole, split or a partial sum over the ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shardplan.compiler.layout.crossings import Crossings
+from shardplan.compiler.layout.spread import Spread
+from shardplan.compiler.lowering_stage import program_of
+from shardplan.compiler.variants import bind_variants, check_variants
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
+from shardplan.language import parse_plan
+from shardplan.model.reduced.trace import Event
+from shardplan.proof import first_difference as watched
+from shardplan.proof.simulate import Run
+from shardplan.proof.steps import cast
+from shardplan.proof.threads import rank_threads
+from shardplan.proof.watched_model import Place
+from tests.soundness.judge import _layouts, subject
+
+# (value, gradient) -> the letter
+LETTERS = {("whole", "whole"): "I", ("whole", "sum"): "R", ("split", "split"): "V", ("sum", "whole"): "P"}
+
+
+@pytest.fixture
+def inferred(monkeypatch: pytest.MonkeyPatch) -> dict[Place, str]:
+    """Place -> the kind of type that the last typed run inferred there, outside of the module."""
+    found: dict[Place, str] = {}
+    enter, leave = Crossings.enter, Crossings.leave
+
+    def note(crossings: Crossings, event: Event, side: Any, numbers: tuple[int, ...]) -> None:
+        for name, number in zip(event.names, numbers, strict=True):
+            kind = crossings.typed.type_of(number)
+            found[Place(event.module, event.place[1], side, name)] = "" if kind.spread.empty else kind.kind
+
+    def entered(self: Crossings, event: Event) -> None:
+        enter(self, event)
+        note(self, event, "argument", event.inputs)
+
+    def left(self: Crossings, event: Event) -> None:
+        leave(self, event)
+        note(self, event, "result", event.outputs)
+
+    monkeypatch.setattr(Crossings, "enter", entered)
+    monkeypatch.setattr(Crossings, "leave", left)
+    return found
+
+
+def shown(spreads: dict[Place, Spread | None]) -> Iterator[tuple[Place, str]]:
+    """Place -> the letter of a value with a gradient; "" where it is none of the four, or zero."""
+    for place, value in spreads.items():
+        gradient = spreads.get(place._replace(gradient=True))
+        if not place.gradient and value is not None and gradient is not None and not (value.empty or gradient.empty):
+            yield place, LETTERS.get((value.kind, gradient.kind), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral", "deepseek_v3"])
+def test_letters_are_those_of_the_run(
+    name: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes, on = subject(name, 2), MeshSizes(tp=2), overlays_of(sequence_parallel)
+    variants = check_variants(bind_variants(parse_plan(name).plan, model.tree, sizes, {on, overlays_of(False)}))
+    report = _layouts(model, variants.resolved[on], help=False)
+    assert report.ok
+    typed = dict(inferred)
+    spreads: dict[Place, Spread | None] = {}
+    program = program_of(replace(variants, layouts={on: report}), on)
+    kind = next(iter(model.recorded_models))
+    batches = [cast(batch, torch.float64) for batch in model.batches[kind]]
+    run = Run(partial(copy.deepcopy, model.models[torch.float64]), [batches], [model.steps[kind][torch.float64]])
+    monkeypatch.setattr(
+        watched, "_first", lambda whole, ranks, program: spreads.update(watched.spreads_of(whole, ranks, program))
+    )
+    with rank_threads(2) as on_ranks:
+        watched.first_difference(run, program, on_ranks)
+    read_off = dict(shown(spreads))
+    both = {place: (typed[place], letter) for place, letter in read_off.items() if place in typed}
+    apart = {place: letters for place, letters in both.items() if letters[0] != letters[1] and "" not in letters}
+    print(len(both), apart)
+    assert len(both) > 50
+    assert apart == {}
