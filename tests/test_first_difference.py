@@ -78,7 +78,7 @@ def test_a_wrong_module_is_the_first_difference(
         monkeypatch.setattr(judged, "results_on_ranks", spoiled(target, backward))
         with rank_threads(2) as on_ranks:
             place = judged.first_difference(run, program, on_ranks)
-        if place is None or target not in (place.names[0], parent(place.names[0])):
+        if place is None or target not in (place.modules[0], parent(place.modules[0])):
             missed.append((target, backward, place))
     assert missed == []
 

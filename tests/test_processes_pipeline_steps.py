@@ -328,7 +328,9 @@ def another_batch() -> str:
 
 def test_stages_need_the_same_batch() -> None:
     for text in on_ranks(2, another_batch):
-        assert "pipeline-parallel ranks need the same batch" in text and "input_ids on rank 1." in text
+        assert (
+            "pipeline-parallel ranks need the same batch" in text and "input_ids on rank 1; labels on rank 1." in text
+        )
 
 
 def another_seed() -> str:

@@ -15,6 +15,7 @@ from .steps import run_steps
 from .threads import OnRanks
 from .watched_model import Place, WatchedModel, watching
 
+BEGINS = "the first difference is"
 FIRST = "0"  # the key of a result that is one tensor
 LAST = 2  # operands that a message names
 FORMS = {"whole": "complete", "split": "a part", "sum": "a partial sum"}
@@ -25,27 +26,12 @@ class FirstDifference:
     """The first difference of a run.
 
     Args:
-        module: the module whose code makes the tensor, or in backward its gradient; in the names of the reduced model.
-        tensor: in words.
-        operands: the modules that made what is combined there, or in backward that read it, each with its part in words.
+        modules: whose rules may be wrong, in the names of the reduced model, the likeliest first.
+        text: the tensor, and what it is made from.
     """
 
-    module: str
-    tensor: str
-    operands: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The modules whose rules may be wrong, the likeliest first: those whose results are combined, the last before the others; but a
-        module that has no other inside before its operands."""
-        operands = [name for name, part in reversed(self.operands) if part != FORMS["whole"]]
-        inside = any(parent(name) == self.module for name in operands)
-        return (*operands, self.module) if inside else (self.module, *operands)
-
-    @property
-    def text(self) -> str:
-        found = ", ".join(f"{name} ({part})" for name, part in self.operands)
-        return f"the first difference is {self.tensor}" + (f", from {found}" if found else "")
+    modules: tuple[str, ...]
+    text: str
 
 
 def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDifference | None:
@@ -95,23 +81,31 @@ def spreads_of(
 
 
 def _told(place: Place, whole: WatchedModel, spreads: Mapping[Place, Spread | None]) -> FirstDifference:
+    """The modules whose results are combined come before the one that combines them, the last before the others. A module without
+    modules inside comes before those that make its arguments."""
     module, around = place.module, parent(place.module)
     what = f"{place.side} {place.key}" if place.side == "argument" or place.key != FIRST else place.side
-    made = f", made in {around or 'the model'}"
+    tensor, made = f"the {what} of {module or 'the model'}", f", made in {around or 'the model'}"
     if place.gradient and place.side == "argument":
         got = {part for _, part in _parts((one for one in spreads if one[:3] == (*place[:2], "result")), spreads)}
         after = f", whose result gets {' and '.join(got)} as its gradient," if got - {FORMS["whole"]} else ""
-        return FirstDifference(module, f"the gradient that {module}{after} gives back for its {what}")
+        return FirstDifference((module,), f"{BEGINS} the gradient that {module}{after} gives back for its {what}")
     if place.gradient:
         value = place._replace(gradient=False)
         readers = (reader._replace(gradient=True) for reader, made in whole.made.items() if made == value)
-        return FirstDifference(around, f"the gradient of the {what} of {module}{made}", _parts(readers, spreads))
-    code = around if place.side == "argument" else module
+        operands = _parts(readers, spreads)
+        names = [name for name, part in reversed(operands) if part != FORMS["whole"]]
+        return FirstDifference((*names, module, around), f"{BEGINS} the gradient of {tensor}{made}{_from(operands)}")
+    code, made = (around, made) if place.side == "argument" else (module, "")
     inside = [one for one in spreads if one.side == "result" and not one.gradient and parent(one.module) == code]
     own = (made for one, made in whole.made.items() if one[:2] == place[:2])
-    found = _parts(inside, spreads) if inside else _parts(own, spreads)
-    tensor = f"the {what} of {module or 'the model'}{made if place.side == 'argument' else ''}"
-    return FirstDifference(code, tensor, found[-LAST:])
+    operands = _parts(inside or own, spreads)[-LAST:]
+    names = [name for name, _ in reversed(operands)]
+    return FirstDifference((*names, code) if inside else (code, *names), f"{BEGINS} {tensor}{made}{_from(operands)}")
+
+
+def _from(operands: Sequence[tuple[str, str]]) -> str:
+    return f", from {', '.join(f'{name} ({part})' for name, part in operands)}" if operands else ""
 
 
 def _parts(places: Iterable[Place], spreads: Mapping[Place, Spread | None]) -> tuple[tuple[str, str], ...]:

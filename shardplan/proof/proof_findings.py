@@ -55,7 +55,7 @@ def _differing(
     wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
     if not wrong:
         return
-    names = first.names if first is not None else [row.name for row in reversed(wrong) if row.kind != "output"]
+    names = first.modules if first is not None else [row.name for row in reversed(wrong) if row.kind != "output"]
     blamed = next((found for name in names if (found := _blamed(plan, name)) is not None), None)
     kinds = {kind: [row for row in wrong if row.kind == kind] for kind in ORDER}
     what = ", ".join(_counted(kind, len(rows)) for kind, rows in kinds.items() if rows)

@@ -171,6 +171,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
         ),
         "checkpoints of planned models through Trainer",
     ),
+    Attributes("transformers", "Trainer", ("_mixed_mesh_grads",), "one norm of gradients over all meshes"),
     Attributes("accelerate", "Accelerator", ("_models", "_optimizers", "_schedulers"), "what `save_state` saves"),
     Attributes("argparse", "", ("_HelpAction", "_SubParsersAction"), "completion, and the page of commands"),
     Attributes("argparse", "ArgumentParser", ("_actions", "_option_string_actions"), "completion, unknown options"),
