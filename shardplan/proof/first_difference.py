@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.layout.spread import Spread, spread_of
 from shardplan.compiler.lower import Program
 from shardplan.core.tree import full_name, parent
@@ -49,7 +51,7 @@ def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDiff
     whole.watch(unsharded)
     with watching():
         try:
-            with common_to_ranks(unsharded):
+            with common_to_ranks(unsharded), DrawnAlike() if run.references[0].drew else nullcontext():
                 run_steps(unsharded, run.batches[0], lambda results: next(given))
             found = results_on_ranks(run, program, on_ranks, lambda rank, model: ranks[rank].watch(model))
         except RuntimeError:  # it changes a view in place that a custom function returned
