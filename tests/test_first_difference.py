@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,18 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardplan.compiler.lowering_stage import program_of
-from shardplan.compiler.variants import bind_variants, check_variants
-from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import overlays_of
 from shardplan.core.tree import parent
-from shardplan.language import parse_plan
 from shardplan.proof import first_difference as judged
-from shardplan.proof.simulate import Run, results_on_ranks
-from shardplan.proof.steps import cast
+from shardplan.proof.simulate import results_on_ranks
 from shardplan.proof.threads import rank_threads
 from shardplan.proof.wrong_forms import form_of
-from tests.soundness.judge import _layouts, subject
+from tests.planned_run import planned_run
 
 DRAWN = 5
 
@@ -61,14 +53,7 @@ def spoiled(target: str, backward: bool) -> Callable[..., Any]:
 def test_a_wrong_module_is_the_first_difference(
     name: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, sizes, on = subject(name, 2), MeshSizes(tp=2), overlays_of(sequence_parallel)
-    variants = check_variants(bind_variants(parse_plan(name).plan, model.tree, sizes, {on, overlays_of(False)}))
-    assert not any(one.is_error for one in variants.findings[on])
-    layouts = {on: _layouts(model, variants.resolved[on], help=False)}
-    program = program_of(replace(variants, layouts=layouts), on)
-    kind = next(iter(model.recorded_models))
-    batches = [cast(batch, torch.float64) for batch in model.batches[kind]]
-    run = Run(partial(copy.deepcopy, model.models[torch.float64]), [batches], [model.steps[kind][torch.float64]])
+    model, program, run = planned_run(name, sequence_parallel=sequence_parallel)
     with rank_threads(2) as on_ranks:
         assert judged.first_difference(run, program, on_ranks) is None  # a right plan has none
     draw, missed = random.Random(f"{name} {sequence_parallel}"), []

@@ -3,29 +3,18 @@ gradient, each whole, split or a partial sum over the ranks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from shardplan.compiler.layout.crossings import Crossings
 from shardplan.compiler.layout.spread import Spread
-from shardplan.compiler.lowering_stage import program_of
-from shardplan.compiler.variants import bind_variants, check_variants
-from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import overlays_of
-from shardplan.language import parse_plan
 from shardplan.model.reduced.trace import Event
 from shardplan.proof import first_difference as watched
-from shardplan.proof.simulate import Run
-from shardplan.proof.steps import cast
 from shardplan.proof.threads import rank_threads
 from shardplan.proof.watched_model import Place
-from tests.soundness.judge import _layouts, subject
+from tests.planned_run import planned_run
 
 # (value, gradient) -> the letter
 LETTERS = {("whole", "whole"): "I", ("whole", "sum"): "R", ("split", "split"): "V", ("sum", "whole"): "P"}
@@ -69,16 +58,9 @@ def shown(spreads: dict[Place, Spread | None]) -> Iterator[tuple[Place, str]]:
 def test_letters_are_those_of_the_run(
     name: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, sizes, on = subject(name, 2), MeshSizes(tp=2), overlays_of(sequence_parallel)
-    variants = check_variants(bind_variants(parse_plan(name).plan, model.tree, sizes, {on, overlays_of(False)}))
-    report = _layouts(model, variants.resolved[on], help=False)
-    assert report.ok
+    _, program, run = planned_run(name, sequence_parallel=sequence_parallel)
     typed = dict(inferred)
     spreads: dict[Place, Spread | None] = {}
-    program = program_of(replace(variants, layouts={on: report}), on)
-    kind = next(iter(model.recorded_models))
-    batches = [cast(batch, torch.float64) for batch in model.batches[kind]]
-    run = Run(partial(copy.deepcopy, model.models[torch.float64]), [batches], [model.steps[kind][torch.float64]])
     monkeypatch.setattr(
         watched, "_first", lambda whole, ranks, program: spreads.update(watched.spreads_of(whole, ranks, program))
     )
@@ -87,6 +69,5 @@ def test_letters_are_those_of_the_run(
     read_off = dict(shown(spreads))
     both = {place: (typed[place], letter) for place, letter in read_off.items() if place in typed}
     apart = {place: letters for place, letters in both.items() if letters[0] != letters[1] and "" not in letters}
-    print(len(both), apart)
     assert len(both) > 50
     assert apart == {}

@@ -16,6 +16,7 @@ from .first_difference import FirstDifference
 from .narrowing import note_of
 from .prove import Proven
 from .reach import touched
+from .wrong_forms import amount_of
 
 DIFFERS = Code("SP420")
 UNREACHED = Code("SP421")
@@ -96,15 +97,7 @@ def _badness(row: Comparison) -> float:
 
 def _of_row(row: Comparison) -> str:
     form = f", {row.form}" if row.form else ""
-    return f"{row.kind} {row.name}: {_amount(row)} ({row.where}){form}"
-
-
-def _amount(row: Comparison) -> str:
-    return (
-        "of another shape, missing or not finite"
-        if row.error == float("inf")
-        else f"{row.error:.1e} of its largest value"
-    )
+    return f"{row.kind} {row.name}: {amount_of(row.error)} ({row.where}){form}"
 
 
 def _blamed(plan: ResolvedPlan, name: str) -> Assignment | None:

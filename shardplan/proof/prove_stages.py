@@ -39,6 +39,7 @@ from .remembered_proofs import digest_of, known, remember
 from .simulate import with_data_parallel
 from .stage import EARLIER, NOW, Question
 from .threads import OnRanks, rank_threads
+from .wrong_forms import amount_of
 
 STAGES = Code("SP436")
 
@@ -230,7 +231,7 @@ def pipeline_findings(proof: PipelineProof, label: Label | None) -> tuple[Diagno
     wrong = [row for row in proof.rows if row.verdict == "differs"]
     if not wrong:
         return ()
-    shown = [f"{row.kind} {row.name}: {row.error:.1e} of its largest value ({row.where})" for row in wrong[:MOST_ROWS]]
+    shown = [f"{row.kind} {row.name}: {amount_of(row.error)} ({row.where})" for row in wrong[:MOST_ROWS]]
     more = [f"and {len(wrong) - len(shown)} more"] if len(wrong) > len(shown) else []
     return (
         Diagnostic(

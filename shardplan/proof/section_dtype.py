@@ -39,6 +39,7 @@ from .rank import Left
 from .simulate import Run, results_on_ranks
 from .steps import STEPS, Batch, Steps, reference_of
 from .threads import OnRanks, rank_threads
+from .wrong_forms import amount_of
 
 BREAKS = Code("SP424")
 
@@ -387,12 +388,8 @@ class Suspicion:
             (n for n in self.errors if self.itself or not n.startswith(ITSELF)), key=lambda n: -self.errors[n]
         )
         shown = [
-            f"{n.removeprefix(ITSELF)}: {_amount(self.errors[n])}, at most {self.bounds[n]:.1e} by rounding"
+            f"{n.removeprefix(ITSELF)}: {amount_of(self.errors[n])}, at most {self.bounds[n]:.1e} by rounding"
             for n in worst
         ]
         more = [f"and {len(worst) - MOST_ROWS} more"] if len(worst) > MOST_ROWS else []
         return (*shown[:MOST_ROWS], *more)
-
-
-def _amount(error: float) -> str:
-    return "of another shape, missing or not finite" if math.isinf(error) else f"{error:.1e} of its largest value"

@@ -92,40 +92,29 @@ def prove_stage(
     if asked.processes:
         return proven.proof, found
     proof = proven.proof
+    sections = {on: section_dtypes(asked.reduced, asked.plan, asked.sizes, on) for on in proven.programs}
     right = {on: one for on, one in proven.programs.items() if not any(about.is_error for about in found[on])}
-    for section, programs in _by_section(asked, right):
+    for section, programs in _by_section(sections, right):
         progress(f"once in {shown_dtypes(section)}")
         of_mesh = reduced_for(asked.reduced, next(iter(programs.values())).resolved.sizes)
         more = DtypeTrial(of_mesh.reduced_model, programs, section).findings()
         found = {**found, **{on: (*found[on], *about) for on, about in more.items()}}
         proof = replace(proof, once_in=shown_dtypes(section))
     for on, program in proven.programs.items():
-        remember(_digest(asked, on, program), found[on])
+        meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
+        remember(digest_of(asked.reduced, program, asked.allow_unproven, meshes, sections[on]), found[on])
     return proof, found
 
 
 def _by_section(
-    asked: Question, programs: Mapping[Overlays, Program]
+    sections: Mapping[Overlays, DataParallel | None], programs: Mapping[Overlays, Program]
 ) -> Iterator[tuple[DataParallel, Mapping[Overlays, Program]]]:
     """The programs with dtypes of a data-parallel section: those of one mesh together."""
-    groups: dict[MeshSizes, dict[Overlays, Program]] = {}
-    sections: dict[MeshSizes, DataParallel] = {}
+    groups: dict[MeshSizes, tuple[DataParallel, dict[Overlays, Program]]] = {}
     for on, program in programs.items():
-        if (section := section_dtypes(asked.reduced, asked.plan, asked.sizes, on)) is not None:
-            groups.setdefault(program.resolved.sizes, {})[on] = program
-            sections[program.resolved.sizes] = section
-    return ((sections[mesh], group) for mesh, group in groups.items())
-
-
-def _digest(asked: Question, on: Overlays, program: Program) -> str | None:
-    """The digest of the proof of one variant.
-
-    Args:
-        program: on its first mesh.
-    """
-    meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
-    section = section_dtypes(asked.reduced, asked.plan, asked.sizes, on)
-    return digest_of(asked.reduced, program, asked.allow_unproven, meshes, section)
+        if (section := sections[on]) is not None:
+            groups.setdefault(program.resolved.sizes, (section, {}))[1][on] = program
+    yield from groups.values()
 
 
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
@@ -168,7 +157,8 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
         told = next(one for one in meshes if on_mesh(on, one) == on)
         compiled = compile_for(reduced_for(asked.reduced, told), asked.plan, told, {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
-        found = known(_digest(asked, on, program))
+        section = section_dtypes(asked.reduced, asked.plan, asked.sizes, on)
+        found = known(digest_of(asked.reduced, program, asked.allow_unproven, meshes, section))
         if found is not None:
             return found, EARLIER
         return prove_stage(asked, (on,))[1][on], NOW

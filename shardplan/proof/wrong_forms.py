@@ -1,7 +1,9 @@
-"""How a wrong tensor comes from the right one: what tells a missing or a second reduction from other mistakes."""
+"""A wrong tensor in words: by how much it differs, and how it comes from the right one, which tells a missing or a second reduction from
+other mistakes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,3 +36,8 @@ def form_of(values: Sequence[Tensor], reference: Tensor) -> str:
         if all(order is not None and sorted(order) == list(range(reference.shape[dim])) for order in orders):
             return f"the right one with its slices along dim {dim} in another order"
     return ""
+
+
+def amount_of(error: float) -> str:
+    """The error of a wrong tensor (`relative_error`)."""
+    return "of another shape, missing or not finite" if math.isinf(error) else f"{error:.1e} of its largest value"

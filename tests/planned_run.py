@@ -1,0 +1,32 @@
+"""A built-in plan on the reduced model of its architecture, as the proof runs it on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from shardplan.compiler.lower import Program
+from shardplan.compiler.lowering_stage import program_of
+from shardplan.compiler.variants import any_error, bind_variants, check_variants
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
+from shardplan.language import parse_plan
+from shardplan.proof.simulate import Run
+from shardplan.proof.steps import cast
+from tests.soundness.judge import Subject, _layouts, subject
+
+
+def planned_run(name: str, *, sequence_parallel: bool) -> tuple[Subject, Program, Run]:
+    """The model, the program of the plan, and the unsharded side in float64."""
+    model, sizes, on = subject(name, 2), MeshSizes(tp=2), overlays_of(sequence_parallel)
+    variants = check_variants(bind_variants(parse_plan(name).plan, model.tree, sizes, {on, overlays_of(False)}))
+    assert not any_error(variants.findings[on])
+    layouts = {on: _layouts(model, variants.resolved[on], help=False)}
+    assert layouts[on].ok
+    kind = next(iter(model.recorded_models))
+    batches = [cast(batch, torch.float64) for batch in model.batches[kind]]
+    run = Run(partial(copy.deepcopy, model.models[torch.float64]), [batches], [model.steps[kind][torch.float64]])
+    return model, program_of(replace(variants, layouts=layouts), on), run
