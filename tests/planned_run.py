@@ -19,10 +19,10 @@ from shardplan.proof.steps import cast
 from tests.soundness.judge import Subject, _layouts, subject
 
 
-def planned_run(name: str, *, sequence_parallel: bool) -> tuple[Subject, Program, Run]:
-    """The model, the program of the plan, and the unsharded side in float64."""
+def planned_run(name: str, plan: str = "", *, sequence_parallel: bool) -> tuple[Subject, Program, Run]:
+    """The model, the program of the plan, and the unsharded side in float64. The plan has the name of the model type where it is not named."""
     model, sizes, on = subject(name, 2), MeshSizes(tp=2), overlays_of(sequence_parallel)
-    variants = check_variants(bind_variants(parse_plan(name).plan, model.tree, sizes, {on, overlays_of(False)}))
+    variants = check_variants(bind_variants(parse_plan(plan or name).plan, model.tree, sizes, {on, overlays_of(False)}))
     assert not any_error(variants.findings[on])
     layouts = {on: _layouts(model, variants.resolved[on], help=False)}
     assert layouts[on].ok

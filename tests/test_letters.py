@@ -4,6 +4,7 @@ gradient, each whole, split or a partial sum over the ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from shardplan.proof import first_difference as watched
 from shardplan.proof.threads import rank_threads
 from shardplan.proof.watched_model import Place
 from tests.planned_run import planned_run
+from tests.zoo.entry import Entry
+from tests.zoo.table import read
 
+TABLE = Path(__file__).parents[1] / "reports" / "model-types.md"
 # (value, gradient) -> the letter
 LETTERS = {("whole", "whole"): "I", ("whole", "sum"): "R", ("split", "split"): "V", ("sum", "whole"): "P"}
 
@@ -58,7 +62,27 @@ def shown(spreads: dict[Place, Spread | None]) -> Iterator[tuple[Place, str]]:
 def test_letters_are_those_of_the_run(
     name: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, program, run = planned_run(name, sequence_parallel=sequence_parallel)
+    both = compared(name, name, sequence_parallel, inferred, monkeypatch)
+    assert len(both) > 50
+    assert apart(both) == {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("entry", [e for e in read(TABLE).values() if e.verdicts], ids=lambda e: e.name)
+def test_letters_of_every_type_are_those_of_the_run(
+    entry: Entry, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variant in ("tp", "sp"):
+        if entry.has(variant):
+            assert apart(compared(entry.name, entry.plan, variant == "sp", inferred, monkeypatch)) == {}
+
+
+def compared(
+    name: str, plan: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
+) -> dict[Place, tuple[str, str]]:
+    """Place -> the inferred letter and that of the run; at the places that have both."""
+    inferred.clear()
+    _, program, run = planned_run(name, plan, sequence_parallel=sequence_parallel)
     typed = dict(inferred)
     spreads: dict[Place, Spread | None] = {}
     monkeypatch.setattr(
@@ -66,8 +90,9 @@ def test_letters_are_those_of_the_run(
     )
     with rank_threads(2) as on_ranks:
         watched.first_difference(run, program, on_ranks)
-    read_off = dict(shown(spreads))
-    both = {place: (typed[place], letter) for place, letter in read_off.items() if place in typed}
-    apart = {place: letters for place, letters in both.items() if letters[0] != letters[1] and "" not in letters}
-    assert len(both) > 50
-    assert apart == {}
+    return {place: (typed[place], letter) for place, letter in shown(spreads) if place in typed}
+
+
+def apart(both: dict[Place, tuple[str, str]]) -> dict[Place, tuple[str, str]]:
+    """The places whose letters differ; a value or gradient that is none of the four, or zero, tells nothing."""
+    return {place: letters for place, letters in both.items() if letters[0] != letters[1] and "" not in letters}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan
 from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.first_few import first_few
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.report import Comparison, Report, ordered
@@ -18,7 +19,6 @@ from .keywords import model_of
 from .one_at_a_time import one_at_a_time
 
 To = Literal["transformers", "torch"]
-MOST_ROWS = 5  # rows of differing values in a finding's notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,8 @@ def _differing(
 ) -> tuple[str, Label | None, tuple[()], tuple[str, ...]] | None:
     """A finding's message, the rule of the parameter that differs most, its related lines and notes; None where nothing differs."""
     wrong = sorted((row for row in rows if row.verdict == "differs"), key=lambda row: -row.error)
-    notes = [f"{row.kind} {row.name}: {row.error:.1e} ({row.where})" for row in wrong[:MOST_ROWS]]
-    notes += [f"and {len(wrong) - MOST_ROWS} more"] if len(wrong) > MOST_ROWS else []
+    notes = first_few(f"{row.kind} {row.name}: {row.error:.1e} ({row.where})" for row in wrong)
     owners = [(row.name, row.name.rpartition(".")[0]) for row in wrong if row.kind == "gradient"]
     ruled = [resolved.assignments[name] for names in owners for name in names if name in resolved.assignments]
     place = Label(ruled[0].rule.location, "its gradient differs") if ruled else None
-    return (f"{what}: {len(wrong)} of {len(rows)} tensors", place, (), tuple(notes)) if wrong else None
+    return (f"{what}: {len(wrong)} of {len(rows)} tensors", place, (), notes) if wrong else None

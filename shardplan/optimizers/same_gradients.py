@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardplan.core.first_few import in_a_row
 from shardplan.runtime.apply.applied import applied, was_touched
 
 from .matrix_shards import Groups, Stack
@@ -44,9 +45,8 @@ def check_same_gradients(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
         if not all_have and not all_lack
     ]
     if partly:
-        more = f" and {len(partly) - SHOWN} more" if len(partly) > SHOWN else ""
         raise ValueError(
-            f"ranks step matrices together, and only some of them have a gradient of {', '.join(partly[:SHOWN])}{more}. Nothing was changed. "
+            f"ranks step matrices together, and only some of them have a gradient of {in_a_row(partly, SHOWN)}. Nothing was changed. "
             "Where a rank's gradient is zero, write `p.grad = torch.zeros_like(p)` for it before step(); where the parameter is not to be "
             "stepped, set p.grad = None on all ranks"
         )

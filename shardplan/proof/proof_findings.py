@@ -8,6 +8,7 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.model import UNPROVEN_HELP
 from shardplan.compiler.lower import Program
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.first_few import first_few
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
 from shardplan.core.report import Comparison, VariantProof
 from shardplan.core.tree import ancestors, block, full_name, named, parent
@@ -21,7 +22,6 @@ from .wrong_forms import amount_of
 DIFFERS = Code("SP420")
 UNREACHED = Code("SP421")
 
-MOST_ROWS = 5  # differing rows in a finding's notes
 ORDER = {"output": 0, "buffer": 1, "parameter": 2, "gradient": 3}
 
 
@@ -60,10 +60,8 @@ def _differing(
     blamed = next((found for name in names if (found := _blamed(plan, name)) is not None), None)
     kinds = {kind: [row for row in wrong if row.kind == kind] for kind in ORDER}
     what = ", ".join(_counted(kind, len(rows)) for kind, rows in kinds.items() if rows)
-    shown = [row for rows in kinds.values() for row in sorted(rows, key=_badness)[:MOST_ROWS]][:MOST_ROWS]
-    notes = [*([first.text] if first is not None else []), *(_of_row(row) for row in shown)]
-    if len(wrong) > len(shown):
-        notes.append(f"and {len(wrong) - len(shown)} more")
+    shown = first_few(_of_row(row) for rows in kinds.values() for row in sorted(rows, key=_badness))
+    notes = [*([first.text] if first is not None else []), *shown]
     if only_with:
         notes.append(note_of(only_with))
     about = [name for row in wrong if row.kind != "output" for name in _in_model(row, reduced)]

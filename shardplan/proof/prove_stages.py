@@ -18,6 +18,7 @@ from shardplan.compiler.lower import Program
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.core.diagnostics import Code, Diagnostic, Label, PlanError, Severity
+from shardplan.core.first_few import first_few
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, without_sequence
 from shardplan.core.proof_meshes import stage_meshes
@@ -43,7 +44,6 @@ from .wrong_forms import amount_of
 
 STAGES = Code("SP436")
 
-MOST_ROWS = 5  # differing rows in a finding's notes
 ONE_EACH = SCHEDULES["1f1b"]  # one stage on each rank
 
 
@@ -231,8 +231,6 @@ def pipeline_findings(proof: PipelineProof, label: Label | None) -> tuple[Diagno
     wrong = [row for row in proof.rows if row.verdict == "differs"]
     if not wrong:
         return ()
-    shown = [f"{row.kind} {row.name}: {amount_of(row.error)} ({row.where})" for row in wrong[:MOST_ROWS]]
-    more = [f"and {len(wrong) - len(shown)} more"] if len(wrong) > len(shown) else []
     return (
         Diagnostic(
             code=STAGES,
@@ -240,7 +238,7 @@ def pipeline_findings(proof: PipelineProof, label: Label | None) -> tuple[Diagno
             message=f"a step of the reduced model in {len(proof.sizes)} pipeline stages differs from the whole one's in "
             f"{len(wrong)} tensors",
             primary=label,
-            notes=(*shown, *more),
+            notes=first_few(f"{row.kind} {row.name}: {amount_of(row.error)} ({row.where})" for row in wrong),
             help="use a mesh with pp 1",
         ),
     )

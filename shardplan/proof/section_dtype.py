@@ -22,6 +22,7 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.compiler.variants import bind_variants
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.first_few import first_few
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.sections import DataParallel
@@ -50,7 +51,6 @@ NOISE = 0.1  # of a weight, for another draw
 LARGE = 1e4  # masks are larger; no other value comes near the largest number of float16
 SMALLER = 0.25  # the factor of weights with which nothing overflows that is not a constant of the code
 ITSELF = "unsharded "  # before the name of a tensor that differs from the one in float32
-MOST_ROWS = 5  # differing tensors in a finding's notes
 MISSING = re.compile(r"not implemented for '?(?:BFloat16|Half)|_cpu['\"]? not implemented")
 
 
@@ -387,9 +387,7 @@ class Suspicion:
         worst = sorted(
             (n for n in self.errors if self.itself or not n.startswith(ITSELF)), key=lambda n: -self.errors[n]
         )
-        shown = [
+        return first_few(
             f"{n.removeprefix(ITSELF)}: {amount_of(self.errors[n])}, at most {self.bounds[n]:.1e} by rounding"
             for n in worst
-        ]
-        more = [f"and {len(worst) - MOST_ROWS} more"] if len(worst) > MOST_ROWS else []
-        return (*shown[:MOST_ROWS], *more)
+        )

@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from shardplan.core.first_few import in_a_row
 from shardplan.model.adapters import adapters_in, unwrapped
 from shardplan.runtime.apply.fsdp2 import reshard
 
@@ -161,8 +162,7 @@ def _convert(converter: WeightConverter, name: str, sources: list[str], model: n
     try:
         made = converter.convert(name, model=model, config=model.config)
     except Exception as error:
-        shown = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
-        raise ValueError(f"transformers' conversion of {shown} to {name} fails: {error}") from error
+        raise ValueError(f"transformers' conversion of {in_a_row(sources, 3)} to {name} fails: {error}") from error
     return {target: tensor[0] if isinstance(tensor, list) else tensor for target, tensor in made.items()}
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shardplan.core.first_few import in_a_row
 from shardplan.model.stored_tensors import MAX_DIGITS
 
 from .lazy import Box
@@ -72,7 +73,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(set(placed.values())) if placed is not None else [ONE_FILE]
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{_listed(missing)} of {folder} is missing, but {INDEX} names it: download it again")
+        raise FileNotFoundError(
+            f"{in_a_row(missing, 5)} of {folder} is missing, but {INDEX} names it: download it again"
+        )
     found: dict[str, StoredTensor] = {}
     for name in files:
         for tensor in _header(folder / name):
@@ -83,7 +86,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     lost = [name for name in placed or {} if name not in found]
     if lost:
         raise ValueError(
-            f"{_listed(lost)} is not in the file that {folder / INDEX} names: the index belongs to another checkpoint"
+            f"{in_a_row(lost, 5)} is not in the file that {folder / INDEX} names: the index belongs to another checkpoint"
         )
     return found
 
@@ -100,7 +103,7 @@ def _index(folder: Path) -> dict[str, str] | None:
         return None
     if not (folder / INDEX).is_file():
         others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {_listed(others)} is in an older format: save it as safetensors first" if others else ""
+        hint = f"; {in_a_row(others, 5)} is in an older format: save it as safetensors first" if others else ""
         raise FileNotFoundError(f"{folder} has neither {ONE_FILE} nor {INDEX}{hint}")
     placed = _json(folder / INDEX).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
@@ -119,10 +122,6 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must contain a JSON object")
     return content
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _header(path: Path) -> list[StoredTensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardplan.core.diagnostics import Code
+from shardplan.core.first_few import first_few
 from shardplan.core.tree import ModuleTree
 from shardplan.model.adapters import unwrapped
 from shardplan.model.build_tree import tree_of
@@ -19,7 +20,6 @@ from .layers import NUMBER
 NOT_REDUCED = Code("SP526")
 
 Facts = Mapping[tuple[str, str], frozenset[Hashable]]
-MOST = 5  # the most differences that are listed
 
 
 def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: str, seed: int) -> nn.Module:
@@ -43,11 +43,10 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
         )
     found = tuple(_differences(_facts(original), _facts(tree_of(model))))
     if found:
-        more = (f"and {len(found) - MOST} more",) if len(found) > MOST else ()
         raise refuse(
             NOT_REDUCED,
             f"`reduced` of {name} returned a model of another structure",
-            notes=(*found[:MOST], *more),
+            notes=first_few(found),
             help="build it with the same code, with fewer and narrower layers",
         )
     return model

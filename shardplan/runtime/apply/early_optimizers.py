@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardplan.core.first_few import in_a_row
+
 from .model_parts import Parted, parts_of
 from .unfit_optimizers import refuse_unfit
 
@@ -60,8 +62,7 @@ def _parameters(model: nn.Module | Parted) -> Iterator[nn.Parameter]:
 
 
 def _message(dead: list[str], count: int) -> str:
-    names = ", ".join(dead[:SHOWN]) + (f" and {len(dead) - SHOWN} more" if len(dead) > SHOWN else "")
     return (
         f"this optimizer was created before apply_plan, which replaced {len(dead)} of the {count} parameters that it holds "
-        f"({names}): its steps would not train the model. Create the optimizer after apply_plan"
+        f"({in_a_row(dead, SHOWN)}): its steps would not train the model. Create the optimizer after apply_plan"
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardplan.core.first_few import in_a_row
 from shardplan.core.mesh import Axis
 
 from .agreement import least
@@ -125,4 +126,4 @@ def _difference(mesh: DeviceMesh, dim: int, found: dict[str, Tensor]) -> str:
     if not wrong:
         return ""
     axis = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
-    return f"over {axis} {', '.join(wrong[:SHOWN])}" + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
+    return f"over {axis} {in_a_row(wrong, SHOWN)}"

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.core.first_few import in_a_row
+
 Group = DeviceMesh | ProcessGroup  # the ranks of a collective; a mesh has one dimension
 SHOWN = 8  # ranks that a message lists
 
@@ -14,8 +16,7 @@ SHOWN = 8  # ranks that a message lists
 def named_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words: "rank 3", "ranks 1, 3", and of many the first and how many more there are."""
     every = sorted(ranks)
-    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
-    return f"rank{'s' if len(every) > 1 else ''} {', '.join(map(str, every[:SHOWN]))}{more}"
+    return f"rank{'s' if len(every) > 1 else ''} {in_a_row(every, SHOWN)}"
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
