@@ -53,7 +53,7 @@ class Case:
 
     sizes: Mapping[str, int]
     skipping: tuple[int, ...]
-    said: str = "layers.0.experts, and ep ranks [1] do not call layers.0.experts"
+    said: str = "layers.0.experts, and ep rank 1 does not call layers.0.experts"
     leaps: bool = False
     exchange: str = "once"
     options: Mapping[str, object] = field(default_factory=dict)
@@ -71,11 +71,11 @@ class Case:
 DP = {"dp_shard": 2, "ep": 2}
 CASES = {
     "one rank": Case(DP, (1,)),
-    "the first rank": Case(DP, (0,), "ep ranks [0] do not call layers.0.experts, and ep ranks [1] call"),
+    "the first rank": Case(DP, (0,), "ep rank 0 does not call layers.0.experts, and ep rank 1 calls"),
     "every pair is sent": Case(DP, (1,), exchange="pairs"),
     "without gradients": Case(DP, (1,), trains=False),
     "checkpointed": Case(DP, (1,), options={"activation_checkpointing": {"modules": ["layers.*"]}}),
-    "a whole block": Case(DP, (1,), "layers.0.experts, and ep ranks [1] call layers.1.experts", leaps=True),
+    "a whole block": Case(DP, (1,), "layers.0.experts, and ep rank 1 calls layers.1.experts", leaps=True),
     "all ranks": Case(DP, (0, 1), ""),
     "all ranks, checkpointed": Case(DP, (0, 1), "", options={"activation_checkpointing": {"modules": ["layers.*"]}}),
     "nobody": Case(DP, (), ""),
@@ -84,7 +84,7 @@ FOUR = {
     "two ranks of other groups": Case(
         {"dp_shard": 4, "ep": 2}, (0, 3), "do not call layers.0.experts"
     ),  # each waits for a rank of the other group to gather the parameters
-    "tp inside of ep": Case({"dp_shard": 2, "tp": 2, "ep": 4}, (1,), "ep ranks [2, 3] do not call layers.0.experts"),
+    "tp inside of ep": Case({"dp_shard": 2, "tp": 2, "ep": 4}, (1,), "ep ranks 2 and 3 do not call layers.0.experts"),
     "all ranks": Case({"dp_shard": 4, "ep": 2}, (0, 1, 2, 3), ""),
 }
 

@@ -285,7 +285,7 @@ def test_what_cannot_be_loaded_is_said_on_every_rank_and_touches_nothing(tmp_pat
         assert said["one rank"][0] == ("ValueError" if rank == 2 else "RuntimeError")
         assert "is not a complete safetensors file" in said["one rank"][1]
         assert rank == 2 or "failed on rank 2" in said["one rank"][1]
-        assert "ranks [1] differ from rank 0" in said["other arguments"][1]
+        assert "rank 1 differs from rank 0" in said["other arguments"][1]
         assert "tie_word_embeddings=False" in said["ties"][1]
         assert said["half-way"][0] == ("OSError" if rank == 3 else "RuntimeError")
         assert "the disk is gone" in said["half-way"][1]

@@ -39,7 +39,7 @@ def test_all_say_who_failed_first_and_where(watches):
 def test_a_rank_that_has_not_begun_is_named(watches):
     (only,) = watches(1)
     only._ranks = 4
-    with pytest.raises(RuntimeError, match="^ranks 1, 2, 3 have not begun within 5 s$"):
+    with pytest.raises(RuntimeError, match="^ranks 1, 2 and 3 have not begun within 5 s$"):
         only.wait_for_all(5, until=0)
     only._ranks = 1
     only.wait_for_all(5, until=0)

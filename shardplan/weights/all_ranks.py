@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.torchlib.gathering import of_all
 from shardplan.torchlib.private import private
 
@@ -61,13 +62,12 @@ def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator
         raise failure
     failed = [(rank, text) for rank, text, _ in answers if text is not None]
     if failed:
-        ranks = f"rank {failed[0][0]}" if len(failed) == 1 else f"ranks {', '.join(str(rank) for rank, _ in failed)}"
-        raise RuntimeError(f"{doing} failed on {ranks}: {failed[0][1]}")
+        raise RuntimeError(f"{doing} failed on {named_ranks(rank for rank, _ in failed)}: {failed[0][1]}")
     different = [rank for rank, _, other in answers if other != answers[0][2]]
     if different:
         raise RuntimeError(
-            f"{doing}: ranks {different} differ from rank {answers[0][0]}; all ranks need the same "
-            "arguments and the same files"
+            f"{doing}: {named_ranks(different, ('differs', 'differ'))} from rank {answers[0][0]}; "
+            "all ranks need the same arguments and the same files"
         )
 
 
@@ -97,10 +97,10 @@ class _Called:
         """A text about the ranks that have not called it; empty where all have."""
         keys = {rank: self._key(rank) for rank in self.ranks}
         here = {rank for rank, key in keys.items() if self.store.check([key]) and self._number(key) >= int(self.count)}
-        late = [str(rank) for rank in self.ranks if rank not in here]
+        late = [rank for rank in self.ranks if rank not in here]
         if not late:
             return ""
-        who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
+        who = named_ranks(late, ("has", "have"))
         return (
             f"{self.name} waits on rank {dist.get_rank()}: {who} not called it. Call it on all ranks, "
             "not under `if rank == 0:`"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.torchlib.gathering import of_all
 
@@ -24,7 +25,7 @@ def checkpoint_parameters(model: nn.Module | Pipeline, ranks: Sequence[int] | No
     members = mesh.mesh.flatten().tolist()
     chosen = members if ranks is None else [*ranks]
     if others := set(chosen) - set(members):
-        raise ValueError(f"ranks {sorted(others)} are not on the model's mesh: choose from ranks={members}")
+        raise ValueError(f"{named_ranks(others, ('is', 'are'))} not on the model's mesh: choose from ranks={members}")
     own, inner = own_of(model), stored_parts(model)[0].inner
     group = None
     if len(members) != dist.get_world_size():

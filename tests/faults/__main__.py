@@ -261,7 +261,7 @@ class Judge:
             said, step = one.last.partition("ends here: ")[2], happened["step"]
             if of_disk and step:  # the next write notices it, perhaps in the next step
                 step = max(step, *re.findall(r"in step (\d+)", said))
-            named = re.search(rf"\branks? (\d+, )*{fault.rank}\b", said)
+            named = re.search(rf"\branks? (\d+(, | and ))*{fault.rank}\b", said)
             placed = re.search(STEP, said) if step is None else (f"in step {step}" if step else START_OF_ALL) in said
             if "the store of all ranks" in said or "not begun" in said:  # nobody knows: the rank's own step is there
                 placed = re.search(STEP, one.last)

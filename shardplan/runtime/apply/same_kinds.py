@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
 from shardplan.runtime.parallel.fsdp_units import units_of
+from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.torchlib.gathering import of_all
 
 from .agreement import least
@@ -85,7 +86,8 @@ def _message(by_rank: Mapping[int, tuple[str, ...]]) -> str:
         ranks.setdefault(names, []).append(rank)
     common = set.intersection(*map(set, ranks))
     listed = [
-        f"ranks {those} were given {', '.join(name for name in names if name not in common) or 'none of them'}"
+        f"{named_ranks(those, ('was given', 'were given'))} "
+        f"{', '.join(name for name in names if name not in common) or 'none of them'}"
         for names, those in ranks.items()
     ]
     return (

@@ -16,6 +16,8 @@ from torch import nn
 
 from shardplan.core.tree import ancestors
 
+from .process_groups import named_ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -46,8 +48,9 @@ class Turn:
         for rank, number in enumerate(said):
             where.setdefault(number, []).append(rank)
         listed = [
-            f"ep ranks {ranks} {'call' if number >= 0 else 'do not call'} {self.names[number if number >= 0 else ~number]}"
+            f"ep {named_ranks(ranks, verbs)} {self.names[max(number, ~number)]}"
             for number, ranks in where.items()
+            for verbs in [("calls", "call") if number >= 0 else ("does not call", "do not call")]
         ]
         raise RuntimeError(
             f"the ranks that exchange tokens must call their experts together, but in this forward {', and '.join(listed)}. Call the "

@@ -13,10 +13,17 @@ Group = DeviceMesh | ProcessGroup  # the ranks of a collective; a mesh has one d
 SHOWN = 8  # ranks that a message lists
 
 
-def named_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words: "rank 3", "ranks 1, 3", and of many the first and how many more there are."""
+def named_ranks(ranks: Iterable[int], verbs: tuple[str, str] | None = None) -> str:
+    """Ranks in words: "rank 3", "ranks 1 and 3", and of many the first and how many more there are.
+
+    Args:
+        verbs: what follows one rank, and several: ("is", "are").
+    """
     every = sorted(ranks)
-    return f"rank{'s' if len(every) > 1 else ''} {in_a_row(every, SHOWN)}"
+    *first, last = map(str, every)
+    listed = f"{', '.join(first)} and {last}" if first and len(every) <= SHOWN else in_a_row(every, SHOWN)
+    named = f"rank{'s' if first else ''} {listed}"
+    return f"{named} {verbs[bool(first)]}" if verbs else named
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:

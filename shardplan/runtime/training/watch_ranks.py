@@ -86,7 +86,7 @@ class RankWatch:
         missing = set(range(self._ranks))
         while missing := missing - set(self._signs(missing)):
             if time.monotonic() > until:
-                line = f"{named_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not begun within {start:g} s"
+                line = f"{named_ranks(missing, ('has', 'have'))} not begun within {start:g} s"
                 raise RuntimeError(self._decided(line))
             time.sleep(BEAT / 5)
 
