@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,34 @@ def test_a_wrong_plan_that_is_kept_is_an_error(folder: Path, derived: list[str])
     with pytest.raises(PlanError, match=deriving.SHOWN):
         compiled()
     assert len(derived) == 1
+
+
+def test_a_plan_that_another_user_keeps_is_not_read(
+    folder: Path, derived: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong one would be told where a proof runs, and not without one."""
+    before = compiled().describe()
+    (file,) = folder.iterdir()
+    text = file.read_text().partition("\n")[2].replace("down: rowwise", "down: colwise")
+    file.write_text(f"{kept_plans.MARK}{kept_plans._sum(text)}\n{text}")
+    if os.geteuid() == 0:
+        os.chown(file, 4711, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert compiled().describe() == before and len(derived) == 2
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_another_user_puts_in_the_place_of_a_plan_is_replaced(folder: Path, tmp_path: Path, kind: str) -> None:
+    folder.mkdir(parents=True)
+    (tmp_path / "own").write_text("not to be changed")
+    file = folder / "digest.yaml"
+    file.symlink_to(tmp_path / "own") if kind == "link" else os.mkfifo(file)
+    assert kept_plans.kept("digest") is None
+    assert kept_plans.keep("digest", "text") is None
+    assert (
+        (tmp_path / "own").read_text() == "not to be changed" and file.read_text().endswith("text") and file.is_file()
+    )
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ bounded time."""
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,110 @@ def test_very_many_tensors_take_linear_time(tmp_path, name):
         return time.process_time() - start
 
     assert seconds(20_000) < 15 * max(seconds(4_000), 0.1)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+class Shell:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self) -> object:
+        return os.system, ("touch ran",)
+
+
+def placed(name: str, tensor: str = UP) -> Callable[[Path], object]:
+    return lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {tensor: name}}))
+
+
+def pickled(name: str) -> Callable[[Path], object]:
+    return lambda folder: torch.save({UP: Shell()}, folder / name)
+
+
+def instead(make: Callable[[Path], object], name: str = INDEX) -> Callable[[Path], object]:
+    return lambda folder: ((folder / name).unlink(missing_ok=True), make(folder / name))
+
+
+def both(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def zero(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**30)
+
+
+# What is done to a folder whose index names one.safetensors, and what is said.
+FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pickle alone": (
+        both(instead(lambda path: None), pickled("pytorch_model.bin")),
+        "pytorch_model.bin is in an older format",
+    ),
+    "an index of a pickle": (both(placed("model.bin"), pickled("model.bin")), "not a complete safetensors file"),
+    "a pickle in the place of a shard": (pickled("one.safetensors"), "not a complete safetensors file"),
+    "a pickle in the place of all": (pickled(ONE), "not a complete safetensors file"),
+    "a pipe": (instead(os.mkfifo), f"{INDEX} is not a regular file"),
+    "a device": (instead(zero), f"{INDEX} is not a regular file"),
+    "another text": (instead(lambda path: path.symlink_to("/etc/passwd")), "is not JSON"),
+    "a gigabyte": (instead(large), "is larger than 32 MiB"),
+    "brackets": (instead(lambda path: path.write_text("[" * 100_000)), "is not JSON"),
+    "a shard that is a pipe": (instead(os.mkfifo, "one.safetensors"), "which .* names, is not a regular file"),
+    "a shard that is a device": (instead(zero, "one.safetensors"), "which .* names, is not a regular file"),
+    "a shard that is a folder": (instead(Path.mkdir, "one.safetensors"), "which .* names, is not a regular file"),
+    "a shard elsewhere": (placed("../one.safetensors"), "outside the folder: nothing is read there"),
+    "a shard without a name": (placed(""), "which is no name of a file"),
+    "the folder itself": (placed("."), "which is no name of a file"),
+    "a long name": (placed("a/" * 5000), "which is no name of a file"),
+    "a name that a terminal obeys": (placed("\x1b[2J\nsafe"), r"in '\\x1b\[2J\\nsafe', which is no name of a file"),
+    "a tensor that a terminal obeys": (placed("one.safetensors", "\x1b[2J"), r"'\\x1b\[2J' is not in the file"),
+    "a tensor with a long name": (placed("one.safetensors", "a." * 5000), "is not in the file"),
+    "very many files": (
+        lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {str(i): f"{i}.x" for i in range(50_000)}})),
+        "names 50,000 files, and at most 2,000 are read",
+    ),
+    "a configuration of a gigabyte": (instead(large, "config.json"), "is larger than 32 MiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_made_to_harm_is_refused_with_words(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    save_file({UP: torch.ones(2, 2)}, tmp_path / "one.safetensors", metadata={"format": "pt"})
+    placed("one.safetensors")(tmp_path)
+    assert stored_tensors(tmp_path).keys() == {UP}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    change, words = FOLDERS[name]
+    change(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
+        stored_tensors(tmp_path)
+    assert str(error.value).isprintable() and len(str(error.value)) < 700
+    assert not Path("ran").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000  # KiB
+    look(tmp_path)
+
+
+def test_links_of_a_download_are_followed(tmp_path):
+    """As the cache of the Hugging Face hub has them: the files are elsewhere, and are data wherever they are."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir(), folder.mkdir()
+    save_file({UP: torch.ones(2, 2)}, blobs / "1", metadata={"format": "pt"})
+    placed("one.safetensors")(blobs)
+    (folder / "one.safetensors").symlink_to("../blobs/1")
+    (folder / INDEX).symlink_to(f"../blobs/{INDEX}")
+    assert stored_tensors(folder).keys() == {UP}
+
+
+def test_unexpected_names_are_shown_as_text(tmp_path):
+    small_model("llama").save_pretrained(tmp_path)
+    save_file({**load_file(tmp_path / ONE), "\x1b[2J": torch.ones(2)}, tmp_path / ONE, metadata={"format": "pt"})
+    with fake_mesh(2, names=("tp",)) as mesh:
+        model = apply_plan(meta_model("llama"), mesh, "llama", src_data_rank=None, prove=False)
+        with pytest.raises(ValueError, match=r"the model lacks '\\x1b\[2J'"):
+            load_checkpoint(model, tmp_path)
 
 
 NAMES = st.sampled_from(

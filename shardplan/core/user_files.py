@@ -58,6 +58,12 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
+def shown_name(name: str, longest: int = 200) -> str:
+    """A name from a file as a message shows it: at most so many characters, and none that a terminal obeys."""
+    shown = name if name.isprintable() and name else ascii(name)
+    return shown if len(shown) <= longest else f"{shown[:longest]}..."
+
+
 def decode(content: bytes) -> str:
     """UTF-8 text without its byte order mark.
 
@@ -119,6 +125,21 @@ def in_form_of(old: bytes, text: str) -> str:
     return mark + text.replace("\n", line_ends_of(was))
 
 
+def replace_whole(path: str | os.PathLike[str], content: str) -> None:
+    """Write a file whole or not at all in a folder that others may write to, in the place of whatever has its name: a link is not
+    followed, and a pipe is not opened.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _move_there(Path(path), content.encode(), None)
+
+
+def is_trusted(path: str | os.PathLike[str]) -> bool:
+    """Whether the user or root owns a file, where files have owners. Raises OSError where there is no such file."""
+    return not hasattr(os, "geteuid") or os.stat(path).st_uid in (0, os.geteuid())
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file whole or not at all: it is written next to its place, then moved there. If that fails, or the
     process is killed, the old file is unchanged. A link stays a link; the mode stays, and the owner if allowed. A hard link
@@ -144,6 +165,11 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     if old is not None and not os.access(target, os.W_OK):
         raise PermissionError(13, "Permission denied", os.fspath(path))
+    _move_there(target, data, old)
+
+
+def _move_there(target: Path, data: bytes, old: os.stat_result | None) -> None:
+    """Write a file next to its place, and move it there."""
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".shardplan-", suffix=".tmp")
     try:
         with open(descriptor, "wb") as file:

@@ -13,11 +13,14 @@ from typing import IO, Any, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
+from shardplan.core.user_files import CannotRead, read_bytes, shown_name
 from shardplan.torchlib.gathering import of_all
 
 from .all_ranks import all_or_none, is_first
 
 CHECKSUMS = "checksums.json"
+MOST = 32 * 2**20  # bytes of it: a quarter of a million files
+LONGEST = 255  # characters of the name of a file
 Written = tuple[int, str]  # a file's length and SHA-256
 
 
@@ -86,11 +89,9 @@ def write_checksums(folder: Path, mine: Mapping[str, Written]) -> None:
 
 
 def identity(folder: Path) -> str | None:
-    """An identifier of the saved state; None if there is none."""
-    try:
-        return hashlib.sha256((folder / CHECKSUMS).read_bytes()).hexdigest()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    """An identifier of the saved state; None if there is none. Raises ValueError where its checksums cannot be read."""
+    content = _content(folder / CHECKSUMS)
+    return None if content is None else hashlib.sha256(content).hexdigest()
 
 
 def check_checksums(folder: Path) -> Collection[str]:
@@ -115,14 +116,25 @@ def check_checksums(folder: Path) -> Collection[str]:
     return written.keys()
 
 
+def _content(file: Path) -> bytes | None:
+    """What is in the file of checksums; None if there is none."""
+    try:
+        return read_bytes(file, MOST)
+    except CannotRead as error:
+        if error.missing or not file.parent.is_dir():
+            return None
+        raise ValueError(f"{file} {error.reason}") from None
+
+
 def _read(file: Path) -> Mapping[str, tuple[int, str]]:
     try:
-        found = json.loads(file.read_text("utf-8"))
+        found = json.loads((_content(file) or b"").decode())
         written = {name: (int(length), str(digest)) for name, (length, digest) in found.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    if any(Path(name).name != name for name in written):
-        raise ValueError(f"{file} names a file outside of its folder: it is damaged")
+    for name in written:
+        if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name) > LONGEST:
+            raise ValueError(f"{file} names {shown_name(name)}, which is no file of its folder: it is damaged")
     return written
 
 

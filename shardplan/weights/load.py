@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from shardplan.core.user_files import shown_name
 from shardplan.runtime.apply.applied import Applied, AppliedParts, applied
 from shardplan.runtime.apply.model_parts import parts_of
 from shardplan.runtime.pipeline import Pipeline
@@ -277,7 +278,7 @@ def _misfit(folder: Path, missing: list[str], unexpected: list[str], wrong: list
     ):
         for i, name in enumerate(names):
             near = _nearest(name, others) if i < SHOWN else None
-            lines.append(f"  {title} {name}" + (f" (is it {near}?)" if near else ""))
+            lines.append(f"  {title} {shown_name(name)}" + (f" (is it {near}?)" if near else ""))
     lines += [f"  {one}" for one in wrong]
     if (missing or unexpected) and not wrong:
         lines.append("strict=False ignores unexpected names, and initialises missing ones")

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardplan.core.first_few import in_a_row
-from shardplan.model.stored_tensors import MAX_DIGITS
+from shardplan.core.user_files import CannotRead, decode, read_bytes, shown_name
+from shardplan.model.stored_tensors import MAX_DIGITS, MAX_FILES, MAX_HEADER
 
 from .lazy import Box
 
@@ -35,7 +36,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-LONGEST = 200  # characters of a name in a message
+LONGEST_FILE = 255  # characters of the name of a file
 OPEN_FILES = 4  # the experts of one layer may be spread over several files
 
 
@@ -73,8 +74,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(set(placed.values())) if placed is not None else [ONE_FILE]
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
+        other = next((name for name in missing if (folder / name).exists()), None)
+        if other is not None:
+            raise ValueError(f"{folder / shown_name(other)}, which {INDEX} names, is not a regular file")
         raise FileNotFoundError(
-            f"{in_a_row(missing, 5)} of {folder} is missing, but {INDEX} names it: download it again"
+            f"{in_a_row(map(shown_name, missing), 5)} of {folder} is missing, but {INDEX} names it: download it again"
         )
     found: dict[str, StoredTensor] = {}
     for name in files:
@@ -86,7 +90,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     lost = [name for name in placed or {} if name not in found]
     if lost:
         raise ValueError(
-            f"{in_a_row(lost, 5)} is not in the file that {folder / INDEX} names: the index belongs to another checkpoint"
+            f"{in_a_row(map(shown_name, lost), 5)} is not in the file that {folder / INDEX} names: the index belongs to another checkpoint"
         )
     return found
 
@@ -103,21 +107,37 @@ def _index(folder: Path) -> dict[str, str] | None:
         return None
     if not (folder / INDEX).is_file():
         others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {in_a_row(others, 5)} is in an older format: save it as safetensors first" if others else ""
+        if (folder / INDEX).exists():
+            raise ValueError(f"{folder / INDEX} is not a regular file")
+        hint = (
+            f"; {in_a_row(map(shown_name, others), 5)} is in an older format: save it as safetensors first"
+            if others
+            else ""
+        )
         raise FileNotFoundError(f"{folder} has neither {ONE_FILE} nor {INDEX}{hint}")
     placed = _json(folder / INDEX).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to names of files")
+    if len(files := {*placed.values()}) > MAX_FILES:
+        raise ValueError(f"{folder / INDEX} names {len(files):,} files, and at most {MAX_FILES:,} are read")
     for tensor, name in placed.items():
+        if not name.strip("./") or not name.isprintable() or len(name) > LONGEST_FILE:
+            raise ValueError(
+                f"{folder / INDEX} places {shown_name(tensor)} in {shown_name(name)}, which is no name of a file"
+            )
         if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor:
-            raise ValueError(f"{folder / INDEX} places {tensor} in {name!r}, outside the folder: nothing is read there")
+            raise ValueError(
+                f"{folder / INDEX} places {shown_name(tensor)} in {name!r}, outside the folder: nothing is read there"
+            )
     return placed
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8-sig"))  # some editors write a byte order mark
-    except ValueError as error:
+        content = json.loads(decode(read_bytes(path, MAX_HEADER)))
+    except CannotRead as error:
+        raise ValueError(f"{path} {error.reason}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): it is damaged") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must contain a JSON object")
@@ -138,11 +158,10 @@ def _header(path: Path) -> list[StoredTensor]:
         ) from error
     unknown = [(name, dtype) for name, (_, dtype) in kinds.items() if dtype not in DTYPES]
     if unknown:
-        raise ValueError(f"{path}: the dtype {unknown[0][1]} of {unknown[0][0]} is not supported")
+        raise ValueError(f"{path}: the dtype {unknown[0][1]} of {shown_name(unknown[0][0])} is not supported")
     absurd = next((name for name in kinds if any(map(_is_absurd, name.split(".")))), None)
     if absurd is not None:
-        shown = absurd if len(absurd) <= LONGEST else f"{absurd[:LONGEST]}..."
-        raise ValueError(f"{path}: the index in {shown!r} is not a number of at most {MAX_DIGITS} digits")
+        raise ValueError(f"{path}: the index in {shown_name(absurd)!r} is not a number of at most {MAX_DIGITS} digits")
     return [StoredTensor(name, path, shape, DTYPES[dtype], written) for name, (shape, dtype) in kinds.items()]
 
 

@@ -57,8 +57,8 @@ def foreign(path: Path, why: str) -> ValueError:
     return ValueError(f"{path} is not what save_training_state writes: {why}")
 
 
-def check_metadata(folder: Path, files: Collection[str]) -> None:
-    """Check what torch reads first: which file has which tensor.
+def checked_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """What torch reads first: which file has which tensor.
 
     Args:
         files: the names that are allowed.
@@ -66,17 +66,26 @@ def check_metadata(folder: Path, files: Collection[str]) -> None:
     Raises:
         ValueError: it holds anything but the places of tensors, or names a file that is not allowed.
     """
-    _check_places(folder, _metadata(folder), files)
+    metadata = _metadata(folder)
+    _check_places(folder, metadata, files)
+    return metadata
 
 
 class StateReader(FileSystemReader):
-    """torch's reader of a folder, without its `pickle.load`."""
+    """torch's reader of a folder, without its `pickle.load`.
+
+    Args:
+        metadata: of the folder.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = _metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
 
 
 class StatePlanner(DefaultLoadPlanner):
@@ -101,7 +110,9 @@ class StatePlanner(DefaultLoadPlanner):
         holder[last] = found
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own: the memo of the faster one grows to any index that a file names."""
+
     def find_class(self, module: str, name: str) -> Any:
         allowed = {(one.__module__, one.__name__): one for one in _PUBLIC}
         allowed |= {place: private(key) for key in _PRIVATE for place in NAMES[key].places}

@@ -27,7 +27,7 @@ from .checkpoint_names import without_wrapper
 from .checksums import CHECKSUMS, SummedFiles, check_checksums, identity, write_checksums
 from .folders import begin, commit, repair, saving
 from .stage_moments import loaded, to_load, to_save
-from .state_files import METADATA, StatePlanner, StateReader, check_metadata, foreign, read_file
+from .state_files import METADATA, StatePlanner, StateReader, checked_metadata, foreign, read_file
 
 EXTRA, RANDOM, SCHEDULES = "extra.pt", "random.pt", "schedules.pt"
 _seen: dict[Path, str | None] = {}  # on the first rank: what it last saved or loaded at a path
@@ -153,7 +153,7 @@ def load_training_state(
             applied(model).keep_checkpoints_portable(one)
         files = _check_files(folder)
     with all_or_none(None, f"preparing to load {folder}"):
-        check_metadata(folder, files)
+        metadata = checked_metadata(folder, files)
         extra = read_file(folder / EXTRA)
         random = _read_random(folder / RANDOM)
         read_schedules = _read_schedules(folder, schedules)
@@ -161,7 +161,11 @@ def load_training_state(
     weights, moments = get_state_dict(named, optimizers)
     wanted = to_load(model, moments) if isinstance(model, Pipeline) else moments
     with _named_rank(f"loading {folder}"):
-        dcp.load({"model": weights, "optimizer": wanted}, storage_reader=StateReader(folder), planner=StatePlanner())
+        dcp.load(
+            {"model": weights, "optimizer": wanted},
+            storage_reader=StateReader(folder, metadata),
+            planner=StatePlanner(),
+        )
     with all_or_none(None, f"reading {folder}"):
         if is_first(None) and identity(folder) != found:
             raise RuntimeError(f"another job saved {folder} while it was being read: load it again")

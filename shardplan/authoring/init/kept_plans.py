@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from shardplan.core.tree import ModuleTree
-from shardplan.core.user_files import CannotRead, write_whole
+from shardplan.core.user_files import CannotRead, is_trusted, replace_whole
 from shardplan.core.version import __version__
 from shardplan.language.parsing import parse_text
 from shardplan.language.plan_files import read_text
@@ -91,8 +91,10 @@ def _pictured(tree: ModuleTree) -> Iterator[object]:
 
 
 def kept(digest: str) -> str | None:
-    """The text of a cached plan; None where there is none, or the file is damaged."""
+    """The text of a cached plan; None where there is none, the file is damaged, or another user owns it."""
     with suppress(CannotRead, OSError):
+        if not is_trusted(_file(digest)):
+            return None
         mark, _, text = read_text(_file(digest)).partition("\n")
         if mark == MARK + _sum(text) and parse_text(text).plan is not None:
             return text
@@ -104,7 +106,7 @@ def keep(digest: str, text: str) -> str | None:
     try:
         file = _file(digest)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, f"{MARK}{_sum(text)}\n{text}")
+        replace_whole(file, f"{MARK}{_sum(text)}\n{text}")
     except OSError as error:
         reason = error.strerror or error
         return f"the plan cannot be kept in {cache_folder()} ({reason}): it is derived again the next time"
