@@ -12,7 +12,7 @@ import pytest
 
 from tests.mutants import of_code
 from tests.mutants.__main__ import Row, drawn
-from tests.mutants.by_tests import copied
+from tests.mutants.by_tests import Tests, copied
 from tests.mutants.near_tests import near
 from tests.mutants.plans import CASES
 from tests.mutants.sites import OPERATORS, ROOT, Site, sites
@@ -78,14 +78,21 @@ def test_the_nearest_tests_are_asked_first(path, file):
 
 
 @pytest.mark.slow
-def test_a_test_kills_a_change_of_code_and_not_the_code():
-    path = "shardplan/weights/shared_folder.py"
-    file = "tests/test_sampling.py"
+def test_a_test_that_runs_a_change_kills_it_and_what_it_runs_is_remembered(tmp_path):
+    """One change that tests of a file see, and one that none of them runs."""
+    those = [site for site in CODE if site.path == "shardplan/runtime/parallel/process_groups.py"]
+    named = next(site for site in those if site.function == "named_ranks" and site.before == "verbs")
+    other = next(site for site in those if site.function == "unflatten")
+    file = "tests/test_watch_ranks.py"
     with copied() as copy:
-        share = ast.parse((ROOT / "tests/sampling.py").read_text())
-        assert copy.kills(path, ast.parse((ROOT / path).read_text()), [file]) == ""
-        broken = ast.parse(ast.unparse(share).replace("def share_of", "def shares_of"))
-        assert copy.kills("tests/sampling.py", broken, [file]).startswith(file)
+        tests = Tests(copy, [named, other], tmp_path / "mutants.json")
+        reached, failing, _ = tests._reaching(named, file)
+        assert f"{file}::test_a_rank_that_has_not_begun_is_named" in reached and not failing
+        assert tests._reaching(other, file)[0] == []
+        assert copy.kills({named.path: (ROOT / named.path).read_text()}, file, reached, 60.0) == ""
+        assert copy.kills({named.path: ast.unparse(named.tree())}, file, reached, 60.0) in reached
+        copy.run = None  # nothing runs once more
+        assert Tests(copy, [named, other], tmp_path / "mutants.json")._reaching(named, file)[0] == reached
 
 
 def test_one_that_passes_needs_a_reason():

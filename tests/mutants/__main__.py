@@ -20,9 +20,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from tests.sampling import add_share  # noqa: E402
 
 from .asked import preload, reached, reaching, verdict  # noqa: E402
-from .by_tests import copied  # noqa: E402
+from .by_tests import Tests, copied  # noqa: E402
 from .equal import reason  # noqa: E402
-from .near_tests import near  # noqa: E402
 from .plans import CASES, Case  # noqa: E402
 from .sites import Site, by_stratum, sites  # noqa: E402
 
@@ -103,9 +102,11 @@ def judge(count: int, seed: int, cases: Sequence[Case], only: str = "") -> Itera
 def tested(count: int, seed: int, only: str, files: int | None) -> Iterator[Row]:
     """So many mutants of all code, and the fast test that kills each; of so many files of tests at most."""
     preload([])
+    found = [*islice(drawn(seed, _sites("code", only)), count)]
     with copied() as copy:
-        for site in islice(drawn(seed, _sites("code", only)), count):
-            failed = copy.kills(site.path, site.tree(), near(site.path)[:files])
+        tests = Tests(copy, found)
+        for site in found:
+            failed = tests.verdict(site, files)
             yield Row(site, failed, "killed" if failed else "passes", "" if failed else reason(site))
 
 

@@ -150,11 +150,11 @@ def in_process(function: Callable[[], T], limit: float = LIMIT) -> T:
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         try:
-            result: Any = (True, function())
+            result = pickle.dumps((True, function()))
         except BaseException as error:
-            result = (False, f"{type(error).__name__}: {error}")
+            result = pickle.dumps((False, f"{type(error).__name__}: {error}"))
         with os.fdopen(write, "wb") as pipe:
-            pickle.dump(result, pipe)
+            pipe.write(result)
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:

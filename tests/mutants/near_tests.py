@@ -13,10 +13,10 @@ from .sites import ROOT
 NAMED = 4  # files that are asked first: those that say the names of a module
 FARTHER = 0.3  # what a name counts that only a module above says, for each step
 # These read code as text, or all of it: what they say of a mutant is of its form.
-OF_FORM = {f"test_{name}" for name in "rooms generated recipes mutants docs distributions walk".split()}
+OF_FORM = {f"test_{name}" for name in "rooms recipes mutants docs distributions walk".split()}
 # The others that prove a room, in words of the names of their files; "" for a room as a whole.
 ROOMS = {
-    "cli": "cli.* terminal lazy completion cases fit fmt lock diff export report_html fix compared fit_search early lsp",
+    "cli": "cli.* terminal lazy completion cases fit fmt lock diff export report_html fix compared fit_search early lsp generated",
     "weights": "folders weights materialize full_parameters flipped refit processes_.*weights processes_saves hostile_headers "
     "finetune processes_merging checkpoints",
     "pipeline": "stage_proof refused_stages processes_pipeline.* proof_mesh schedules example_pipeline other_sides",
