@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 # (older release, newer one) -> what is known -> the line of the list that says it.
 KNOWN: dict[tuple[str, str], dict[str, str]] = {
-    ("transformers-5.17.0", "transformers-5.18.0"): {
-        "a number of Mamba 2 that its plan names": r"models\.mamba2\.",
+    ("transformers-5.22.0", "transformers-5.23.0"): {
+        "a number of Mamba 2 that its plan names": r"mamba2\.Mamba2Mixer\.norm.*group_size=",
     },
     ("transformers-5.23.0", "transformers-5.24.0"): {
         "`cache` is the argument that was `past_key_values`": r"another name everywhere: past_key_values is cache",

@@ -44,9 +44,11 @@ def main(argv: list[str]) -> int:
     if wrong:
         return 1
     if (*args.only,) == PARTS and args.share == 1:
-        python = environment.said("-c", "import platform; print('.'.join(platform.python_version_tuple()[:2]))")
+        python, torch = environment.said(
+            "-c", "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__)"
+        ).split()
         passed = f"`make judge WHAT=versions`: private names, `make quick`, {len(RUNS)} runs on processes, {len(types)} types that differ from the pinned release's"
-        row = (date.today().isoformat(), python, args.pair.torch, args.pair.transformers, SYSTEM, passed)
+        row = (date.today().isoformat(), python, torch, args.pair.transformers, SYSTEM, passed)
         readme = ROOT / "README.md"
         readme.write_text(written(readme.read_text("utf-8"), row), "utf-8")
     return 0

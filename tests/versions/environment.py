@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import venv
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -18,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "versions"
 PAIR = re.compile(r"([\w.+]+)/([\w.]+)")
 TARGET = "transformers"
+CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 
 
 @dataclass(frozen=True)
@@ -61,48 +60,68 @@ class Environment:
         return self.run(*words, stdout=subprocess.PIPE).stdout.strip()
 
 
-def constraints(text: str, pair: Pair) -> str:
-    """The project's constraints with this pair, and without what other releases of transformers want otherwise."""
-    ours: Mapping[str, str] = {"torch": pair.torch, TARGET: pair.transformers}
-    lines = [line for line in text.splitlines() if line.partition("==")[0].strip() not in ours]
-    return "\n".join([*lines, *(f"{name}=={said}" for name, said in ours.items())]) + "\n"
+def constraints(text: str, torch: str) -> str:
+    """The project's constraints with this torch."""
+    lines = [line for line in text.splitlines() if line.partition("==")[0].strip() != "torch"]
+    return "\n".join([*lines, f"torch=={torch}"]) + "\n"
 
 
 def make(pair: Pair, python: str = sys.executable) -> Environment:
-    """The environment of a pair. Where torch is the installed one, transformers is put in front of this environment, with those of its
-    requirements that are not installed in a release that it takes.
+    """The environment of a pair: one for each torch and Python, the installed one if it has them, and in front of it transformers, with those
+    of its requirements that are not there in a release that suits.
 
     Raises:
         CalledProcessError: pip does not find the releases.
         RuntimeError: no release suits all that need it.
     """
-    if pair.torch == version("torch") and python == sys.executable:
-        folder = BUILD / f"{TARGET}-{pair.transformers}"
-        if pair.transformers != version(TARGET) and not folder.exists():
-            _pip(sys.executable, "install", "--no-deps", "--target", str(folder), f"{TARGET}=={pair.transformers}")
-            lacking: list[str] = []
-            while now := unmet(folder):
-                if now == lacking:
-                    raise RuntimeError(
-                        f"{folder} still lacks {', '.join(now)}: two of what is there need other releases of it"
-                    )
-                _pip(sys.executable, "install", "--no-deps", "--target", str(folder), *now)
-                lacking = now
-        return Environment(python, (ROOT, folder) if folder.exists() else (ROOT,))
-    folder = BUILD / f"{pair.torch}-{pair.transformers}-{Path(python).resolve().name}"
-    inside = folder / "bin" / "python"
-    if not inside.exists():
-        if python == sys.executable:
-            venv.create(folder, with_pip=True)
-        else:
-            subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    file, text = folder / "constraints.txt", constraints((ROOT / "constraints.txt").read_text("utf-8"), pair)
-    if not file.exists() or file.read_text("utf-8") != text:
-        used = folder / "used.txt"
-        used.write_text(text, "utf-8")
-        _pip(str(inside), "install", "--constraint", str(used), "--editable", f"{ROOT}[dev]")
-        used.rename(file)  # what is installed
-    return Environment(str(inside), (ROOT,))
+    here = python == sys.executable and pair.torch in (installed := version("torch"), installed.partition("+")[0])
+    base = Environment(python, (ROOT,)) if here else _with_torch(pair.torch, python)
+    if base.said("-c", f"from importlib.metadata import version; print(version('{TARGET}'))") == pair.transformers:
+        return base
+    name = f"{TARGET}-{pair.transformers}"
+    folder = BUILD / (name if here else f"{Path(base.python).parents[1].name}-{name}")
+    if not (finished := folder / "finished").exists():
+        wanted, before = [f"{TARGET}=={pair.transformers}"], [""]
+        while wanted and wanted != before:
+            _pip(base.python, "install", "--no-deps", "--target", str(folder), *wanted)
+            wanted, before = base.said("-m", "tests.versions.environment", str(folder)).splitlines(), wanted
+        if wanted:
+            raise RuntimeError(f"{folder} lacks {', '.join(wanted)}: two of what is there need other releases of it")
+        finished.touch()
+    return Environment(base.python, (ROOT, folder))
+
+
+def _with_torch(torch: str, python: str) -> Environment:
+    """An environment with a torch: the CPU build, or where pip finds none the release that it has, which may take gigabytes for CUDA.
+
+    Raises:
+        CalledProcessError: pip does not find the release.
+    """
+    folder = BUILD / f"torch-{torch}-{Path(python).resolve().name}"
+    environment = Environment(str(folder / "bin" / "python"), (ROOT,))
+    text = (ROOT / "constraints.txt").read_text("utf-8")
+    finished, used = folder / "finished.txt", folder / "used.txt"
+    if finished.exists() and finished.read_text("utf-8") == text:
+        return environment
+    if not Path(environment.python).exists():
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    builds = (
+        [(torch, ())]
+        if "+" in torch
+        else [(f"{torch}+cpu", ()), (f"{torch}+cpu", ("--extra-index-url", CPU_INDEX)), (torch, ())]
+    )
+    for build, words in builds:
+        used.write_text(constraints(text, build), "utf-8")
+        print(f"torch {build}: asking pip {' '.join(words)}", flush=True)
+        try:
+            _pip(environment.python, "install", "--constraint", str(used), *words, f"torch=={build}")
+            break
+        except subprocess.CalledProcessError:
+            if build == torch:
+                raise
+    _pip(environment.python, "install", "--constraint", str(used), "--editable", f"{ROOT}[dev]")
+    finished.write_text(text, "utf-8")
+    return environment
 
 
 def unmet(folder: Path) -> list[str]:
@@ -130,3 +149,7 @@ def wheel(transformers: str) -> Path:
 
 def _pip(python: str, *words: str) -> None:
     subprocess.run([python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words], check=True)
+
+
+if __name__ == "__main__":
+    print("\n".join(unmet(Path(sys.argv[1]))))
