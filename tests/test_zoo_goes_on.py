@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,18 +16,20 @@ from tests.zoo.workers import each
 
 
 def made(row: str) -> str:
-    """A judgement: one that raises, one that kills its process, one that does not end."""
+    """A judgement: one that raises, one that kills its process, one that does not end, one that waits for ever."""
     if row == "raises":
         raise ValueError("of the model's own code")
     if row == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if row == "waits":
+        threading.Event().wait()
     while row == "long":
         pass
     return row.upper()
 
 
 def test_a_row_that_does_not_end_or_ends_its_process_is_told_and_the_others_go_on():
-    rows = ["a", "raises", "long", "b", "dies", "c"]
+    rows = ["a", "waits", "raises", "long", "b", "dies", "c"]
     found = {row: said for row, said, _ in each(made, rows, jobs=2, seconds=1)}
     assert found == {
         "a": "A",
@@ -34,6 +37,7 @@ def test_a_row_that_does_not_end_or_ends_its_process_is_told_and_the_others_go_o
         "c": "C",
         "raises": "ValueError: of the model's own code",
         "long": "takes more than 1 s",
+        "waits": "takes more than 1 s",
         "dies": f"ends the process ({-signal.SIGSEGV})",
     }
 

@@ -1,4 +1,4 @@
-"""Processes that judge rows, each row with a bound on its processor time: one that takes longer, or ends its process, is told and the others go on."""
+"""Processes that judge rows, each row with a bound on its time: one that takes longer, or ends its process, is told and the others go on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 SECONDS = 600  # of processor time, for a row
+WAITING = 10  # times as many seconds, whatever they were spent on: a row that waits for ever uses no processor time
 TASKS = 8  # of a process: what a model leaves behind does not pile up
 R = TypeVar("R")
 
@@ -42,7 +43,7 @@ def each(make: Callable[[R], Any], rows: Sequence[R], jobs: int, seconds: int) -
                     made, used = one.recv()
                 except EOFError:
                     process.join()
-                    is_long = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+                    is_long = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGALRM)
                     made = f"takes more than {seconds} s" if is_long else f"ends the process ({process.exitcode})"
                     used, done = float(seconds), [row] * TASKS
                 if left and len(done) < TASKS:
@@ -65,10 +66,12 @@ def _work(make: Callable[[R], Any], seconds: int, to: Connection) -> None:
             return
         begun = _used()
         resource.setrlimit(resource.RLIMIT_CPU, (int(begun) + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        signal.alarm(WAITING * seconds)
         try:
             made = make(row)
         except Exception as error:  # of the model's own code
             made = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        signal.alarm(0)
         to.send((made, _used() - begun))
 
 
