@@ -1,5 +1,5 @@
-"""`make judge WHAT=versions PAIR=2.13.0+cpu/5.24.0`: private names, the tests of `make quick`, twelve runs in real processes, and the proof of each
-model type whose plans, modules, fields or arguments are not those of the pinned transformers. README.md gets a row if all of them pass."""
+"""`make judge WHAT=versions PAIR=2.13.0/5.24.0`: private names, the tests of `make quick`, twelve runs in real processes, and the proof of each
+model type whose plans, modules, fields or arguments are not those of the pinned transformers. README.md gets a row if what is asked for passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("pair", type=Pair.read, help="TORCH/TRANSFORMERS; `installed` for either")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of a new environment")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts, which write no row")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts, which have a row of their own"
+    )
     add_share(parser)
     args = parser.parse_args(argv)
     environment = make(args.pair, args.python)
@@ -44,14 +46,19 @@ def main(argv: list[str]) -> int:
         print(f"{name}: " + ("failed" if failed else "passed"), flush=True)
     if wrong:
         return 1
-    if (*args.only,) == PARTS:
-        python, torch = environment.said(
-            "-c", "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__)"
-        ).split()
-        passed = f"`make judge WHAT=versions`: private names, `make quick`, {len(RUNS)} runs on processes, {_of(types, differ)} that differ from the pinned release's"
-        row = (date.today().isoformat(), python, torch, args.pair.transformers, SYSTEM, passed)
-        readme = ROOT / "README.md"
-        readme.write_text(written(readme.read_text("utf-8"), row), "utf-8")
+    said = {
+        "names": "private names",
+        "quick": "`make quick`",
+        "runs": f"{len(RUNS)} runs on processes",
+        "types": f"{_of(types, differ)} that differ from the pinned release's",
+    }
+    asked = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__)"
+    python, torch = environment.said("-c", asked).split()
+    command = "`make judge WHAT=versions`" if (*args.only,) == PARTS else f"`--only {' '.join(args.only)}`"
+    passed = f"{command}: {', '.join(said[name] for name in args.only)}"
+    row = (date.today().isoformat(), python, torch, args.pair.transformers, SYSTEM, passed)
+    readme = ROOT / "README.md"
+    readme.write_text(written(readme.read_text("utf-8"), row), "utf-8")
     return 0
 
 

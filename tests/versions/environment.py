@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "versions"
 PAIR = re.compile(r"([\w.+]+)/([\w.]+)")
 TARGET = "transformers"
+INSTALL = ("install", "--no-compile")  # little of it is imported
 CPU_INDEX = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 
 
@@ -83,7 +84,7 @@ def make(pair: Pair, python: str = sys.executable) -> Environment:
     if not (finished := folder / "finished").exists():
         wanted, before = [f"{TARGET}=={pair.transformers}"], [""]
         while wanted and wanted != before:
-            _pip(base.python, "install", "--no-deps", "--target", str(folder), *wanted)
+            _pip(base.python, *INSTALL, "--no-deps", "--target", str(folder), *wanted)
             wanted, before = base.said("-m", "tests.versions.environment", str(folder)).splitlines(), wanted
         if wanted:
             raise RuntimeError(f"{folder} lacks {', '.join(wanted)}: two of what is there need other releases of it")
@@ -114,12 +115,12 @@ def _with_torch(torch: str, python: str) -> Environment:
         used.write_text(constraints(text, build), "utf-8")
         print(f"torch {build}: asking pip {' '.join(words)}", flush=True)
         try:
-            _pip(environment.python, "install", "--constraint", str(used), *words, f"torch=={build}")
+            _pip(environment.python, *INSTALL, "--constraint", str(used), *words, f"torch=={build}")
             break
         except subprocess.CalledProcessError:
             if build == torch:
                 raise
-    _pip(environment.python, "install", "--constraint", str(used), "--editable", f"{ROOT}[dev]")
+    _pip(environment.python, *INSTALL, "--constraint", str(used), "--editable", f"{ROOT}[dev]")
     finished.write_text(text, "utf-8")
     return environment
 
