@@ -193,7 +193,7 @@ def test_a_newer_torch_without_a_private_name_is_one_warning_and_one_error_that_
         assert done.returncode == (3 if begin else 1) and done.stdout == ""
         assert done.stderr.lower().count("warning: ") == 1 and "torch 99.1.0: shardplan " in done.stderr
         assert (
-            f"{begin}RuntimeError: torch {version('torch')} has no torch.distributed._functional_collectives.all_reduce, and shardplan "
+            f"{begin}RuntimeError: torch {torch.__version__} has no torch.distributed._functional_collectives.all_reduce, and shardplan "
             "needs it for: collectives that torch.compile can trace"
         ) in done.stderr
         assert not begin or ("Traceback" not in done.stderr and "Please report it" in done.stderr)
