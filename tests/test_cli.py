@@ -35,6 +35,22 @@ def test_help_ends_with_an_example_that_the_parser_takes(command, capsys):
     assert build_parser().parse_args(words[1:]).command == command
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_that_takes_a_number_refuses_a_word(command, capsys):
+    (commands,) = (one for one in build_parser()._actions if isinstance(one.choices, dict))
+    for option in commands.choices[command]._actions:
+        if option.option_strings and option.metavar in ("N", "X", "LOW,HIGH", "N[,N...]"):
+            assert main([command, option.option_strings[0], "many"]) == 2
+            assert option.option_strings[0] in capsys.readouterr().err.splitlines()[-1], option.option_strings
+
+
+@pytest.mark.parametrize(("flags", "shown"), [((), False), (("-W", "default"), True)])
+def test_warnings_of_other_packages_are_shown_to_those_who_ask(flags, shown):
+    code = "import warnings, shardplan.cli.main as m; m.main = lambda: warnings.warn('old') or 0; m.console()"
+    ended = subprocess.run([sys.executable, *flags, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0 and ("old" in ended.stderr) == shown
+
+
 def test_every_command_has_its_module():
     for command in COMMANDS:
         assert (ROOT / "shardplan" / "cli" / f"{command}_command.py").exists()

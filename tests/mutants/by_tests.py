@@ -182,9 +182,8 @@ class Tests:
                 return by
         text = {site.path: ast.unparse(site.tree())}
         for file in near(site.path)[:files]:
-            tests, failing, seconds = self._reaching(site, file)
-            by = self.copy.kills(text, file, tests, LEAST + TIMES * seconds) if tests else ""
-            if by and not (by in failing and self.copy.run(file, [by]).failed):
+            tests, seconds = self._reaching(site, file)
+            if by := self.copy.kills(text, file, tests, LEAST + TIMES * seconds) if tests else "":
                 by = f"{file}: hangs" if by == "hangs" else by
                 self._remember(told, [[by, of_file, _digest(by.partition(":")[0])]])
                 return by
@@ -192,8 +191,8 @@ class Tests:
             self._remember(told, [["", of_file, _digest(*_files())]])
         return ""
 
-    def _reaching(self, site: Site, file: str) -> tuple[list[str], list[str], float]:
-        """The tests of a file that run a place, those that fail without a change, and how many seconds the whole file takes."""
+    def _reaching(self, site: Site, file: str) -> tuple[list[str], float]:
+        """The tests of a file that run a place, and how many seconds the whole file takes. Those that fail without a change are none."""
         code = [one for one in _files() if one.startswith("shardplan/")]
         told = f"{file} {_digest(file, *code)} {sha256(repr([*map(key, self.sites)]).encode()).hexdigest()[:12]}"
         if told not in self.known:
@@ -208,10 +207,12 @@ class Tests:
             with self.copy.changed(texts):
                 ran = self.copy.run(file, first=False)
             assert ran.tests or not ran.failed, f"{file} does not run to its end: {ran.failed}"
-            failing = [test for test, passed in ran.tests.items() if not passed]
-            self._remember(told, [reaching(notes.read_text(), ran.tests), failing, ran.seconds])
-        found, failing, seconds = self.known[told]
-        return found.get(key(site), []), failing, seconds
+            failed = [test for test, passed in ran.tests.items() if not passed]
+            again = self.copy.run(file, failed, first=False).tests if failed else {}  # without notes
+            tests = {test: passed for test, passed in ran.tests.items() if passed or again.get(test)}
+            self._remember(told, [reaching(notes.read_text(), tests), ran.seconds])
+        found, seconds = self.known[told]
+        return found.get(key(site), []), seconds
 
     def _remember(self, told: str, found: Any) -> None:
         self.known[told] = found
