@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.sections import ActivationCheckpointing
 from shardplan.runtime.parallel.direct_calls import same_moves
-from shardplan.runtime.parallel.forward import Around, wrap_forward
+from shardplan.runtime.parallel.forward import Around, around_of, wrap_forward
+from shardplan.runtime.parallel.own_experts import OwnExperts
+from shardplan.runtime.parallel.read_once import ReadOnce
 from shardplan.runtime.parallel.regime import Regime
 from shardplan.runtime.parallel.selective import keep_products
 
@@ -18,9 +21,12 @@ from shardplan.runtime.parallel.selective import keep_products
 MODES: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": keep_products}}
 
 
-def _checkpoint(options: dict[str, Any], regime: Regime | None) -> Around:
+def _checkpoint(options: dict[str, Any], regime: Regime | None, *, experts: bool) -> Around:
     def around(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        return checkpoint(same_moves(forward, regime), *args, use_reentrant=False, **options, **kwargs)
+        run = same_moves(forward, regime)
+        if experts and not torch.compiler.is_compiling():
+            run = ReadOnce(run)
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
     return around
 
@@ -41,4 +47,6 @@ def checkpoint_modules(
     """
     for name in names:
         if section.mode == "full" or name not in compiled:
-            wrap_forward(model.get_submodule(name), _checkpoint(MODES[section.mode], regime))
+            module = model.get_submodule(name)
+            experts = any(around_of(one, OwnExperts) for one in module.modules())
+            wrap_forward(module, _checkpoint(MODES[section.mode], regime, experts=experts))

@@ -93,11 +93,15 @@ def one_initialisation(watched: Watched) -> Looks:
 
 
 def _beginnings(model: nn.Module) -> Tensor:
-    """A number for the first elements of each parameter, as this rank stores it."""
+    """A number for the first elements of each parameter, as this rank stores it; on the CPU, moved there at once from each device."""
     parts = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     strided = (one.detach() for one in parts if one.layout == torch.strided)
-    sums = [content(one.reshape(-1)[:BEGINNING]).cpu() for one in strided]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+    sums = [content(one.reshape(-1)[:BEGINNING]) for one in strided]
+    found = torch.zeros(len(sums), dtype=torch.int64)
+    for device in dict.fromkeys(one.device for one in sums):
+        there = [i for i, one in enumerate(sums) if one.device == device]
+        found[there] = torch.stack([sums[i] for i in there]).cpu()
+    return found
 
 
 def checksum(x: Tensor) -> Tensor:

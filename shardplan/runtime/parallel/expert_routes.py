@@ -1,6 +1,6 @@
 """The ways to send tokens to their experts and back: once for each expert, or once for each rank that has some of the token's experts.
 
-Both sort on the device, and wait for it once: for the numbers of rows to exchange.
+Both sort on the device, and wait for it once: for the numbers of rows to exchange. A checkpoint's second run does not wait (`read_once`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shardplan.torchlib.private import private
 from .expert_exchange import ExchangeBackend, Route, exchange, swap
 from .expert_rows import OwnRows, add_up, sum_of_own, take
 from .expert_turns import Turn
+from .read_once import once
 
 FakeTensor = private("FakeTensor")
 # For tensors without values: how many (token, expert) pairs this rank gets, relative to the mean over ranks.
@@ -152,7 +153,7 @@ def numbers_of(counted: Tensor, estimated: Callable[[], list[Any]]) -> list[Any]
     Args:
         estimated: gives the same number of values, for a tensor without values.
     """
-    return estimated() if isinstance(counted, FakeTensor) else counted.tolist()
+    return once(lambda: estimated() if isinstance(counted, FakeTensor) else counted.tolist())
 
 
 def expected(ranks: Ranks, total: int, most: int) -> tuple[list[int], list[int]]:

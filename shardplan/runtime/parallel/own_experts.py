@@ -19,6 +19,7 @@ from .expert_exchange import BACKENDS, ExchangeBackend
 from .expert_routes import Ranks, columns, every_pair, once_a_rank, own_part
 from .expert_rows import OwnRows
 from .expert_turns import Turn
+from .read_once import once
 from .reading import call_with, slots_of
 from .regime import Regime
 from .tensor_moves import move, sum_gradients
@@ -86,7 +87,8 @@ class OwnExperts:
         mesh = self.tp if experts.exchange is None else self.ep
         n, own = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
         run = OwnRows(forward, module, call, experts.count, experts.count // n)
-        tokens, ids, weights, number = call.tokens, call.ids.long(), call.weights, call.tokens.shape[0]
+        ids = once(call.ids.long)  # the sizes that a checkpoint has kept are of these
+        tokens, weights, number = call.tokens, call.weights, call.tokens.shape[0]
         if experts.exchange is None:
             return _shaped(own_part(run, own, tokens, ids, weights), call.shape)
 

@@ -248,15 +248,15 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
 
 @torch.no_grad()
 def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm: Tensor | float) -> None:
-    """Scale the gradients in place by max_norm / (total_norm + 1e-6), if that is below 1. No communication.
+    """Scale the gradients in place by max_norm / (total_norm + 1e-6), if that is below 1. No communication, and no wait for a device.
 
-    If the total norm is NaN or infinite the gradients stay unchanged, with a warning: scaling would turn all of them
-    into zeros and NaN. Skip the step then.
+    If the total norm is NaN or infinite the gradients stay unchanged: scaling would turn all of them into zeros and NaN. Skip the step
+    then. A norm on the CPU gives a warning; on another device it is not looked at, as that would wait.
 
     Args:
         parameters: as in `get_grad_norm`.
         max_norm: for all gradients together, at least 0.
-        total_norm: what `get_grad_norm` returned. It is read, so the process waits for the device.
+        total_norm: what `get_grad_norm` returned.
 
     Raises:
         ValueError: `max_norm` is negative or NaN.
@@ -265,22 +265,34 @@ def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm
         raise ValueError(f"max_norm must be at least 0, not {max_norm}")
     if isinstance(total_norm, DTensor):  # as torch.nn.utils returns it
         total_norm = full_tensor(total_norm)
-    norm = float(total_norm)
-    if not math.isfinite(norm):
-        warnings.warn(
-            f"the total norm of the gradients is {norm}: they are left unclipped; skip this step",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    norm = total_norm if isinstance(total_norm, Tensor) else torch.tensor(total_norm, dtype=torch.float64)
+    coefficient = (max_norm / (norm + EPSILON)).clamp(max=1.0).where(norm.isfinite(), 1.0)
+    if norm.device.type == "cpu":
+        if not norm.isfinite():
+            warnings.warn(
+                f"the total norm of the gradients is {norm.item()}: they are left unclipped; skip this step",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if coefficient == 1.0:
+            return
+    found = _parameters(parameters, "clip_grad_by_total_norm_")
+    gradients = [parameter.grad for parameter in found if parameter.grad is not None]
+    for group in _alike(g.to_local() if isinstance(g, DTensor) else g for g in gradients):
+        _scale(group, coefficient.to(group[0].device))
+
+
+def _scale(group: list[Tensor], coefficient: Tensor) -> None:
+    """Multiply tensors of one device and dtype in place. The coefficient is not rounded to 16 bits for gradients that have 16."""
+    dtype = group[0].dtype
+    if dtype.itemsize >= coefficient.dtype.itemsize:
+        _foreach_mul_(group, coefficient.to(dtype))
         return
-    coefficient = float(max_norm) / (norm + EPSILON)
-    if coefficient < 1.0:
-        found = _parameters(parameters, "clip_grad_by_total_norm_")
-        gradients = [parameter.grad for parameter in found if parameter.grad is not None]
-        for group in _alike(g.to_local() if isinstance(g, DTensor) else g for g in gradients):
-            _foreach_mul_(group, coefficient)
+    for gradient in group:
+        gradient.copy_(gradient.to(coefficient.dtype) * coefficient)
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
