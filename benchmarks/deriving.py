@@ -22,13 +22,13 @@ on top, as for any plan. A plan that was derived before is read in milliseconds.
 DERIVE = """
 import sys
 from time import process_time
-from shardplan.authoring.init.draft import MOST_TRIES
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.authoring.init.new import new_plan
 from tests.model_settings import find
 found = find(sys.argv[1])
 built = process_time()
 made = new_plan(found, tp=2)
-print("seconds", built, process_time(), made.tries, MOST_TRIES)
+print("seconds", built, process_time(), made.tries, BOUNDS.drafts)
 """
 
 

@@ -10,6 +10,7 @@ import argparse
 import os
 import time
 import warnings
+from typing import Any
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -17,24 +18,27 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch  # noqa: E402
 
 from shardplan.compiler.layout import layout_check, model  # noqa: E402
+from shardplan.compiler.layout.solver import block_rules  # noqa: E402
+from shardplan.core.search_bounds import BOUNDS  # noqa: E402
 from tests.case_tree import cases, run_case  # noqa: E402
 
 SECTION = """## Refusing
 
 `python -m benchmarks.refusing`: processor seconds of `validate` after imports for the slowest {slowest} of the {count} wrong
 plans in tests/cases whose layouts are checked; of these the seconds of the search for a change that fixes the plan, and how many it tried
-(at most {tries} and {seconds:.0f} s). The median over all is {median:.1f} s.
+(at most {tries} and {seconds:.0f} s, and {drafts} and {solving:.0f} s for the solver's runs, which are counted too). The median over all is {median:.1f} s.
 """
 
 
 class Counted(layout_check.Search):
-    """Notes every search of a case."""
+    """Notes every search of a case, the solver's too."""
 
-    made: list[layout_check.Search] = []  # noqa: RUF012
+    made: list[Counted] = []  # noqa: RUF012
 
-    def __init__(self, **given: int) -> None:
-        super().__init__(**given)
-        if not given:
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.whole = self.tries, self.seconds
+        if self.tries:
             self.made.append(self)
 
 
@@ -55,8 +59,8 @@ def main() -> None:
         run_case(case)
         seconds = time.process_time() - start
         if Counted.made or args.cases:
-            tried = sum(whole.tries - one.tries for one in Counted.made)
-            searching = sum(whole.seconds - one.seconds for one in Counted.made)
+            tried = sum(one.whole[0] - one.tries for one in Counted.made)
+            searching = sum(one.whole[1] - one.seconds for one in Counted.made)
             rows.append((seconds, searching, tried, case.path.stem))
     rows.sort(reverse=True)
     median = rows[len(rows) // 2][0] if rows else 0.0
@@ -66,6 +70,8 @@ def main() -> None:
             count=len(rows),
             tries=whole.tries,
             seconds=whole.seconds,
+            drafts=BOUNDS.help_drafts,
+            solving=BOUNDS.help_seconds,
             median=median,
         )
     )
@@ -76,7 +82,7 @@ def main() -> None:
 
 def with_counting() -> None:
     """Count the searches of every check that follows."""
-    layout_check.Search, model.Search = Counted, Counted
+    layout_check.Search = model.Search = block_rules.Search = Counted
 
 
 if __name__ == "__main__":

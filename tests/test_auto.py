@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForQuestionAnswering
 
 import shardplan
 from shardplan.api import deriving
-from shardplan.authoring.init import draft, kept_plans
+from shardplan.authoring.init import kept_plans
 from shardplan.authoring.init import new as derivation
 from shardplan.cli.main import main
 from shardplan.compiler.automatic import auto_plan
+from shardplan.compiler.layout.solver import draft
 from shardplan.core.diagnostics import PlanError
 from shardplan.language import plan_files
 from shardplan.model import find_any

@@ -1,12 +1,15 @@
 """Each case of the tree prints exactly its text, and each code has a case."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardplan.compiler.layout import model
 from shardplan.compiler.layout.layout_check import Search
+from shardplan.compiler.layout.solver import block_rules
 from shardplan.report.pages import pages
 from tests.case_tree import CASES, EXIT_CODES, ROOT, Case, cases, read, run_case, write_expected
 
@@ -38,7 +41,13 @@ ELSEWHERE: dict[str, str] = {
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_case(case: Case, monkeypatch: pytest.MonkeyPatch):
     searches: list[Search] = []
-    monkeypatch.setattr(model, "Search", lambda: searches.append(Search(seconds=math.inf)) or searches[-1])
+
+    def unhurried(*args: Any, **given: Any) -> Search:
+        searches.append(replace(Search(*args, **given), seconds=math.inf))
+        return searches[-1]
+
+    for module in (model, block_rules):
+        monkeypatch.setattr(module, "Search", unhurried)
     code, output = run_case(case)
     assert not any(search.over for search in searches), "a search that ends early finds what the machine had time for"
     again = f"look at it, then run `python tests/update_cases.py {case.name}`"

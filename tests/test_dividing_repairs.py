@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 import shardplan
-from shardplan.compiler.layout.undivided import _read_counts
-from shardplan.model import find_any
-from tests.small_models import small_model
 
 
 @pytest.mark.slow
@@ -20,8 +17,3 @@ def test_a_divide_of_two_numbers_and_none_of_what_is_in_a_head() -> None:
     }
     (found,) = shardplan.validate("blt", plan, {"tp": 2}, proof=False).diagnostics
     assert found.code == "SP408" and "shares: [num_heads, num_key_value_heads]}`" in (found.help or "")
-
-
-def test_a_number_of_layers_is_none_that_ranks_divide() -> None:
-    model = small_model("llama", num_hidden_layers=2)
-    assert _read_counts(find_any(model).tree.modules["model"], model.model, 2) == ([], [])

@@ -3,6 +3,7 @@ gives up a split says so."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 import shardplan
+from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.layout_check import revised
 from shardplan.compiler.layout.repairs import OURS, Repair
+from shardplan.compiler.layout.solver import block_rules
 from shardplan.core.plan import Rule
 from shardplan.core.report import Report
+from shardplan.core.search_bounds import BOUNDS
+from shardplan.language import parse_plan
+from shardplan.model import find_any
 
 WIDTH, HEADS = 64, 4
 PLAIN = {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}
@@ -128,7 +134,7 @@ PACKED_HELP = "write `h.*.attn.c_attn: {style: packed_colwise, packed: 3}` inste
 
 
 @pytest.mark.parametrize(
-    ("attention", "divided"), [(FromAttributes, ["n_embd", "n_head"]), (Open, ["n_embd"])], ids=lambda x: str(x)
+    ("attention", "divided"), [(FromAttributes, ["n_head", "n_embd"]), (Open, ["n_embd"])], ids=lambda x: str(x)
 )
 def test_what_keeps_the_split_is_proposed_and_right(attention: type[nn.Module], divided: list[str]) -> None:
     added = {"h.*.attn": {"style": "replicate", "shares": divided}}
@@ -149,6 +155,24 @@ tensor_parallel:
   h.*.attn.{q,k,v}: colwise
   h.*.attn.c_proj: rowwise
 """
+
+
+def test_the_solver_searches_once_for_all_plans_of_a_model() -> None:
+    layouts = ModelLayouts(find_any(Model(FromAttributes)), 2)
+    left = []
+    for rules in (PLAIN, PACKED):
+        plan = parse_plan({"version": "1", "name": "mine", "tensor_parallel": rules}, name="mine").plan
+        assert plan is not None and layouts.check(plan).diagnostics[0].help is not None
+        left.append(layouts.block_rules.trials.search.tries)
+    assert left[0] == left[1] < BOUNDS.help_drafts
+
+
+def test_where_the_search_of_the_solver_is_over_one_rule_gives_the_split_up_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_rules, "BOUNDS", replace(block_rules.BOUNDS, help_drafts=2))
+    last = checked(FromAttributes, PLAIN).diagnostics[-1]
+    assert last.help is not None and last.help.endswith("; this leaves what reads h.*.attn.c_attn whole on every rank")
 
 
 @pytest.mark.parametrize(

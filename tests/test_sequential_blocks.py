@@ -32,7 +32,11 @@ class Stack(nn.Module):
         ({"layers.*.1": "colwise"}, ("SP350", "no rule names layers.*.3,", "write `layers.*.3: replicate`")),
         (
             {"layers.*.1": "rowwise"},
-            ("SP402", "the input of layers.*.1 is whole", "`layers.*.1: colwise_gather_output`"),
+            (
+                "SP402",
+                "the input of layers.*.1 is whole",
+                "write `layers.*.1: colwise` instead of `rowwise`, and add `layers.*.3: rowwise`",
+            ),
         ),
         ({"layers.*.*": "colwise"}, ("SP310", "layers.*.0 is a norm (LayerNorm)", "colwise_norm")),
     ],

@@ -8,12 +8,12 @@ import pytest
 from sampling import sampled
 
 from shardplan.authoring.init.derive import Derived, derive
-from shardplan.authoring.init.feature_cuts import cut
-from shardplan.authoring.init.flow import Flow
-from shardplan.authoring.init.parts import packed
-from shardplan.authoring.init.regions import Group, Region, grouped, regions
 from shardplan.compiler.bind import bind
 from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.compiler.layout.solver.feature_cuts import cut
+from shardplan.compiler.layout.solver.flow import Flow
+from shardplan.compiler.layout.solver.parts import packed
+from shardplan.compiler.layout.solver.regions import Group, Region, grouped, regions
 from shardplan.core.mesh import MeshSizes
 from shardplan.language import parse_plan
 from shardplan.model import find_any

@@ -31,10 +31,8 @@ class SearchBounds:
         repairs_after_one: further changes after one that fixes the finding and leaves others.
         repairs_of_plan: changes that are tried for all findings of a plan, over all its variants and kinds of input.
         repair_seconds: of processor time for those, where a model is so slow that the count would be minutes.
-        fused_parts: of a matrix whose number of parts no rule states.
-        fused_numbers: attributes that may count such parts, besides the width.
-        undivided_numbers: of a module, and as many of its configuration, that may have to be divided.
-        undivided_tensors: dims of buffers and arguments that may need a share.
+        help_drafts: that the solver runs for the helps of one model, over all its plans; a group of matrices takes 2 to 30.
+        help_seconds: of processor time for those.
         drawing_places: in the code that are drawn anew, to see whether they change the result; others are reported untried.
         aligned: operations of one call that are compared with another run's: the time is quadratic.
         compared: elements that are compared pair by pair to find the slices that a value consists of.
@@ -64,10 +62,8 @@ class SearchBounds:
     repairs_after_one: int = 4
     repairs_of_plan: int = 120
     repair_seconds: float = 10.0
-    fused_parts: int = 6
-    fused_numbers: int = 4
-    undivided_numbers: int = 4
-    undivided_tensors: int = 8
+    help_drafts: int = 120
+    help_seconds: float = 5.0
     drawing_places: int = 8
     aligned: int = 2000
     compared: int = 2**24

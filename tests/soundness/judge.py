@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from shardplan.compiler.layout import LayoutReport, ModelLayouts, RecordedModel, check_layout
+from shardplan.compiler.layout.layout_check import Search
+from shardplan.compiler.layout.solver.block_rules import BlockRules
 from shardplan.compiler.layout.token_by_token import token_findings
 from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lowering_stage import program_of
@@ -170,7 +172,8 @@ def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bo
 
 def _layouts(subject: Subject, resolved: ResolvedPlan, *, help: bool) -> LayoutReport:
     recorded_models = subject.recorded_for(resolved)
-    report = check_layout(resolved, recorded_models, help=help)
+    search = Search(solved=BlockRules(recorded_models, subject.tp, subject.tree).repairs)
+    report = check_layout(resolved, recorded_models, help=help, search=search)
     if not report.ok or subject.ep == 1:
         return report
     found = token_findings(resolved, recorded_models, subject.ep)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from shardplan.authoring.init.flow import Flow
+from shardplan.compiler.layout.solver.flow import Flow
 from shardplan.core.tree import element
 from shardplan.model.reduced.trace import Event
 

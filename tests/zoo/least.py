@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from shardplan.authoring.init.flow import Flow
 from shardplan.compiler.layout import RecordedModel
+from shardplan.compiler.layout.solver.flow import Flow
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, ancestors, block, element
 

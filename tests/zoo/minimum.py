@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
-from shardplan.authoring.init.flow import Flow
 from shardplan.compiler.layout import RecordedModel
+from shardplan.compiler.layout.solver.flow import Flow
 from shardplan.compiler.lower import lower, shared_parameters, split_parameters
 from shardplan.core.layout import SEQ, I, V
 from shardplan.core.module_program import ModuleProgram

@@ -7,8 +7,8 @@ from functools import cache, cached_property
 
 import torch
 
-from shardplan.authoring.init.flow import Flow, Product
 from shardplan.compiler.layout import RecordedModel
+from shardplan.compiler.layout.solver.flow import Flow, Product
 from shardplan.core.tree import ModuleTree
 from shardplan.model.reduced.trace import Event
 from shardplan.styles import feature_dim

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.compiler.layout.solver.feature_cuts import cut
+from shardplan.compiler.layout.solver.flow import Flow
+from shardplan.compiler.layout.solver.parts import features, packed
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleTree
 from shardplan.language.globs import parse_glob
 from shardplan.model import FoundModel
-
-from .feature_cuts import cut
-from .flow import Flow
-from .parts import features, packed
 
 TP = 2  # the size for which the reduced model is made; the cuts do not depend on it
 

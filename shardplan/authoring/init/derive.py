@@ -11,6 +11,11 @@ from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check, half_covered
 from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, partial_gradients
+from shardplan.compiler.layout.solver.flow import Flow
+from shardplan.compiler.layout.solver.forbidding import Forbidden, forbidden
+from shardplan.compiler.layout.solver.regions import Group, grouped, regions
+from shardplan.compiler.layout.solver.solve import Solved, Solver
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
@@ -20,16 +25,11 @@ from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
 from .distributed import with_distributed
-from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, partial_gradients
-from .flow import Flow
-from .forbidding import Forbidden, forbidden
 from .init_stages import pipeline_section
 from .init_sums import with_sums
 from .layer_kinds import kinded, plain, together
 from .merged_block_inputs import with_merged_block_inputs
 from .overlay import with_overlay
-from .regions import Group, grouped, regions
-from .solve import Solved, Solver
 
 HALF_COVERED = (half_covered.SIBLING, half_covered.PARAMETER)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
@@ -111,7 +111,7 @@ def derive(
         result,
         recorded_models[0].tree,
         whole,
-        BOUNDS.drafts - trials.left,
+        BOUNDS.drafts - trials.search.tries,
         searched.no_overlay,
         no_experts,
         pipeline_section(recorded_models, found.tree),

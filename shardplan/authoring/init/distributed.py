@@ -8,11 +8,10 @@ from dataclasses import replace
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
 from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
 from shardplan.core.plan import Overlays, overlays_of
 from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, element
 from shardplan.styles import NONE
-
-from .draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
 
 STACKED = 2  # the least number of matrices in a module of experts
 WITHOUT: Rules = {}

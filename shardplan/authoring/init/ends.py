@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+from shardplan.compiler.layout.solver.draft import Draft, Options, Rules, partial_gradients
+from shardplan.compiler.layout.solver.flow import Flow, Product
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ancestors, parent
-
-from .draft import Draft, Options, Rules, partial_gradients
-from .flow import Flow, Product
 
 GATHERS: Options = {"style": "gather_seq_input"}
 GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # after a module that works on slices

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardplan.compiler.layout.mergeable_sums import SharedSum, in_every_block
+from shardplan.compiler.layout.solver.draft import Draft, DraftTrials, Options
 from shardplan.core.tree import block, element
-
-from .draft import Draft, DraftTrials, Options
 
 
 def with_sums(trials: DraftTrials, draft: Draft) -> Draft:

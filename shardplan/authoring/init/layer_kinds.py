@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from shardplan.compiler.layout.solver.draft import Draft, Options, Rules, alternative, further, is_alternative
 from shardplan.core.tree import ModuleInfo, ModuleTree, element, full_name, parent
-
-from .draft import Draft, Options, Rules, alternative, further, is_alternative
 
 NUMBERS = re.compile(r"\{\d+(,\d+)*\}")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from shardplan.compiler.layout import LayoutReport
+from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, Draft, DraftTrials
+from shardplan.compiler.layout.solver.flow import Flow
+from shardplan.compiler.layout.solver.parts import features
 from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, part
 from shardplan.styles import STYLES
-
-from .draft import BLOCK_INPUT, Draft, DraftTrials
-from .flow import Flow
-from .parts import features
 
 
 def with_merged_block_inputs(trials: DraftTrials, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardplan.authoring.context_section import NoSection, context_section
+from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Rules, is_alternative
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.sources import SourceMap
@@ -18,7 +19,6 @@ from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
-from .draft import BLOCK_INPUT, PARTIAL, Rules, is_alternative
 from .write import WIDTH, Heading, folded, plan_document, plan_text
 
 NOTHING = Code("SP530")

@@ -8,14 +8,23 @@ from functools import cached_property
 from itertools import product
 
 from shardplan.compiler.layout.finding import Finding
+from shardplan.compiler.layout.solver.draft import (
+    BLOCK_INPUT,
+    PARTIAL,
+    Draft,
+    DraftTrials,
+    Options,
+    Rules,
+    alternative,
+    partial_gradients,
+)
+from shardplan.compiler.layout.solver.flow import Flow
 from shardplan.core.layout import R
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, Rules, alternative, partial_gradients
 from .ends import COMPLETE, GATHERED, GATHERS, Ends
-from .flow import Flow
 from .layer_kinds import plain
 
 GATHERING = ("gather_seq_input", "colwise_seq")

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from shardplan.compiler.layout.solver.draft import Options, Rules, listed, section_documents
 from shardplan.core.tree import ModuleTree
 from shardplan.language.plan_texts import value_text, word_text
 from shardplan.styles import NONE, STYLES
-
-from .draft import Options, Rules, listed, section_documents
 
 WIDTH = 110
 SUMMED = "The block's sum is reduced once."

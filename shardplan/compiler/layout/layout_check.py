@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -19,10 +19,10 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.styles.boundary import returns_tokens
 
+from .code_advice import advice, of_crash
 from .drawing_operands import DrawingOperand
 from .edits import edits_of
 from .finding import Finding
-from .fused import advice, fused_repairs
 from .layout_diagnostics import diagnostic
 from .mergeable_sums import SeenSum, SharedSum
 from .outside_reads import outside_repairs
@@ -31,7 +31,6 @@ from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, moved_inputs, repairs, sliced_results
 from .run import RecordedModel, prove
 from .typing_result import Proof
-from .undivided import dividing_repairs, of_crash, share_repairs
 from .unsummed import holding, undeclared
 
 
@@ -43,17 +42,23 @@ class Search:
     Args:
         tries: how many changes may still be tried. This is the limit that plans meet, the same on every machine.
         seconds: the processor time left for them; an outer limit, for slow models.
+        solved: the changes that the solver has for a finding of a plan (`BlockRules.repairs`).
     """
 
     tries: int = BOUNDS.repairs_of_plan
     seconds: float = BOUNDS.repair_seconds
+    solved: Callable[[ResolvedPlan, Finding], Iterator[Repair]] = field(
+        default=lambda plan, finding: iter(()), compare=False
+    )
 
     @property
     def over(self) -> bool:
         return self.tries <= 0 or self.seconds <= 0
 
-    def attempt(self, plan: ResolvedPlan, recorded: RecordedModel, stop: Callable[[Finding], bool]) -> Proof:
-        """Prove a changed plan, up to a finding that shows the change to be useless."""
+    def attempt(
+        self, plan: ResolvedPlan, recorded: RecordedModel, stop: Callable[[Finding], bool] = lambda finding: False
+    ) -> Proof:
+        """Prove a plan, up to a finding that shows it to be useless."""
         start = time.process_time()
         proof = prove(plan, recorded, stop)
         self.tries -= 1
@@ -300,6 +305,8 @@ def _fix(
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
     """The change that removes the first finding and leaves the fewest others, and the findings left. Of several such
     changes, the one whose run gets furthest."""
+    if search.over:
+        return None, {}
     key, group = next(iter(groups.items()))
     best: tuple[Repair, dict[Key, list[Finding]]] | None = None
     last, tried = BOUNDS.repairs, 0
@@ -313,10 +320,8 @@ def _fix(
     first = group[0]
     own = chain(
         moved_inputs(plan, first),
+        search.solved(plan, first),
         sliced_results(plan, first),
-        fused_repairs(plan, first, recorded.reference),
-        dividing_repairs(plan, first, recorded.model),
-        share_repairs(plan, first, recorded.model, recorded.reference),
         outside_repairs(plan, first, recorded.reference),
     )
     for repair in chain(own, repairs(plan, first)):

@@ -40,6 +40,7 @@ from .layout_diagnostics import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
 from .read_results import read_results_of
 from .run import RecordedModel
+from .solver.block_rules import BlockRules
 from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
 from .unsummed import acting, dropping
@@ -166,7 +167,7 @@ class ModelLayouts:
     def _forget(self, heads_times: int) -> None:
         """Replace the reduced model by one with another number of heads; nothing is known of it yet."""
         self.heads_times = heads_times
-        for name in ("reduced_model", "recorded_models", "noise"):
+        for name in ("reduced_model", "recorded_models", "noise", "block_rules"):
             vars(self).pop(name, None)
         self._recorded.clear()
         self._plans.clear()
@@ -206,6 +207,11 @@ class ModelLayouts:
                 if not recorded.reference.finite:
                     raise ArithmeticError("its result is not finite")
         return recorded_models
+
+    @cached_property
+    def block_rules(self) -> BlockRules:
+        """The rules that `init` would write for the blocks."""
+        return BlockRules(self.recorded_models, self.tp, self.found.tree)
 
     def recorded_for(self, resolved: ResolvedPlan) -> tuple[RecordedModel, ...]:
         """The recorded_models for a plan. A module of experts is one operation if the plan distributes it or runs it on each
@@ -390,7 +396,7 @@ class ModelLayouts:
         Args:
             resolved: the variant, bound to the reduced model.
         """
-        checked = self._plans.setdefault(id(plan), _Checked(plan, Search()))
+        checked = self._plans.setdefault(id(plan), _Checked(plan, Search(solved=self.block_rules.repairs)))
         if resolved.overlays not in checked.reports:
             checked.reports[resolved.overlays] = self.check_copy(resolved, help=help, search=checked.search)
         return checked.reports[resolved.overlays]
@@ -411,6 +417,8 @@ class ModelLayouts:
             PlanError: there is no reduced model, or it does not run.
         """
         recorded_models = self.recorded_for(resolved)
+        if help and search is None:
+            search = Search(solved=self.block_rules.repairs)
         report = check_layout(resolved, recorded_models, help=help, search=search) if self.tp > 1 else LayoutReport()
         report = (
             report if resolved.on_cp is None else with_cp(report, resolved.on_cp, self.recorded_for(resolved.on_cp))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import zip_longest
 from operator import itemgetter
 
@@ -127,6 +128,15 @@ def combined(one: Repair, other: Repair) -> Repair | None:
     return Repair(pattern, (*one.names, *other.names), one.old, one.new, one.section, one.also)
 
 
+def together(changes: Iterable[Repair]) -> Repair:
+    """Changes as one; those that are alike for siblings are one rule."""
+    rules: list[Repair] = []
+    for one in changes:
+        both = combined(rules[-1], one) if rules else None
+        rules[-1:] = [both] if both is not None else [*rules[-1:], one]
+    return reduce(lambda rest, one: replace(one, also=rest), reversed(rules))
+
+
 def written(rule: Rule) -> str:
     """A rule's style and options as a plan writes them."""
     options = stated_options(rule)
@@ -221,14 +231,13 @@ def sliced_results(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
         if a.section == "tensor_parallel" and name.startswith(f"{finding.module}.") and f"{a.rule.style}_seq" in STYLES
     }
     results = [name for name in whole if STYLES[plan.assignments[name].rule.style].output_source == P]
-    repair = None
-    for name in dict.fromkeys(plan.tree.pattern(name) for name in reversed(results)):
-        one = next(n for n in results if plan.tree.pattern(n) == name)
-        old = plan.assignments[one].rule
-        more = change(plan, one, old, with_kept(Rule("", whole[one], OURS), old), "sequence_parallel")
-        repair = more if repair is None else combined(more, repair) or replace(more, also=repair)
-    if repair is not None:
-        yield repair
+    patterns = {plan.tree.pattern(name): name for name in reversed(results)}
+    changes = []
+    for name in reversed(patterns.values()):
+        old = plan.assignments[name].rule
+        changes.append(change(plan, name, old, with_kept(Rule("", whole[name], OURS), old), "sequence_parallel"))
+    if changes:
+        yield together(changes)
 
 
 def reads_outside(style: Style) -> bool:
@@ -297,9 +306,6 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
         yield change(plan, name, old, replace(old, grad=None, location=OURS), section)
     if style.options.grad and style.is_block_input and old.grad is None:
         yield change(plan, name, old, replace(old, grad="complete", location=OURS), section)
-    for packed in (2, 3) if style.packed_option else ():
-        if packed != old.packed:
-            yield change(plan, name, old, replace(old, packed=packed, location=OURS), section)
     if reads_outside(style):
         for position in (0, 1) if not old.read_outside else ():
             yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)

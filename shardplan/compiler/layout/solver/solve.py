@@ -52,11 +52,13 @@ class Solved:
         draft: its rules; None where there are none.
         forbidden: the reason against splitting it without gathers; if there is a draft, it gathers the matrices' results.
         reached: how far the forbidden draft runs.
+        furthest: that draft.
     """
 
     draft: Draft | None
     forbidden: Forbidden | None = None
     reached: Score = NOWHERE
+    furthest: Draft | None = None
 
 
 class Solver:
@@ -85,8 +87,8 @@ class Solver:
         solved = state if state.draft is not None else self._split_through(group)
         against = state.forbidden or solved.forbidden
         if solved.draft is None and not self.candidates.experts(group):
-            return Solved(self.trials.fixed(self.candidates.gathered(group)), against)
-        return solved if solved.draft is not None else Solved(None, against)
+            return Solved(self.trials.fixed(self.candidates.gathered(group)), against, furthest=solved.furthest)
+        return solved if solved.draft is not None else Solved(None, against, furthest=solved.furthest)
 
     def _with_state(self, group: Group) -> Solved:
         """Split the states of a state space or linear attention layer, if the group belongs to one."""
@@ -134,7 +136,7 @@ class Solver:
             draft = self._divided(group, draft, score)
         reached = self._score(draft) or NOWHERE
         fixed = self.trials.fixed(draft) if reached.fits else None
-        return Solved(fixed, forbidden(self.trials, draft) if fixed is None else None, reached)
+        return Solved(fixed, forbidden(self.trials, draft) if fixed is None else None, reached, draft)
 
     def _share(self, group: Group) -> float:
         """A group's share of its blocks' parameters, in the model itself."""

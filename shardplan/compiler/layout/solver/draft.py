@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
-from shardplan.compiler.layout import LayoutReport, RecordedModel, check_layout
-from shardplan.compiler.layout.layout_check import Search
+from shardplan.compiler.layout.layout_check import LayoutReport, Search, check_layout
 from shardplan.compiler.layout.repairs import Repair
-from shardplan.compiler.layout.run import prove
+from shardplan.compiler.layout.run import RecordedModel
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
@@ -157,15 +156,19 @@ class DraftTrials:
         recorded_models: the reduced model with each kind of input.
         tp: the size of the axis.
         tree: the reduced model's. The patterns of drafts have no prefix.
-
-    Attributes:
-        left: the number of runs of drafts that may still be tried. It is a count, so that every machine finds the same plan.
+        search: how many runs of drafts may be tried; None: as many as `init`. It has no bound on seconds, so that every machine finds the same plan.
     """
 
-    def __init__(self, recorded_models: tuple[RecordedModel, ...], tp: int, tree: ModuleTree | None = None):
+    def __init__(
+        self,
+        recorded_models: tuple[RecordedModel, ...],
+        tp: int,
+        tree: ModuleTree | None = None,
+        search: Search | None = None,
+    ):
         self.recorded_models, self.tp = recorded_models, tp
         self.tree = replace(recorded_models[0].tree, base_prefix="") if tree is None else tree
-        self.left = BOUNDS.drafts
+        self.search = search or Search(BOUNDS.drafts, inf)
         self._proofs: dict[str, Proof] = {}
 
     def first_argument(self, module: str) -> str:
@@ -189,35 +192,30 @@ class DraftTrials:
         key = repr((draft, overlay))
         if key not in self._proofs:
             resolved = self.bound(draft, overlay=overlay)
-            if resolved is None or self.over:
+            if resolved is None or self.search.over:
                 return None
-            self.left -= 1
-            self._proofs[key] = prove(resolved, self.recorded_models[0])
+            self._proofs[key] = self.search.attempt(resolved, self.recorded_models[0])
         return self._proofs[key]
 
     def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
         """The layout check over all kinds of inputs; None also where nothing more may be tried."""
         resolved = self.bound(draft, overlay=overlay)
-        if resolved is None or self.over:
+        if resolved is None or self.search.over:
             return None
-        self.left -= len(self.recorded_models)
-        allowed = min(Search().tries, self.left)
-        search = Search(allowed, seconds=inf)
+        self.search.tries -= len(self.recorded_models)
+        search = Search(min(BOUNDS.repairs_of_plan, self.search.tries), self.search.seconds)
+        allowed = search.tries
         found = check_layout(resolved, self.recorded_models, help=help, search=search)
-        self.left -= (allowed - search.tries) if help else 0
+        self.search.tries -= allowed - search.tries
+        self.search.seconds = search.seconds
         return found
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more may be tried."""
-        return self.left <= 0
 
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
         """The first error of a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
         resolved, errors = self._checked(plan, overlay)
-        if not errors and self.over:
+        if not errors and self.search.over:
             return f"the search ended after {BOUNDS.drafts} tries"
         found = errors or check_layout(resolved, self.recorded_models, help=False).diagnostics
         where = next((note for note in found[0].notes if "`" in note), "")
