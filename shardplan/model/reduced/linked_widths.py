@@ -41,7 +41,7 @@ def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig,
     models.sort(key=lambda p: p.config is not text)  # where several are equal, it follows the text model's
     for part in found:
         for name, value in vars(part.config).items():
-            if name in part.data and (name in OWN or role(name) is None) and roles(name) in ("width", "hidden"):
+            if name in part.data and (name in OWN or role(name) is None) and roles(name) == "width":
                 follows = _following(part, name, models)
                 part.data[name] = _each(value, part.data[name], follows)
 

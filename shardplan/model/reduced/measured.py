@@ -1,106 +1,136 @@
-"""The roles of numbers that names do not tell: the model is built on the meta device with one number doubled, and what changes is read."""
+"""What numbers of a configuration shape: a model is built on the meta device with one number doubled, and what changes is read."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardplan.core.tree import full_name
 from shardplan.model.config_numbers import config_value, text_config
+from shardplan.model.offline import offline
 
-from .fields import Role, role
+from .fields import role
 from .pictures import parts
 from .scale import hidden_size
 
-Build = Callable[[PreTrainedConfig], Any]  # gives a model on the meta device
-SMALLEST = 96  # smaller numbers are kernels, channels and bins, and stay
+Build = Callable[[PreTrainedConfig], nn.Module]  # raises whatever the configuration and the modelling code raise
+Shapes = Mapping[str, tuple[int, ...]]
+SMALLEST = 96  # smaller numbers are counts, kernels, channels and bins
 
 
-def measured_widths(config: PreTrainedConfig, build: Build, dims: Collection[int]) -> dict[str, Role]:
-    """The names of numbers that are widths, or factors of them: where one is twice as large, so is a dim.
+def constructed(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str = "meta", seed: int = 0, **options: Any
+) -> PreTrainedModel:
+    """Build a model from a copy of the configuration; the random state outside stays the same."""
+    with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.default_generator.manual_seed(seed)
+        return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})
+
+
+def shapes_with(model: nn.Module, number: str) -> Shapes | None:
+    """The shapes of parameters and buffers, by name, of a model like this one with one number of its configuration doubled; None
+    where it has no such number, or that model cannot be built.
 
     Args:
-        config: numbers whose names have roles may be small in it, others are the original's.
-        build: raises whatever the configuration's class and the modelling code raise.
-        dims: those of the original's parameters.
+        model: a small transformers model.
+        number: a number in the part of the configuration that describes the text model.
     """
-    found: dict[str, Role] = {}
+    if not isinstance(model, PreTrainedModel):
+        return None
+    text = text_config(model.config)
+    name = text.attribute_map.get(number, number)
+    if type(vars(text).get(name)) is not int:
+        return None
+    larger = _doubled(model.config, text, name, partial(constructed, type(model)))
+    return None if larger is None else _shapes(larger)
+
+
+def usual_names(config: PreTrainedConfig, build: Build, admits: Callable[[int], bool]) -> dict[str, str]:
+    """Numbers whose names have no role -> the usual name of a number that shapes the same.
+
+    Args:
+        config: the model's, or one in which numbers whose names have roles are small.
+        build: builds the model on the meta device.
+        admits: whether a number is looked at; of a list, each.
+    """
+    found: dict[str, str] = {}
     base = None
-    for index, part in enumerate(parts(config)):
+    for part in parts(config):
         for name, value in vars(part).items():
-            sizes = value if isinstance(value, (list, tuple)) else [value]
-            sized = bool(sizes) and all(type(one) is int and one >= SMALLEST for one in sizes)
-            if not sized or role(name) is not None or all(dim % one for dim in dims for one in sizes):
-                continue
-            base = base or _shapes(build(config))
-            doubled = [2 * one for one in sizes]
-            models = [*_built(config, index, name, doubled if sizes is value else doubled[0], build)]
-            twice = {dim for one in models for dim in _doubled(base, _shapes(one))}
-            tied = not models and value == hidden_size(part)  # as the groups of a convolution are to its channels
-            if tied or any(dim % one == 0 for dim in twice for one in sizes):
-                found[name] = "width"
+            sizes = [*value] if isinstance(value, (list, tuple)) else [value]
+            if role(name) is None and sizes and all(type(one) is int and admits(one) for one in sizes):
+                base = base or build(config)
+                larger = _doubled(config, part, name, build)
+                # Refused where it is tied to the hidden size, as the groups of a convolution are to its channels.
+                tied = "intermediate_size" if value == hidden_size(part) else ""
+                usual = tied if larger is None else _usual_name(sizes, base, larger)
+                found |= {name: usual} if usual else {}
     return found
 
 
 def with_usual_names(config: PreTrainedConfig, build: Build) -> PreTrainedConfig:
     """A configuration whose numbers have names of their own, with the usual names mapped to them; any other as it is."""
     text = text_config(config)
-    if hidden_size(text) is not None or config_value(text, "vocab_size") is not None:
+    if hidden_size(text) is not None or config_value(text, "vocab_size") is not None or _table(build(config)) is None:
         return config
-    base, names = build(config), dict(text.attribute_map)
-    if not any(module is _table(base) for module in base.modules()):
-        return config
-    at = next(i for i, part in enumerate(parts(config)) if part is text)
-    for name, value in vars(text).items():
-        if type(value) is int and value > 1 and role(name) is None:
-            for larger in _built(config, at, name, 2 * value, build):
-                usual = _usual_name(value, base, larger)
-                names |= {usual if usual not in names else f"{name}_{usual}": name} if usual else {}
+    names = dict(text.attribute_map)
+    found = usual_names(config, build, lambda number: number > 1)
+    for name, usual in ((name, usual) for name, usual in found.items() if name in vars(text)):
+        names[usual if usual not in names else f"{name}_{usual}"] = name
     config = copy.deepcopy(config)
     text_config(config).attribute_map = names
     return config
 
 
-def _usual_name(number: int, base: Any, larger: Any) -> str:
-    """The usual name of a number, from the model and the one that was built with twice the number."""
-    (rows, hidden), now = (_table(one).weight.shape for one in (base, larger))
-    if tuple(now) != (rows, hidden):
-        return "vocab_size" if now[1] == hidden else "hidden_size"
-    before, after = _shapes(base), _shapes(larger)
+def _usual_name(sizes: list[int], base: nn.Module, larger: nn.Module) -> str:
+    """The usual name of numbers, from the model and the one that was built with twice the numbers; empty for any other."""
+    table, now = (_table(one) for one in (base, larger))
+    if table is not None and now is not None and table.weight.shape != now.weight.shape:
+        return "vocab_size" if table.weight.shape[1] == now.weight.shape[1] else "hidden_size"
+    before, after = (_shapes(one, whole=False) for one in (base, larger))
     if before.keys() < after.keys():
         return "num_hidden_layers"
-    doubled = _doubled(before, after)
-    if any(2 * dim == number for dim in doubled):  # the frequencies of a rotary embedding
-        return "head_dim"
-    if number in doubled:
-        stacked = any(len(s) == 3 and s[0] != after[n][0] for n, s in before.items())
-        return "num_experts" if stacked else "intermediate_size"
-    if doubled:
-        return "num_key_value_heads"
+    pairs = [pair for name in before.keys() & after.keys() for pair in zip(before[name], after[name], strict=False)]
+    doubled = {dim for dim, new in pairs if new == 2 * dim}
+    half, *more = (one // 2 for one in sizes)
+    if not more and any(before[name] == (half,) and after.get(name) == (2 * half,) for name in before):
+        return "head_dim"  # of the frequencies of a rotary embedding
+    if doubled & {*sizes}:
+        stacks = sum(len(shape) == 3 and shape[0] != after.get(name, shape)[0] for name, shape in before.items())
+        return "num_experts" if stacks > 1 else "intermediate_size"
+    if max(sizes) >= SMALLEST:
+        return "intermediate_size" if any(dim % one == 0 for dim in doubled for one in sizes) else ""
     # Heads that share the hidden size shape nothing, but each becomes narrower.
     narrower = any(n == 2 * m for n, m in zip(_numbers(base), _numbers(larger), strict=False))
-    return "num_attention_heads" if narrower else ""
+    return "num_key_value_heads" if doubled else "num_attention_heads" if narrower else ""
 
 
-def _built(config: PreTrainedConfig, index: int, name: str, value: Any, build: Build) -> Iterator[Any]:
-    """A model with another number in one part of its configuration; none where its code refuses the number, which is tied to others."""
-    larger = copy.deepcopy(config)
-    setattr([*parts(larger)][index], name, value)
+def _doubled(config: PreTrainedConfig, part: PreTrainedConfig, name: str, build: Build) -> nn.Module | None:
+    """The model with a number, or all numbers of a list, in one part of its configuration twice as large; None where its code refuses
+    them, as they are tied to others."""
+    larger, value = copy.deepcopy(config), vars(part)[name]
+    for one, own in zip(parts(larger), parts(config), strict=True):
+        if own is part:
+            setattr(one, name, 2 * value if type(value) is int else [2 * item for item in value])
     try:
-        yield build(larger)
+        return build(larger)
     except Exception:  # raised by the modelling code
-        return
+        return None
 
 
-def _table(model: Any) -> Any:
+def _table(model: nn.Module) -> nn.Embedding | None:
     """The embedding of tokens; None for a model that has none."""
     try:
-        return model.get_input_embeddings()
+        table = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     except NotImplementedError:
         return None
+    return table if isinstance(table, nn.Embedding) else None
 
 
 def _numbers(model: nn.Module) -> list[int]:
@@ -108,17 +138,11 @@ def _numbers(model: nn.Module) -> list[int]:
     return [n for module in model.modules() for n in vars(module).values() if type(n) is int]
 
 
-def _doubled(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> set[int]:
-    """The dims that are twice as large in the other model."""
-    both = before.keys() & after.keys()
-    return {dim for name in both for dim, new in zip(before[name], after[name], strict=False) if new == 2 * dim}
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The dims of parameters and buffers without the rows of tables and the kernels of convolutions."""
+def _shapes(model: nn.Module, *, whole: bool = True) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters and buffers; without the rows of tables and the kernels of convolutions where not `whole`."""
     return {
-        f"{name}.{own}": tuple(tensor.shape)[
-            isinstance(module, nn.Embedding) : 2 if hasattr(module, "stride") else None
+        full_name(name, own): tuple(tensor.shape)[
+            not whole and isinstance(module, nn.Embedding) : None if whole or not hasattr(module, "stride") else 2
         ]
         for name, module in model.named_modules(remove_duplicate=False)
         for own, tensor in (*module._parameters.items(), *module._buffers.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MappingProxyType
@@ -18,14 +17,13 @@ from shardplan.model.build_tree import tree_of
 from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.model.model_findings import causes, reason, refuse
-from shardplan.model.offline import offline
 from shardplan.model.rebinding import NotBound, copied
 
 from .carry import carry
-from .fields import Role, Roles, role
+from .fields import Roles, role
 from .layers import Kept, candidates, layer_lists, skeleton
 from .live import Live, live_of
-from .measured import measured_widths, with_usual_names
+from .measured import SMALLEST, constructed, usual_names, with_usual_names
 from .model_inputs import labels_of
 from .own_copies import LARGEST, NO_REDUCED_MODEL, not_carried
 from .pictures import parts
@@ -34,7 +32,7 @@ from .scale import HEAD_DIMS
 from .shrink import reduced_config
 from .weights import randomise, without_noise
 
-MEASURED: dict[tuple[type, str], Mapping[str, Role]] = {}
+MEASURED: dict[tuple[type, str], Mapping[str, str]] = {}  # the usual names of numbers
 Adapting = Callable[[nn.Module], nn.Module]  # puts a model's adapters into a reduced model
 
 
@@ -45,7 +43,7 @@ def maker(
 
     @cache
     def first() -> nn.Module:
-        made = adapted(_construct(cls, config, "cpu", seed, **options)).train()
+        made = adapted(constructed(cls, config, "cpu", seed, **options)).train()
         without_noise(made)  # also dropout that no field of the configuration sets
         randomise(made, seed)
         return made
@@ -75,7 +73,7 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
         PlanError: SP520: class and configuration build no model; SP524: the change cannot be made to a reduced model.
     """
     try:
-        return live_of(module, _construct(cls, config, "meta", 0))
+        return live_of(module, constructed(cls, config))
     except NotBound as error:
         raise not_carried(name, error) from error
     except Exception as error:  # raised by the configuration or the modelling code
@@ -104,7 +102,7 @@ def reduced_config_of(
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function that
     adds the adapters and the live model's changes to the reduced model."""
-    config = with_usual_names(config, partial(_construct, cls, device="meta", seed=0))
+    config = with_usual_names(config, partial(constructed, cls))
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
@@ -130,7 +128,7 @@ def reduced_config_of(
             if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is not padding
             adapted = _adapting(adapters, live, lists, kept)
-            plain = _construct(cls, reduced, "meta", 0)
+            plain = constructed(cls, reduced)
             with torch.device("meta"):
                 made = tree_of(adapted(plain))
         except NotBound as error:
@@ -168,14 +166,16 @@ def roles_of(
     """
     key = (cls, str(config.to_dict()))
     dims = {dim for _, parameter in tree.parameters.values() for dim in parameter.shape}
+    admits = cache(lambda number: number >= SMALLEST and any(dim % number == 0 for dim in dims))
     for base in (small, lambda: config):
         try:
             if key not in MEASURED:
-                MEASURED[key] = measured_widths(base(), partial(_construct, cls, device="meta", seed=0), dims)
+                MEASURED[key] = usual_names(base(), partial(constructed, cls), admits)
         except Exception:  # raised by the configuration or the modelling code, as widths do not fit together
             continue
-    mapped = {name: role(usual) for part in parts(config) for usual, name in part.attribute_map.items()}
-    return lambda name: role(name) or mapped.get(name) or MEASURED.get(key, {}).get(name)
+    names = dict(MEASURED.get(key, {}))
+    names |= {name: usual for part in parts(config) for usual, name in part.attribute_map.items() if role(usual)}
+    return lambda name: role(name) or role(names.get(name, ""))
 
 
 def _adapting(adapters: Adapters | None, live: Live | None, lists: tuple[str, ...], kept: Kept) -> Adapting:
@@ -191,12 +191,3 @@ def _adapting(adapters: Adapters | None, live: Live | None, lists: tuple[str, ..
         return model if live is None else carry(live, model, original)
 
     return adapted
-
-
-def _construct(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, seed: int, **options: Any
-) -> PreTrainedModel:
-    """Build a model from a copy of the configuration; the random state outside stays the same."""
-    with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.default_generator.manual_seed(seed)
-        return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})

@@ -10,22 +10,19 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.model.config_numbers import config_value, text_config
 
 from .counts import like
-from .fields import Role, Roles, role
+from .fields import TABLE, Role, Roles, role
 from .layers import Kept, sections
 from .linked_widths import link
 from .scale import HEAD_DIMS, Scale, hidden_size, is_size, scale_of, tower_scale
 from .state_spaces import state_space_widths
 from .vision_fields import images, read_layers
 
-CHUNK = 8
 STATE = 8
 EXPERTS = 4
-CHANNELS = 32  # of convolutions; norms have the same number of groups
-CODES = 64
-QUERIES = 8  # of a query model, whose answers replace them
 STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, by layer; they follow from the layers
 
 
@@ -156,10 +153,11 @@ def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
 def _field(value: Any, scale: Scale, name: str) -> Any:
     """One field made small."""
     what = scale.roles(name)
-    if what is not None and isinstance(value, dict):  # a number for each kind of layer
-        return {kind: SHRINK[what](item, scale, name) for kind, item in value.items()}
     if what is not None and value is not None:
-        return SHRINK[what](value, scale, name)
+        shrink = SHRINK.get(what, lambda value, scale, name: value)
+        if isinstance(value, dict):  # a number for each kind of layer
+            return {kind: shrink(item, scale, name) for kind, item in value.items()}
+        return shrink(value, scale, name)
     if name.startswith("rope_") or name == "rope":
         return _rope(value, scale)
     if isinstance(value, (list, tuple)) and len(value) == scale.kept.count and _is_plain(value):
@@ -211,9 +209,10 @@ def _positions(value: Any, scale: Scale, name: str) -> Any:
     return min(value, scale.positions) if isinstance(value, int) and value > 0 and scale.positions else value
 
 
-def _capped(limit: Callable[[Scale], int]) -> Callable[[Any, Scale, str], Any]:
+def _capped(limit: str) -> Callable[[Any, Scale, str], Any]:
     def shrink(value: Any, scale: Scale, name: str) -> Any:
-        return min(value, limit(scale)) if isinstance(value, int) and value > 0 else value
+        most = evaluate(parse_expression(limit), {"seq_len": scale.seq_len})
+        return min(value, most) if isinstance(value, int) and value > 0 else value
 
     return shrink
 
@@ -275,28 +274,13 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "heads": _mapped("heads"),
     "head_dim": _mapped("head_dims"),
     "scalar": _mapped("head_dims"),  # scales the scores: usually a head dim, else not a dimension
-    "hidden": _mapped("widths"),
     "width": _mapped("widths"),
     "share": _share,
     "vocabulary": _mapped("vocabulary"),
     "positions": _positions,
-    "window": _capped(lambda scale: scale.seq_len // 2 - 1),
-    "chunk": _capped(lambda scale: CHUNK),
-    "shared_experts": _capped(lambda scale: 2),
     "experts": _experts,
-    "top_k": _capped(lambda scale: 2),
-    "selected": _capped(lambda scale: scale.seq_len // 4),  # fewer than all positions, so that some are left out
-    "pooled": _capped(lambda scale: 2),  # positions selected together; divides the number of selected ones
-    "groups": _capped(lambda scale: 2),
-    "top_groups": _capped(lambda scale: 1),
     "state": _state,
     "mamba_heads": _mapped("state_heads"),
-    "mamba_head_dim": _capped(lambda scale: CHUNK),
     "mamba_groups": _mapped("state_heads"),
-    "image": lambda value, scale, name: value,
-    "patch": lambda value, scale, name: value,
-    "image_tokens": lambda value, scale, name: value,
-    "queries": _capped(lambda scale: QUERIES),
-    "convolutions": _capped(lambda scale: CHANNELS),
-    "codes": _capped(lambda scale: CODES),
+    **{what: _capped(of["at_most"]) for what, of in TABLE.items() if "at_most" in of},
 }

@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name, is_count
 from shardplan.model.forward_code import forward_reads
-from shardplan.model.shaping_numbers import shapes_with
+from shardplan.model.reduced.measured import shapes_with
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
 from .draft import BLOCK_INPUT, FIXABLE, Draft, DraftTrials, Options, divided, sharing
