@@ -45,6 +45,7 @@ def code() -> str:
     files = [
         *(path for path in (ROOT / "shardplan").rglob("*.py") if path.relative_to(ROOT).parts[1] not in NOT_RUN),
         *(path for folder in JUDGES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json")),
+        *(ROOT / "plans").glob("*.toml"),
         ROOT / "tests" / "model_settings.py",
         ROOT / "tests" / "diffusion_models.py",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -15,33 +16,16 @@ from shardplan.model.config_numbers import config_value
 
 from .images import RECIPES
 from .outcome import results_of
-from .pictures import BATCH, flat_patches, parts, pictures_of
+from .pictures import BATCH, FORMS, arrays, parts
 from .scale import hidden_size, is_size
 
 Arrays = dict[str, Tensor]
 Make = TypeVar("Make", bound=Callable[..., dict[str, Any]])  # called with a seed
 Form = Callable[[int], Arrays]  # seed -> arguments of forward
-# Arguments of forward that a model may read instead of token ids -> the kind of input.
-KINDS = {
-    "input_features": "audio",
-    "input_values": "audio",
-    "audio_mel": "audio",
-    "pixel_values": "picture",
-    "pixel_values_videos": "video",
-    "flattened_patches": "picture",
-    "hidden_states": "picture",
-    "past_values": "series",
-    "query_embeds": "queries",
-    "latents": "latents",
-}
-# The arguments' names in towers, where whole models use others.
-TOWER = {
-    "image_grid_thw": ("grid_thw", "grid_thws", "image_grid_thw"),
-    "image_position_ids": ("pixel_position_ids", "image_position_ids"),
-    "image_grid_hw": ("grid_hw", "image_grid_hw"),
-    "image_merge_sizes": ("merge_sizes", "image_merge_sizes"),
-    "pixel_values": ("pixel_values", "hidden_states"),
-}
+KINDS: Mapping[str, str] = FORMS[
+    "kinds"
+]  # arguments of forward that a model may read instead of token ids -> the kind of input
+TOWER: Mapping[str, Sequence[str]] = FORMS["tower"]  # the arguments' names in towers, where whole models use others
 GRIDS = TOWER["image_grid_thw"]
 SPOKEN = 3  # tokens of a transcript
 SAMPLES = 4  # frames of a waveform's features for each token
@@ -80,7 +64,7 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
     """
     accepted = inspect.signature(model.forward).parameters
     if KINDS[main] in ("picture", "video"):
-        return list(_pictures(config, main, accepted))
+        return _pictures(config, main, accepted)
     if main == "input_values":
         return list(_waves(config, seq_len, accepted))
     if KINDS[main] == "audio":
@@ -183,39 +167,29 @@ def _waves(config: PreTrainedConfig, seq_len: int, accepted: Mapping[str, Any]) 
         yield lambda seed: {n: _drawn(seed + i, BATCH, seq_len, hidden) for i, n in enumerate(sides)}
 
 
-def _pictures(config: PreTrainedConfig, main: str, accepted: Mapping[str, Any]) -> Iterator[Form]:
+def _pictures(config: PreTrainedConfig, main: str, accepted: Mapping[str, Any]) -> list[Form]:
     """[BATCH, channels, height, width] of the configuration's image; flat patches with their grid; any other form of pictures that
     whole models take; films [BATCH, frames, channels, height, width]; larger pictures."""
+    alone, made = FORMS["alone"], list[tuple[dict[str, str], dict[str, int]]]()
     grid = next((name for name in GRIDS if name in accepted), None)
     if grid is not None:
-        yield lambda seed: dict(zip((main, grid), flat_patches(config, seed), strict=True))
-    if main == "flattened_patches":
-        yield lambda seed: {main: pictures_of(config, seed).placed_patches()}
+        made.append(({main: alone["patches"], grid: alone["grid"]}, {}))
     if main == "pixel_values":
-        yield lambda seed: {main: pictures_of(config, seed).squares()}
+        made.append(({main: alone["picture"]}, {}))
     for recipe in RECIPES:
-        names = [next((n for n in TOWER.get(name, (name,)) if n in accepted), None) for name in recipe.names]
-        if recipe.kind == "image" and names[0] == main and None not in names and not recipe.reads:
+        names = [next((n for n in TOWER.get(name, (name,)) if n in accepted), "") for name in recipe.names]
+        if recipe.kind == "image" and names[0] == main and all(names) and not recipe.reads and recipe.suits(config):
+            made.append((dict(zip(names, recipe.arrays.values(), strict=True)), {}))
+    if main.startswith("pixel_values"):
+        films = (*_numbers(config, "num_frames", "frames_per_clip"), FRAMES)
+        made += [({main: alone["film"]}, {"film": frames}) for frames in films]
+    if main == "pixel_values":
+        made += [({main: alone["larger"]}, {"times": times}) for times in LARGER]
+    return [partial(_arrays, config, texts, more) for texts, more in made]
 
-            def made(seed: int, make: Any = recipe.make, names: Any = tuple(names)) -> Arrays:
-                return dict(zip(names, make(pictures_of(config, seed)), strict=True))
 
-            yield made
-    if not main.startswith("pixel_values"):
-        return
-    for frames in (*_numbers(config, "num_frames", "frames_per_clip"), FRAMES):
-
-        def film(seed: int, frames: int = frames) -> Arrays:
-            return {main: pictures_of(config, seed).squares(frames)}
-
-        yield film
-    for times in LARGER if main == "pixel_values" else ():
-
-        def larger(seed: int, times: int = times) -> Arrays:
-            one = pictures_of(config, seed)
-            return {main: one.pixels(BATCH, one.channels, times * one.height, times * one.width)}
-
-        yield larger
+def _arrays(config: PreTrainedConfig, texts: Mapping[str, str], more: Mapping[str, int], seed: int) -> Arrays:
+    return arrays(texts, config, seed, **more)
 
 
 def _states(config: PreTrainedConfig, main: str, seq_len: int, accepted: Mapping[str, Any]) -> Iterator[Form]:

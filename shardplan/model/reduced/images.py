@@ -1,7 +1,7 @@
 """Images, videos and sound for the reduced model: their arrays, by the names of forward's arguments, and the number of
 tokens that they need.
 
-A family whose images have another form is one more entry of RECIPES. The number of tokens of an image is not computed
+A family whose images have another form is one more entry of plans/inputs.toml. The number of tokens of an image is not computed
 from the configuration: the reduced model's own vision part runs, and its features are counted.
 """
 
@@ -18,88 +18,49 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.model_findings import reason
 
-from .pictures import BATCH, Pictures, parts, pictures_of
+from .pictures import BATCH, FORMS, arrays, facts_of, parts
 
 Kind = Literal["image", "video", "audio"]
-Arrays = dict[str, Tensor]
+OPTIONS = ("placed", "reads", "tiled")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Arrays of one form.
+    """Arrays of one form, of plans/inputs.toml.
 
     Args:
         kind: the kind of the inputs.
-        names: the arguments that it fills, of forward and of the function that returns features.
-        make: their values, in the order of the names.
+        arrays: the arguments that it fills, of forward and of the function that returns features -> how their values are made.
         placed: whether its features replace tokens; else attention reads them.
         reads: further arguments that say which tokens read which picture, [BATCH, sequence, 1].
+        tiled: for models that cut large pictures (True) or do not (False) alone.
     """
 
     kind: Kind
-    names: tuple[str, ...]
-    make: Callable[[Pictures], tuple[Tensor, ...]]
+    arrays: Mapping[str, str]
     placed: bool = True
     reads: tuple[str, ...] = ()
+    tiled: bool | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that it fills."""
+        return tuple(self.arrays)
+
+    def suits(self, config: PreTrainedConfig) -> bool:
+        """Whether it is for models that cut large pictures, or do not, as this one."""
+        return self.tiled is None or self.tiled == ("tile_rows" in facts_of(config))
 
 
-def _mask(pictures: Pictures) -> Tensor:
-    return torch.ones(BATCH, 1, pictures.height, pictures.width, dtype=torch.bool)
+def _recipe(kind: Kind, form: Mapping[str, Any]) -> Recipe:
+    options = {name: form[name] for name in OPTIONS if name in form}
+    return Recipe(kind, {name: text for name, text in form.items() if name not in OPTIONS}, **options)
 
 
-def _real(pictures: Pictures) -> Tensor:
-    return torch.ones(BATCH, 1, dtype=torch.bool)
-
-
-RECIPES = (
-    Recipe(
-        "image", ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"), lambda p: p.padded_tiles(), placed=False
-    ),
-    Recipe("image", ("pixel_values", "image_grid_thw", "image_merge_sizes"), lambda p: (p.patches(), p.grid, p.merges)),
-    Recipe("image", ("pixel_values", "image_grid_thw"), lambda p: (p.patches(), p.grid)),
-    Recipe("image", ("pixel_values", "image_grid_thw"), lambda p: (p.square_patches(), p.grid)),
-    Recipe("image", ("pixel_values", "image_grid_thw"), lambda p: (p.merged_patches(), p.merged_grid)),
-    Recipe("image", ("pixel_values", "image_position_ids"), lambda p: p.located(1)),
-    Recipe("image", ("pixel_values", "image_position_ids"), lambda p: p.located(p.merge)),
-    Recipe("image", ("pixel_values", "image_token_pooling", "image_grids"), lambda p: p.pooled()),
-    Recipe("image", ("pixel_values", "image_grid_hw"), lambda p: (p.patches(frames=False), p.grid[:, 1:])),
-    Recipe("image", ("pixel_values", "target_sizes"), lambda p: p.strip()),
-    Recipe("image", ("pixel_values", "pixel_attention_mask", "spatial_shapes"), lambda p: p.flat_squares()),
-    Recipe("image", ("pixel_values", "pixel_attention_mask"), lambda p: (p.squares(1), _mask(p))),
-    Recipe("image", ("pixel_values", "pixel_attention_mask"), lambda p: (p.squares(1), _real(p))),
-    Recipe("image", ("pixel_values", "high_res_pixel_values"), lambda p: (p.squares(), p.fine_squares())),
-    Recipe("image", ("pixel_values", "qformer_input_ids"), lambda p: (p.squares(), p.question())),
-    Recipe("image", ("pixel_values", "qformer_input_ids"), lambda p: (p.squares(2), p.question())),
-    Recipe("image", ("pixel_values", "image_sizes"), lambda p: (p.tiled() if p.tiles else p.squares(), p.sizes)),
-    Recipe("image", ("pixel_values",), lambda p: (p.squares(),)),
-    Recipe("image", ("pixel_values",), lambda p: (p.squares(1),)),
-    Recipe("image", ("pixel_values",), lambda p: (p.timed_patches(),)),
-    Recipe("image", ("pixel_values",), lambda p: (p.squares(1),), placed=False, reads=("image_attention_mask",)),
-    Recipe("image", ("pixel_values", "visual_bbox"), lambda p: (p.squares(), p.boxes()), placed=False),
-    Recipe("image", ("pixel_values",), lambda p: (p.rows_of_patches(),)),
-    Recipe("image", ("flattened_patches",), lambda p: (p.placed_patches(),)),
-    Recipe(
-        "video",
-        ("pixel_values_videos", "video_grid_thw", "video_merge_sizes"),
-        lambda p: (p.patches(), p.grid, p.merges),
-    ),
-    Recipe("video", ("pixel_values_videos", "video_grid_thw"), lambda p: (p.patches(), p.grid)),
-    Recipe("video", ("pixel_values_videos", "video_grid_thw"), lambda p: (p.square_patches(), p.grid)),
-    Recipe("video", ("pixel_values_videos", "video_grid_thw"), lambda p: (p.patches(long=True), p.long_grid)),
-    Recipe("video", ("pixel_values_videos", "target_sizes_videos"), lambda p: p.strip()),
-    Recipe("video", ("pixel_values_videos",), lambda p: (p.squares(2),)),
-    Recipe("video", ("pixel_values_videos",), lambda p: (p.squares(2).flatten(0, 1),)),
-    Recipe("audio", ("input_features", "input_features_mask", "padding_mask"), lambda p: p.spectrograms()),
-)
-# Arguments of forward that mark image tokens, and the numbers that mark the two kinds.
-TYPES: Mapping[str, Mapping[Kind, int]] = {
-    "token_type_ids": {"image": 1, "video": 1},
-    "mm_token_type_ids": {"image": 1, "video": 2},
-    "image_embeds_position_mask": {"image": 1},
-}
-# The numbers of features where an argument of forward marks the tokens to replace, and no id does.
-QUERIES = ("latent_query_num",)
-MARKS = "image_embeds_position_mask"
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+RECIPES = tuple(_recipe(kind, form) for kind in KINDS for form in FORMS[kind])
+# Arguments of forward that mark image tokens, and the numbers that mark the kinds.
+TYPES: Mapping[str, Mapping[Kind, int]] = FORMS["marks"]
 
 
 @dataclass(frozen=True)
@@ -118,8 +79,8 @@ class Fitting:
     count: int
     types: Mapping[str, int]
 
-    def arrays(self, config: PreTrainedConfig, seed: int) -> Arrays:
-        return _arrays(self.recipe, config, seed)
+    def arrays(self, config: PreTrainedConfig, seed: int) -> dict[str, Tensor]:
+        return arrays(self.recipe.arrays, config, seed)
 
 
 def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Callable[[Fitting], None]) -> Fitting | str:
@@ -131,7 +92,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
         tries: runs the model on inputs with these images, and raises its exception.
     """
     accepted = inspect.signature(model.forward).parameters
-    recipes = [r for r in RECIPES if r.kind == kind and all(name in accepted for name in (*r.names, *r.reads))]
+    recipes = [r for r in RECIPES if r.kind == kind and {*r.names, *r.reads} <= accepted.keys() and r.suits(config)]
     if not any(r.kind == kind and r.names[0] in accepted for r in RECIPES) or (kind == "audio" and not recipes):
         return ""
     if vars(config).get("vision_config", config) is None:
@@ -157,8 +118,9 @@ def _places(
     if not recipe.placed:
         yield lambda: 0, None
         return
-    if MARKS in accepted:
-        yield from ((lambda n=n: n, None) for name in QUERIES if isinstance(n := getattr(config, name, None), int))
+    for name in FORMS["counted"].keys() & accepted.keys():
+        numbers = (getattr(config, number, None) for number in FORMS["counted"][name])
+        yield from ((lambda n=n: n, None) for n in numbers if isinstance(n, int))
         return
     asked: tuple[str, ...] = (recipe.kind, "image", "video") if recipe.kind == "video" else (recipe.kind,)
     features = next((f for k in asked for m in _inside(model) if (f := getattr(m, f"get_{k}_features", None))), None)
@@ -193,28 +155,24 @@ def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfi
     dtype = next(model.parameters()).dtype
     made = {
         name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in _arrays(recipe, config, 0).items()
+        for name, value in arrays(recipe.arrays, config, 0).items()
     }
-    arrays = {name: value for name, value in made.items() if loose or name in accepted}
+    given = {name: value for name, value in made.items() if loose or name in accepted}
     needed = {n for n, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    if needed - arrays.keys():
-        raise ValueError(f"images need {', '.join(sorted(needed - arrays.keys()))}")
+    if needed - given.keys():
+        raise ValueError(f"images need {', '.join(sorted(needed - given.keys()))}")
     with torch.no_grad():
         try:
-            found = features(**arrays)
+            found = features(**given)
         except TypeError:
-            if len(arrays) == len(made) or not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+            if len(given) == len(made) or not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
                 raise
             found = features(**made)  # it passes on arguments that it does not name
-    given = getattr(found, "pooler_output", None)
-    given = given if given is not None else getattr(found, "last_hidden_state", found)
-    if given is None:  # all features go between the layers: (layer, features of each image)
-        (_, given), *_ = found.deepstack_features
-    rows = sum(part.numel() // part.shape[-1] for part in ([given] if isinstance(given, Tensor) else given))
+    values = getattr(found, "pooler_output", None)
+    values = values if values is not None else getattr(found, "last_hidden_state", found)
+    if values is None:  # all features go between the layers: (layer, features of each image)
+        (_, values), *_ = found.deepstack_features
+    rows = sum(part.numel() // part.shape[-1] for part in ([values] if isinstance(values, Tensor) else values))
     if rows < BATCH or rows % BATCH:
         raise ValueError(f"{rows} features for {BATCH} images")
     return rows // BATCH
-
-
-def _arrays(recipe: Recipe, config: PreTrainedConfig, seed: int) -> Arrays:
-    return dict(zip(recipe.names, recipe.make(pictures_of(config, seed)), strict=True))

@@ -1,0 +1,41 @@
+"""The data of reduced models: plans/inputs.toml and plans/numbers.toml say only what the code can read."""
+
+import re
+
+import pytest
+import torch
+
+from shardplan.core.expressions import names, parse_expression
+from shardplan.model.reduced.fields import TABLE
+from shardplan.model.reduced.images import RECIPES
+from shardplan.model.reduced.pictures import BATCH, FORMS, arrays, facts_of
+from shardplan.model.reduced.shrink import SHRINK
+from tests.model_settings import find
+
+AS_IT_IS = {"image", "patch"}  # vision_fields.py reduces them
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.kind}-{'-'.join(recipe.names)}")
+def test_each_form_makes_arrays(recipe):
+    config = find("LlavaNextForConditionalGeneration").config
+    assert {"tile_rows", "tile_columns"} <= facts_of(config).keys()
+    made, again, other = (arrays(recipe.arrays, config, seed) for seed in (3, 3, 4))
+    assert tuple(made) == recipe.names
+    assert all(torch.equal(made[name], again[name]) for name in made), "a seed gives the same values"
+    assert any(not torch.equal(made[name], other[name]) for name in made), "another seed gives others"
+
+
+def test_a_picture_has_the_size_of_the_configuration():
+    config = find("LlavaNextForConditionalGeneration").config
+    side = config.vision_config.image_size
+    assert arrays({"x": FORMS["alone"]["picture"]}, config, 0)["x"].shape == (BATCH, 3, side, side)
+    assert arrays({"x": FORMS["alone"]["larger"]}, config, 0, times=2)["x"].shape[-1] == 2 * side
+    assert arrays({"x": FORMS["alone"]["film"]}, config, 0, film=5)["x"].shape[:2] == (BATCH, 5)
+
+
+@pytest.mark.parametrize("role", TABLE)
+def test_each_role_is_reduced(role):
+    assert role in SHRINK or role in AS_IT_IS
+    assert TABLE[role].keys() <= {"names", "at_most"}
+    assert all(re.compile(name) for name in TABLE[role]["names"])
+    assert {*names(parse_expression(TABLE[role].get("at_most", "1")))} <= {"seq_len"}
