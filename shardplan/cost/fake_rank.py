@@ -6,19 +6,24 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
 from transformers import masking_utils
 
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.styles.backends import Backend
 from shardplan.torchlib.fakes import FakeTensors
+from shardplan.torchlib.operators import FUSED_ATTENTION
 from shardplan.torchlib.private import private
 
 _serial = count()
+_attention = functional.scaled_dot_product_attention
 
 
 @contextmanager
@@ -83,5 +88,17 @@ def without_memory() -> Iterator[None]:
         FakeTensors(allow_non_fake_inputs=True),
         # The function reads values: ascending positions mean that nothing is packed.
         patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        patch.object(functional, "scaled_dot_product_attention", _fused),
     ):
         yield
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Attention, fused where it is so on a device. The CPU has no fused kernel for values that are not as wide as keys, as in latent attention,
+    and would make the scores of all pairs in float32."""
+    names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = {**dict(zip(names, args, strict=False)), **options}
+    if v.shape[-1] == k.shape[-1] or q.ndim != 4 or q.shape[1] != v.shape[1] or given.get("attn_mask") is not None:
+        return _attention(q, k, v, *args, **options)
+    dropout, causal = given.get("dropout_p", 0.0), given.get("is_causal", False)
+    return FUSED_ATTENTION(q, k, v, None, q.requires_grad, dropout, causal, scale=given.get("scale"))[0]

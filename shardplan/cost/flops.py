@@ -7,11 +7,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-# Attention on the CPU, which torch's counter does not know: (name of the operator, position of its query, position of its
-# flag `is_causal`, number of its [queries, keys] products; backward computes the probabilities again).
+# Attention: (name of the operator, position of its query, position of its flag `is_causal`, number of its [queries, keys]
+# products; backward computes the probabilities again). torch's counter does not know the first two, nor causal ones.
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 4, 2),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7, 5),
+    "aten::_scaled_dot_product_efficient_attention": (0, 6, 2),
+    "aten::_scaled_dot_product_efficient_attention_backward": (1, 11, 5),
 }
 GROUPED = "aten::_grouped_mm"
 

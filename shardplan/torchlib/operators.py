@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention.default
 DEVICE = torch.ops.prim.device.default  # a tensor's device
 FUNCTIONAL = torch.ops._c10d_functional
 

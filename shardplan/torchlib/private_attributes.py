@@ -152,6 +152,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     ),
     Attributes("torch", "ops", ("_c10d_functional",), "the operators of collectives"),
     Attributes("torch", "ops.aten", ("_unsafe_view",), "views that may be changed in place"),
+    Attributes("torch", "ops.aten", ("_scaled_dot_product_efficient_attention",), "an estimate's attention"),
     Attributes(
         "transformers",
         "PreTrainedModel",
