@@ -37,6 +37,7 @@ CPU = (
     "pipelines",
     "optimizers",
     "refit",
+    "published",
 )
 GPU = ("gpu",)
 

@@ -14,6 +14,7 @@ PAGES = [
         "docs/benchmarks.md",
         "docs/benchmarks-checks.md",
         "docs/benchmarks-gpu.md",
+        "docs/published-runs.md",
         "reports/communication.md",
     )
 ]

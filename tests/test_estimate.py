@@ -7,19 +7,25 @@ from math import comb
 
 import jsonschema
 import pytest
+import torch
 import torch.distributed as dist
 
 import shardplan
 from shardplan import PlanError, TrainingStep
 from shardplan.cli.main import main
 from shardplan.core.estimates import CATEGORIES, Device, Estimate, Traffic
-from shardplan.core.mesh import APPLIED, MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.cost.depth import Depths, _repeating
 from shardplan.cost.devices import known_devices, read_device
+from shardplan.cost.fake_rank import fake_mesh, without_memory
 from shardplan.cost.least_time import bound_of
 from shardplan.cost.mesh_candidates import meshes_of
+from shardplan.cost.meter import Meter
+from shardplan.cost.overlap import ALONE, Overlap
+from shardplan.cost.running_module import Places
 from shardplan.report.estimate_text import estimate_text
 from shardplan.report.report_schema import report_schema
+from shardplan.torchlib.operators import FUNCTIONAL
 
 HIDDEN, INNER, ROWS, SEQ, HEADS, KV = 64, 160, 96, 32, 8, 4
 TINY = {
@@ -295,14 +301,26 @@ def test_each_option_changes_what_it_is_about():
 DEVICE = Device("d", 1000, {"bfloat16": 100.0}, 10.0, 8, 4.0, 1.0)
 
 
+# Half of tp's bytes are under way while products run that take 2 seconds, or 50.
+OVERLAPS = {
+    name: Overlap({(Axis.TP, "all_reduce"): 20}, {"bfloat16": products})
+    for name, products in (("few products", 200), ("many products", 5000))
+}
+
+
 def test_what_bounds_a_step():
     sizes = MeshSizes(tp=4, dp_shard=8)
     traffic = (Traffic("tp", "all_reduce", 1, 40), Traffic("dp_shard", "all_gather", 1, 8))
-    bound = bound_of(DEVICE, sizes, {"bfloat16": 500}, traffic, 20)
+    bound = bound_of(DEVICE, sizes, {"bfloat16": 500}, traffic, 20, ALONE)
     # tp is within a node; of a dp_shard group, 2 ranks are in each node and share the way out.
     assert bound.terms == {"compute": 5.0, "memory": 2.0, "links in a node": 12.0, "network": 4.0}
-    assert (bound.by, bound.seconds) == ("links in a node", 12.0)
-    alone = bound_of(DEVICE, MeshSizes(tp=8, dp_shard=2), {}, [Traffic("dp_shard", "all_gather", 1, 8)], 0)
+    # The step waits for tp's 10 seconds, and computes before or after.
+    assert (bound.waiting, bound.by, bound.seconds) == (10.0, "compute", 15.0)
+    bounds = {
+        one: bound_of(DEVICE, sizes, {"bfloat16": 500}, traffic, 20, overlap) for one, overlap in OVERLAPS.items()
+    }
+    assert {one: bound.waiting for one, bound in bounds.items()} == {"few products": 8.0, "many products": 5.0}
+    alone = bound_of(DEVICE, MeshSizes(tp=8, dp_shard=2), {}, [Traffic("dp_shard", "all_gather", 1, 8)], 0, ALONE)
     assert alone.terms["network"] == 8.0 and alone.terms["links in a node"] == 0.0
     chunks = bound_of(
         DEVICE,
@@ -310,11 +328,44 @@ def test_what_bounds_a_step():
         {},
         [Traffic("cp", "all_gather", 1, 8), Traffic("dp_shard", "x", 1, 8)],
         0,
+        ALONE,
     )
     # 2 of the 4 cp ranks, and of the 8 that gather parameters, are in each node.
     assert chunks.terms["network"] == 2 * alone.terms["network"] / 2
     with pytest.raises(ValueError, match="has no flops for float64"):
-        bound_of(DEVICE, sizes, {"float64": 1}, (), 0)
+        bound_of(DEVICE, sizes, {"float64": 1}, (), 0, ALONE)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["waits at once", "waits after a product"])
+def test_what_overlaps_is_read_off_the_run(late):
+    """A collective and its wait, with a product between them or after both; no collective is under way during the second product."""
+    with fake_mesh(MeshSizes(tp=2)) as mesh, without_memory():
+        group = mesh.mesh.get_group(mesh.names["tp"]).group_name
+        meter = Meter(Places(), {group: (Axis.TP, 2)}, (), 0)
+        with meter.running():
+            x = torch.empty(8, 8)
+            meter.start()
+            under_way = FUNCTIONAL.all_reduce.default(x, "sum", group)
+            if late:
+                x @ x
+            FUNCTIONAL.wait_tensor.default(under_way)
+            x @ x
+    expected = {"": Overlap({(Axis.TP, "all_reduce"): 8 * 8 * 4}, {"float32": 2 * 8**3})}
+    assert meter.log.overlaps == (expected if late else {})
+
+
+def test_latent_attention_is_fused_as_on_a_device():
+    """Its values are narrower than its keys: no kernel of the CPU takes them, and its scores would be counted in float32."""
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 16}
+    experts = {"first_k_dense_replace": 2}  # no layer has any
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    few, many = (
+        estimated("deepseek_v3", {"tp": 1}, settings=TINY | sizes | experts | heads, seq_len=n) for n in (SEQ, 2 * SEQ)
+    )
+    assert few.flops.keys() == many.flops.keys() == {"bfloat16"}
+    # Products of queries and keys, and of these with values: two in forward, five in backward, causal, grow with the square.
+    pairs = 2 * 7 * HEADS * SEQ * SEQ * (32 + 16) // 2
+    assert many.flops["bfloat16"] - 2 * few.flops["bfloat16"] == 2 * pairs
 
 
 def test_every_mesh_is_tried():

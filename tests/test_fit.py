@@ -18,11 +18,13 @@ from shardplan.api.fit_programs import Programs
 from shardplan.cli.main import main
 from shardplan.cli.output import Bar
 from shardplan.compiler.user_inputs import Model
-from shardplan.core.estimates import Question, TrainingStep
-from shardplan.core.fits import CHECKPOINTING
+from shardplan.core.estimates import Bound, Question, TrainingStep
+from shardplan.core.fits import CHECKPOINTING, Forecast
 from shardplan.core.mesh import MeshSizes
-from shardplan.cost.devices import read_device
+from shardplan.cost.devices import known_devices, read_device
 from shardplan.cost.fit_tables import of_context, of_experts
+from shardplan.cost.published import forecast_of, published_runs
+from shardplan.report.estimate_text import seconds_text
 from shardplan.report.fit_script import launch_lines, script_of
 from shardplan.report.fit_text import fit_head, fit_tail, row_text, ties, why
 from shardplan.report.report_schema import report_schema
@@ -117,16 +119,19 @@ def test_the_rows_are_estimates_in_order(fitted):
     assert made.days(made.rows[0], 0.5) == pytest.approx(2 * made.days(made.rows[0]))
 
 
-def twice_as_long(estimate):
-    terms = {term: 2 * seconds for term, seconds in estimate.bound.terms.items()}
-    return replace(estimate, bound=replace(estimate.bound, terms=terms))
+def longer(row, times):
+    """A row whose bound is so many times as long."""
+    bound = row.estimate.bound
+    terms = {term: times * seconds for term, seconds in bound.terms.items()}
+    return replace(row, estimate=replace(row.estimate, bound=Bound(terms, times * bound.waiting)))
 
 
 @pytest.mark.slow
 def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     made, _ = fitted
     texts = [row_text(1, row, color=False) for row in made.rows]
-    assert all("limited by: " in text and "MFU at most " in text for text in texts)
+    assert all("limited by: " in text for text in texts)
+    assert [("MFU at most " in text) for text in texts] == [row.mfu < 0.995 for row in made.rows]
     assert ("its default configuration" in fit_head(made.rows[0], default=True)) and "default" not in fit_head(
         made.rows[0]
     )
@@ -134,20 +139,22 @@ def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     assert (
         "1. is before 2.: " in tail
         and "2. is before 3.: " in tail
-        and "with 30% to 50% of the bound, as measured" in tail
+        and "forecast of 1., 30% to 50% of the bound, as measured: " in tail
         and "best first" not in tail
     )
     tail = fit_tail(made, (2, 1, 3))  # as they were printed, while the search went on
     assert tail.startswith("best first: 2, 1, 3\n2. is before 1.: ") and "\n1. is before 3.: " in tail
     row, slower = made.rows[0], made.rows[-1]
-    alike = replace(made, rows=(row, row, replace(row, waiting=row.waiting + 0.25)))
+    alike = replace(made, rows=(row, row, longer(row, 1.14)), tied=7)
     assert ties(alike, (3, 1, 2)) == [[3, 1, 2]]
-    assert "\n3., 1., 2. are tied: their bounds are equal to three digits" in fit_tail(alike, (3, 1, 2))
-    assert "and eager steps do not overlap them" in row_text(1, alike.rows[2], color=False)
-    apart = replace(made, rows=(row, replace(slower, estimate=twice_as_long(slower.estimate))))
-    assert not ties(apart, (1, 2))
-    waits = why(row, replace(row, waiting=row.waiting + 0.25))
-    assert waits == "as fast by the bound, and operations wait 250.00 ms less for collectives over tp, cp and ep"
+    assert "\n3., 1., 2. are tied, with 7 of the meshes compared: their bounds differ by less than 15%" in fit_tail(
+        alike, (3, 1, 2)
+    )
+    apart = replace(made, rows=(row, longer(row, 1.16), longer(row, 1.3)))
+    assert ties(apart, (1, 2, 3)) == [[2, 3]]
+    waits = replace(row.estimate.bound, waiting=row.seconds)
+    text = row_text(1, replace(row, estimate=replace(row.estimate, bound=waits)), color=False)
+    assert f"waiting for collectives {seconds_text(row.seconds)}" in text
     assert why(row, row).endswith("no more memory")
     assert (slower.order.bound > row.order.bound) == ("longer, limited by" in why(row, slower))
     for one, other in itertools.pairwise(made.rows):
@@ -159,6 +166,43 @@ def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     assert torchrun == ran.format("$HEAD_NODE")
     asked = "sbatch --nodes 4 --exclusive --ntasks-per-node 1 --gpus-per-node 2"
     assert slurm == f"{asked} --wrap 'srun {ran.format(head)}'"
+
+
+@pytest.mark.slow
+def test_published_runs_make_a_forecast(fitted):
+    """Of the same device and kind of model; not above the bound; what was measured goes first."""
+    made, _ = fitted
+    row = made.rows[0]
+    assert made.forecast is None and made.speeds(row) == (0.3, 0.5)
+    assert "and no published run of such a model on slow is known" in fit_tail(
+        replace(made, efficiency=None), (1, 2, 3)
+    )
+    dense, sparse = forecast_of("h100", 6e9, 10**9), forecast_of("h100", 2e9, 10**9)
+    assert forecast_of("mi300x", 6e9, 10**9) is None and (dense.of, sparse.of) == (
+        "dense models",
+        "models with experts",
+    )
+    runs = [one for one in published_runs() if one.device == "h100" and not one.experts]
+    assert (dense.least, dense.most) == (min(one.mfu for one in runs), max(one.mfu for one in runs))
+    like = replace(made, efficiency=None, forecast=Forecast(0.25 * row.mfu, 0.5 * row.mfu, 3, "dense models"))
+    assert like.speeds(row) == pytest.approx((0.25, 0.5))
+    speed = row.estimate.tokens_per_second
+    found = fit_tail(like, (1, 2, 3))
+    assert "forecast of 1., as published of 3 runs of dense models on slow: " in found
+    assert f"{0.25 * speed:,.0f} to {0.5 * speed:,.0f} tokens/s a device" in found
+    assert replace(like, forecast=replace(like.forecast, most=1.0)).speeds(row)[1] == 1.0
+
+
+def test_published_runs_are_listed_with_their_sources():
+    """With a known device; MFUs of what tokens tell are those of our count, which the page of published runs makes."""
+    for run in published_runs():
+        assert run.device in known_devices() and 0 < run.mfu < 1 and run.source
+    assert len({(one.run, one.gpus) for one in published_runs()}) == len(published_runs())
+    page = (Path(__file__).parents[1] / "docs/published-runs.md").read_text("utf-8")
+    for run in published_runs():
+        counts = ["" if n is None else f"{n:,}" for n in (run.gpus, run.tokens)]
+        line = f"| {run.run} | {run.device} | {counts[0]} | {counts[1]} | {run.mfu:.1%} | {run.source} |"
+        assert line in page, line
 
 
 def rows_of(one, tmp_path):
@@ -301,13 +345,17 @@ def test_experts_are_distributed_and_sequences_shared_where_that_is_needed():
     )
     assert spread.rows[0].mfu > 0
     (row, *_) = (row for row in spread.rows if row.choice.sizes.ep > 1)
-    assert row.waiting > 0
+    assert row.estimate.bound.waiting > 0
     again = shardplan.estimate(
         shardplan.Model("mixtral", settings=EXPERTS | ONE_HEAD),
         "auto",
         row.choice.sizes,
         shardplan.TrainingStep(
-            SEQ, micro_batch=row.choice.micro_batch, precision="fp32", micro_batches=row.choice.micro_batches
+            SEQ,
+            micro_batch=row.choice.micro_batch,
+            precision="fp32",
+            micro_batches=row.choice.micro_batches,
+            schedule=row.choice.schedule or "1f1b",
         ),
         device=row.estimate.device,
         activation_checkpointing=CHECKPOINTING[row.choice.checkpointing],

@@ -117,7 +117,6 @@ class Search:
         from shardplan.core.fits import Fitted
         from shardplan.core.sources import SourceMap
         from shardplan.cost.estimate import estimate_mesh
-        from shardplan.cost.least_time import waiting
         from shardplan.cost.pipeline_estimate import Unschedulable
         from shardplan.report.errors import raise_errors
 
@@ -138,7 +137,7 @@ class Search:
             return None
         if not made.fits:
             return None
-        return Fitted(choice, made, self.flops_of_a_token, waiting(self.device, made.sizes, made.traffic))
+        return Fitted(choice, made, self.flops_of_a_token)
 
     def _meshes(self, tp: int, ep: int = 1, cp: int = 1) -> list[MeshSizes]:
         from shardplan.cost.mesh_candidates import meshes_of

@@ -72,9 +72,10 @@ def fit(
         ValueError: a wrong argument; `gpus` that are not whole nodes; a model without repeated layers; no configuration fits.
     """
     from shardplan.core.estimates import Question, TrainingStep
-    from shardplan.core.fits import Fit
+    from shardplan.core.fits import BOUND_ERROR, Fit
     from shardplan.cost.devices import read_device
     from shardplan.cost.mesh_candidates import axes_of
+    from shardplan.cost.published import forecast_of
 
     named = model_of(model)
     known = read_device(device) if isinstance(device, str) else device
@@ -136,13 +137,16 @@ def fit(
         )
     rows.sort(key=lambda row: row.order)
     compiled, _ = programs.program(rows[0].choice)
+    least_bound = min(one.bound.seconds for one in fitting)
     return Fit(
         gpus=gpus,
         rows=tuple(rows),
         screened=len(screened),
         too_large=len(screened) - len(fitting),
         refused=tuple(refused.items()),
+        tied=len({one.choice.sizes for one in fitting if one.bound.seconds <= (1 + BOUND_ERROR) * least_bound}),
         efficiency=efficiency or known.efficiency,
+        forecast=forecast_of(known.name, rows[0].flops_of_a_token, rows[0].estimate.parameters),
         tokens=tokens,
         derived=compiled.given.derived,
     )

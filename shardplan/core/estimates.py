@@ -237,19 +237,25 @@ class Bound:
 
     Args:
         terms: possible bounds of the step -> the seconds that each takes at full speed.
+        waiting: the seconds of collectives during which the step computes nothing. The terms of the links have them too.
     """
 
     terms: Mapping[Term, float]
+    waiting: float = 0.0
 
     @property
     def by(self) -> Term:
         """The term that bounds the step."""
-        return max(self.terms, key=lambda term: self.terms[term])
+        return max(self.terms, key=self.total)
 
     @property
     def seconds(self) -> float:
-        """The time of the longest term, as if all overlapped perfectly."""
-        return self.terms[self.by]
+        """The longest total of a term, as if all else overlapped perfectly."""
+        return self.total(self.by)
+
+    def total(self, term: Term) -> float:
+        """The seconds of a term, with those in which the step waits if these come on top."""
+        return self.terms[term] + (self.waiting if term in ("compute", "memory") else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

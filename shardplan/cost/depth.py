@@ -15,6 +15,7 @@ from shardplan.model.found import FoundModel
 from shardplan.model.reduced.layers import kinds, layer_lists
 
 from .ledger import Ledger, Moment
+from .overlap import Overlap
 from .running_module import Place
 
 _K = TypeVar("_K")
@@ -195,6 +196,7 @@ def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
         lines(low.bytes, high.bytes),
         line(low.stored, high.stored),
         line(low.touched, high.touched),
+        Overlap(lines(low.overlap.sent, high.overlap.sent), lines(low.overlap.products, high.overlap.products)),
         high.parts,
     )
 

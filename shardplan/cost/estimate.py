@@ -92,7 +92,9 @@ def estimate_mesh(
         traced=traced,
         not_modelled=tuple(left_out),
         device=device,
-        bound=bound_of(device, sizes, ledger.flops, traffic, ledger.touched, seconds) if device is not None else None,
+        bound=bound_of(device, sizes, ledger.flops, traffic, ledger.touched, ledger.overlap, seconds)
+        if device is not None
+        else None,
         pipeline=pipeline,
     )
 

@@ -15,7 +15,8 @@ from shardplan.core.schedules import SCHEDULES
 from shardplan.core.stages import PipelineCut
 
 from .depth import Depths
-from .least_time import bound_of, waiting
+from .least_time import bound_of
+from .overlap import ALONE
 from .part_costs import PartCosts, Stored
 from .pipeline_time import ahead, step_seconds
 from .stage_costs import StageCosts, stage_seconds, stages_of
@@ -55,11 +56,10 @@ class Screened:
     choice: Choice
     memory: int
     bound: Bound
-    waiting: float
 
     @property
     def order(self) -> Order:
-        return Order.of(self.bound, self.waiting, self.memory)
+        return Order.of(self.bound, self.memory)
 
 
 def choices(
@@ -118,8 +118,8 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device, owners: i
             traffic.append(Traffic(axis, name, calls, size))
         sent = (one.handed + one.received) * choice.micro_batches
         traffic.append(Traffic(Axis.PP, "send", 1, sent))
-    bound = bound_of(device, sizes, flops, traffic, touched, pipeline)
-    return Screened(choice, memory, bound, waiting(device, sizes, traffic))
+    overlap = sum((one.overlap for one in busiest), ALONE) * choice.micro_batches
+    return Screened(choice, memory, bound_of(device, sizes, flops, traffic, touched, overlap, pipeline))
 
 
 @lru_cache(maxsize=256)
@@ -139,6 +139,7 @@ def _scaled(stage: StageCosts, rows: int) -> StageCosts:
             kept={c: n * rows for c, n in part.kept.items()},
             burst=part.burst * rows,
             traffic={key: (calls, size * rows) for key, (calls, size) in part.traffic.items()},
+            overlap=part.overlap * rows,
         )
 
     return StageCosts(stage.names, tuple(map(times, stage.parts)), stage.received * rows, stage.handed * rows)

@@ -9,6 +9,7 @@ from typing import Any
 from shardplan.core.mesh import Axis
 
 from .fit_screening import Table
+from .overlap import Overlap
 from .part_costs import PartCosts, Stored
 
 
@@ -66,6 +67,7 @@ def of_context(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Tabl
             burst=number(x.burst, y.burst),
             handed=number(x.handed, y.handed),
             traffic={key: _pair(x.traffic, y.traffic, key, sent(key[0])) for key in {**x.traffic, **y.traffic}},
+            overlap=Overlap(numbers(x.overlap.sent, y.overlap.sent), numbers(x.overlap.products, y.overlap.products)),
             touched=number(x.touched, y.touched),
             stored=x.stored,
         )

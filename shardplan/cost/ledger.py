@@ -10,6 +10,7 @@ from shardplan.core.estimates import OFFLOADED, Category
 from shardplan.core.mesh import Axis
 
 from .meter import Log, category_of
+from .overlap import ALONE, Overlap
 from .part_costs import PartCosts
 from .running_module import Place
 
@@ -39,6 +40,7 @@ class Ledger:
         calls, bytes: (axis, collective) -> the number of calls, and their ring bytes.
         stored: the number of elements of parameters that the rank stores.
         touched: the bytes of memory that the step must at least read or write.
+        overlap: the products that run while collectives over tp, cp and ep are under way.
         parts: the costs of one micro-batch in each part of the model, at the traced depth, where they are wanted.
     """
 
@@ -48,6 +50,7 @@ class Ledger:
     bytes: Mapping[tuple[Axis, str], int]
     stored: int
     touched: int
+    overlap: Overlap = ALONE
     parts: Mapping[str, PartCosts] = field(default_factory=dict)
 
 

@@ -22,6 +22,7 @@ from shardplan.torchlib.operators import DEVICE, collective_of
 from shardplan.torchlib.private import private
 
 from .flops import GROUPED, counted, flops_of
+from .overlap import ALONE, Overlap
 from .running_module import Place, Places
 from .traced_parts import Parts
 
@@ -93,6 +94,7 @@ class Log:
         kept: the storages that the forward made and that are alive at its end, with their bytes.
         part_flops: (part, phase, dtype) -> operations.
         part_calls, part_bytes: (part, axis, collective) -> as `calls` and `bytes`.
+        overlaps: part -> the products that ran while its collectives were under way.
     """
 
     before: dict[StorageRecord, int] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class Log:
     part_flops: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     part_calls: Counter[tuple[str, Axis, str]] = field(default_factory=Counter)
     part_bytes: Counter[tuple[str, Axis, str]] = field(default_factory=Counter)
+    overlaps: dict[str, Overlap] = field(default_factory=dict)
 
 
 class Meter(_DispatchMode):
@@ -135,6 +138,10 @@ class Meter(_DispatchMode):
         self.pairs = pairs
         self.log = Log()
         self._alive: dict[int, tuple[StorageRecord, Any]] = {}
+        # The result of a collective that is under way -> its part and bytes, and the products until it began.
+        self._under_way: dict[StorageRecord, tuple[str, tuple[Axis, str], int, Counter[str]]] = {}
+        self._products: Counter[str] = Counter()
+        self._overlapped: Counter[str] = Counter()  # the products until the last one that ran during a collective
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -199,6 +206,7 @@ class Meter(_DispatchMode):
             return NotImplemented  # its operations on its parts are dispatched here again
         kind = _kind_of(func)
         if kind.waits:  # it returns its argument; without memory, torch copies it
+            self._waited(args[0])
             return args[0]
         kwargs = kwargs or {}
         out = _run(func, args, kwargs) if kind.grouped else func(*args, **kwargs)
@@ -220,6 +228,7 @@ class Meter(_DispatchMode):
     def _computed(self, dtype: str, operations: int, read: list[Tensor]) -> None:
         place, part = self.places.now, self._part
         self.log.flops[place, dtype] += operations
+        self._products[dtype] += operations
         operands = [self._see(x.untyped_storage()) for x in read]
         self.log.operands += [(record, x.nbytes, part) for record, x in zip(operands, read, strict=True)]
         if self.parts is not None:
@@ -246,6 +255,18 @@ class Meter(_DispatchMode):
             if self.parts is not None:
                 self.log.part_calls[self._part, axis, name] += 1
                 self.log.part_bytes[self._part, axis, name] += sent
+            if kind.functional:
+                result = self._see(made[0].untyped_storage())
+                self._under_way[result] = self._part, (axis, name), sent, Counter(self._products)
+
+    def _waited(self, result: Tensor) -> None:
+        part, key, sent, before = self._under_way.pop(
+            self._see(result.untyped_storage()), ("", None, 0, self._products)
+        )
+        during = self._products - (before | self._overlapped)  # each product is counted once
+        if key is not None and during:
+            self.log.overlaps[part] = self.log.overlaps.get(part, ALONE) + Overlap({key: sent}, during)
+            self._overlapped = Counter(self._products)
 
     def _see(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = id(storage)

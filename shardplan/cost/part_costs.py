@@ -10,6 +10,7 @@ from shardplan.core.estimates import Category
 from shardplan.core.mesh import Axis
 
 from .meter import Log, category_of
+from .overlap import ALONE, Overlap
 
 STATIC: tuple[Category, ...] = ("parameters", "gradients", "optimizer state", "gathered parameters")
 
@@ -52,6 +53,7 @@ class PartCosts:
         burst: the maximum, over time, of the bytes of tensors that it makes.
         handed: bytes that are sent to the next stage where a stage ends with this part.
         traffic: (axis, collective) -> (calls, bytes).
+        overlap: the products that run while its collectives are under way.
         touched: bytes of parameters that products read.
         stored: the sizes of its parameters.
     """
@@ -62,6 +64,7 @@ class PartCosts:
     burst: int = 0
     handed: int = 0
     traffic: Mapping[tuple[Axis, str], tuple[int, int]] = field(default_factory=dict)
+    overlap: Overlap = ALONE
     touched: int = 0
     stored: Stored = Stored()
 
@@ -108,6 +111,7 @@ def part_costs(log: Log, handed: Mapping[str, int], stored: Mapping[str, Stored]
                 for (p, axis, name), calls in log.part_calls.items()
                 if p == part
             },
+            overlap=log.overlaps.get(part, ALONE),
             touched=touched[part],
             stored=stored.get(part, Stored()),
         )

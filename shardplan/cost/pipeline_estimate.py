@@ -28,6 +28,7 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 from .depth import cut, depths_of
 from .ledger import Ledger
 from .muon_step import STEPPING, WHOLE_MATRICES, muon_ledgers, with_step
+from .overlap import Overlap
 from .part_costs import Stored
 from .pipeline_time import Moment, StageBytes, fullest, step_seconds
 from .stage_costs import StageCosts, hand_over, sends, stage_seconds, stages_of
@@ -123,18 +124,19 @@ def _totals(stages: tuple[StageCosts, ...], own: list[int], micro_batches: int, 
     flops: Counter[str] = Counter()
     calls: Counter[tuple[Axis, str]] = Counter()
     sent: Counter[tuple[Axis, str]] = Counter()
-    touched = 0
+    touched, overlap = 0, Overlap()
     for stage in own:
         one = stages[stage]
         flops.update({dtype: n * micro_batches for dtype, n in one.flops("forward", "backward").items()})
         for key, (count, size) in one.traffic(micro_batches).items():
             calls[key] += count
             sent[key] += size
+        overlap += one.overlap * micro_batches
         touched += one.touched * micro_batches + (
             3 * one.stored.bytes + 2 * one.stored.states if one.stored.states else 0
         )
     calls[Axis.PP, "send"], sent[Axis.PP, "send"] = sends(stages, own, micro_batches)
-    return Ledger({}, dict(flops), dict(calls), dict(sent), stored.elements, touched)
+    return Ledger({}, dict(flops), dict(calls), dict(sent), stored.elements, touched, overlap)
 
 
 def _stored(stages: tuple[StageCosts, ...], own: Iterable[int]) -> Stored:

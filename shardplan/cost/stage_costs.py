@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.core.estimates import Category, Device
+from shardplan.core.estimates import Category, Device, Traffic
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.stages import PipelineCut
 
 from .depth import Depths
-from .least_time import computing, placed
+from .overlap import ALONE, WAITED, Overlap, waiting
 from .part_costs import PartCosts, Stored
+from .speeds import computing, placed
 from .traced_parts import FIRST, LAST, SHARED
 
-OF_A_MICRO_BATCH = (Axis.TP, Axis.EP, Axis.CP)  # the other axes move values once in a step
 NOTHING = PartCosts()
 
 
@@ -49,6 +49,10 @@ class StageCosts:
     def touched(self) -> int:
         return sum(part.touched for part in self.parts)
 
+    @property
+    def overlap(self) -> Overlap:
+        return sum((part.overlap for part in self.parts), ALONE)
+
     def flops(self, *kinds: str) -> dict[str, int]:
         """dtype -> operations of the forward, the backward, or both."""
         total: Counter[str] = Counter()
@@ -75,7 +79,7 @@ class StageCosts:
         sent: Counter[tuple[Axis, str]] = Counter()
         for part in self.parts:
             for key, (count, size) in part.traffic.items():
-                times = micro_batches if key[0] in OF_A_MICRO_BATCH else 1
+                times = micro_batches if key[0] in WAITED else 1  # the other axes move values once in a step
                 calls[key] += times * count
                 sent[key] += times * size
         return {key: (calls[key], sent[key]) for key in calls}
@@ -103,20 +107,15 @@ def stages_of(cut: PipelineCut, costs: Mapping[str, PartCosts], depths: Depths) 
 
 
 def stage_seconds(stage: StageCosts, device: Device | None, sizes: MeshSizes) -> float:
-    """The seconds of one micro-batch in a stage, forward and backward: products, reads of parameters, and sends over tp and ep
-    at full speed and perfectly overlapped; without a device, its operations."""
+    """The seconds of one micro-batch in a stage, forward and backward: products or reads of parameters at full speed, whichever take longer, and the
+    collectives that the stage waits for; without a device, its operations."""
     if device is None:
         return sum(stage.flops("forward", "backward").values())
     forward, backward = stage.flops("forward"), stage.flops("backward")
     reading = stage.touched / 3 / device.memory_bandwidth  # in the forward, for the gradients of inputs, of weights
-    sending = sum(
-        hand_over(size, axis, device, sizes)
-        for (axis, _), (_, size) in stage.traffic(1).items()
-        if axis in OF_A_MICRO_BATCH
-    )
-    return max(computing(device, forward), reading, sending / 2) + max(
-        computing(device, backward), 2 * reading, sending / 2
-    )
+    traffic = [Traffic(axis, name, calls, size) for (axis, name), (calls, size) in stage.traffic(1).items()]
+    working = max(computing(device, forward), reading) + max(computing(device, backward), 2 * reading)
+    return working + waiting(device, sizes, traffic, stage.overlap)
 
 
 def hand_over(size: int, axis: Axis, device: Device, sizes: MeshSizes) -> float:

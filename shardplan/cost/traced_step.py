@@ -31,6 +31,7 @@ from .fake_rank import groups_of, without_memory
 from .ledger import Ledger, moments_of
 from .local_updates import MakeOptimizer, Updates
 from .meter import Meter, category_of
+from .overlap import ALONE, Overlap
 from .part_costs import Stored, part_costs
 from .running_module import Places
 from .traced_parts import SHARED, PartNames, Parts
@@ -117,6 +118,7 @@ def trace(
         stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
         updated = sum(3 * p.nbytes for p in parameters) + sum(2 * x.nbytes for x in states) if updates else 0
+        overlap = sum(log.overlaps.values(), ALONE)
         each = _stored(model, updates, parts) if parts is not None else {}
         costs = part_costs(log, parts.handed, each) if parts is not None else {}
 
@@ -133,6 +135,7 @@ def trace(
         {key: all_of(n) for key, n in log.bytes.items()},
         stored,
         all_of(weights) + updated,
+        Overlap({k: all_of(n) for k, n in overlap.sent.items()}, {k: all_of(n) for k, n in overlap.products.items()}),
         costs,
     )
 

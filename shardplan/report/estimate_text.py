@@ -137,6 +137,7 @@ def _bound(estimate: Estimate, paint: Paint, width: int | None) -> str:
     assert bound is not None and device is not None
     head = f"a step takes at least {seconds_text(bound.seconds)} on {device.name}, bounded by: {bound.by}"
     rows = [(f"  {term}", seconds_text(seconds)) for term, seconds in bound.terms.items()]
+    rows += [("  waiting for collectives", seconds_text(bound.waiting))] if bound.waiting else []
     speed = f"  at most {estimate.tokens_per_second or 0:,.0f} tokens/s a device"
     return "\n".join([paint("strong", head), *table(rows, right=(1,), width=width), speed])
 

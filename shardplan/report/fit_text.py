@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from shardplan.core.estimates import CATEGORIES, Bound
-from shardplan.core.fits import Fit, Fitted
+from shardplan.core.fits import BOUND_ERROR, Fit, Fitted
 
 from .color import Paint
 from .estimate_text import WITHOUT_PAIRS, bytes_text, mesh_text, seconds_text
 from .width import printable
 
 LARGE = 0.4  # this share of the peak is worth a hint
+ALL = 0.995  # an MFU that says nothing, as every bound by computing has it
 
 
 def row_text(number: int, row: Fitted, *, color: bool) -> str:
@@ -30,14 +31,9 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
         paint("strong", f"{number}. {mesh_text(choice.sizes)}: {', '.join(how)}"),
         f"   memory {bytes_text(one.memory.total)}, {share:.0%} of the device",
         f"   at least {seconds_text(one.bound.seconds)} a step, limited by: {one.bound.by} ({_terms(one.bound)})",
-        f"   at most {one.tokens_per_second or 0:,.0f} tokens/s a device, MFU at most {row.mfu:.0%}",
+        f"   at most {one.tokens_per_second or 0:,.0f} tokens/s a device"
+        + (f", MFU at most {row.mfu:.0%}" if row.mfu < ALL else ""),
     ]
-    if row.waiting > one.bound.seconds / 100:
-        work = one.bound.terms["compute"] + row.waiting
-        lines.append(
-            f"collectives over tp, cp and ep take {seconds_text(row.waiting)}, and eager steps do not overlap them: they and compute "
-            f"take {seconds_text(work)}"
-        )
     if one.pipeline is not None:
         blocks = ", ".join(map(str, one.pipeline.sizes))
         lines.append(f"   stages of {blocks} blocks; ranks wait {one.pipeline.bubble:.1%} of the step")
@@ -78,25 +74,11 @@ def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
     lines = [f"best first: {', '.join(map(str, numbers))}"] if list(numbers) != sorted(numbers) else []
     rows = zip(numbers, fit.rows, strict=True)
     lines += [f"{a}. is before {b}.: {why(x, y)}" for (a, x), (b, y) in pairwise(rows)]
-    lines += [
-        f"{', '.join(f'{number}.' for number in tied)} are tied: their bounds are equal to three digits, and do not say which is faster"
-        for tied in ties(fit, numbers)
-    ]
+    lines += [_tied(tied, fit.tied if numbers[0] in tied else 0) for tied in ties(fit, numbers)]
     first = fit.rows[0]
     if (days := fit.days(first)) is not None:
         lines.append(f"{fit.tokens:.3g} tokens with {numbers[0]}. take at least {days:,.1f} days")
-    speed = first.estimate.tokens_per_second or 0.0
-    if fit.efficiency is not None:
-        low, high = fit.efficiency
-        text = f"with {low:.0%} to {high:.0%} of the bound, as measured: {speed * low:,.0f} to {speed * high:,.0f} tokens/s a device"
-        text += f", MFU {first.mfu * low:.0%} to {first.mfu * high:.0%}"
-        if fit.tokens is not None:
-            text += f", {fit.days(first, high):,.1f} to {fit.days(first, low):,.1f} days"
-        lines.append(text)
-    else:
-        lines.append(
-            "times are bounds: --efficiency LOW,HIGH (measured on your devices, shares of the bound) makes estimates of them"
-        )
+    lines.append(_forecast(fit, first, numbers[0]))
     lines.append(
         f"{fit.screened:,} configurations compared, {fit.too_large:,} of them too large; one for each mesh is shown"
     )
@@ -104,13 +86,45 @@ def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def ties(fit: Fit, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of the configurations between which the bound does not decide."""
-    rows = zip(numbers, fit.rows, strict=True)
-    groups = (
-        [number for number, _ in group] for _, group in groupby(rows, key=lambda numbered: numbered[1].order.bound)
+def _forecast(fit: Fit, row: Fitted, number: int) -> str:
+    """What the steps of a row should reach, as measured or as published."""
+    shares, published = fit.speeds(row), fit.forecast
+    assert row.estimate.device is not None
+    if shares is None:
+        return (
+            f"times are bounds, and no published run of such a model on {row.estimate.device.name} is known: --efficiency LOW,HIGH (measured on "
+            "your devices, shares of the bound) makes estimates of them"
+        )
+    (low, high), speed = shares, row.estimate.tokens_per_second or 0.0
+    origin = f"{low:.0%} to {high:.0%} of the bound, as measured"
+    if fit.efficiency is None and published is not None:
+        count = f"{published.runs} runs" if published.runs > 1 else "one run"
+        origin = f"as published of {count} of {published.of} on {row.estimate.device.name}"
+    text = (
+        f"forecast of {number}., {origin}: {seconds_text(row.seconds / high)} to {seconds_text(row.seconds / low)} a step, "
+        f"{speed * low:,.0f} to {speed * high:,.0f} tokens/s a device, MFU {row.mfu * low:.0%} to {row.mfu * high:.0%}"
     )
-    return [group for group in groups if len(group) > 1]
+    if fit.tokens is not None:
+        text += f", {fit.days(row, high):,.1f} to {fit.days(row, low):,.1f} days"
+    return text
+
+
+def _tied(tied: Sequence[int], meshes: int) -> str:
+    more = f", with {meshes:,} of the meshes compared" if meshes > len(tied) else ""
+    return (
+        f"{', '.join(f'{number}.' for number in tied)} are tied{more}: their bounds differ by less than {BOUND_ERROR:.0%}, which bounds do not see; "
+        "only measuring shows which is faster"
+    )
+
+
+def ties(fit: Fit, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of the configurations between which the bound does not decide: those that are as fast as the first of each group."""
+    groups: list[tuple[float, list[int]]] = []
+    for number, row in zip(numbers, fit.rows, strict=True):
+        if not groups or row.seconds > (1 + BOUND_ERROR) * groups[-1][0]:
+            groups.append((row.seconds, []))
+        groups[-1][1].append(number)
+    return [group for _, group in groups if len(group) > 1]
 
 
 def why(one: Fitted, other: Fitted) -> str:
@@ -119,18 +133,18 @@ def why(one: Fitted, other: Fitted) -> str:
     assert bound is not None
     if a.bound < b.bound:
         return f"the other takes {other.seconds / one.seconds - 1:.1%} longer, limited by: {bound.by}"
-    if a.waiting < b.waiting:
-        less = seconds_text(b.waiting - a.waiting)
-        return f"as fast by the bound, and operations wait {less} less for collectives over tp, cp and ep"
     if a.overlapping < b.overlapping:
         return f"as fast by the bound, and {seconds_text(b.overlapping - a.overlapping)} less to overlap"
     return "as fast by the bound; it needs no more memory"
 
 
 def _terms(bound: Bound) -> str:
-    """The bound's terms that are at least a hundredth of the longest one, longest first."""
+    """The bound's terms that are at least a hundredth of it, longest first, and what the step waits for."""
     ordered = sorted(bound.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in ordered if seconds >= bound.seconds / 100)
+    terms = [f"{what} {seconds_text(seconds)}" for what, seconds in ordered if seconds >= bound.seconds / 100]
+    if bound.waiting >= bound.seconds / 100:
+        terms.append(f"waiting for collectives {seconds_text(bound.waiting)}")
+    return ", ".join(terms)
 
 
 def _hint(row: Fitted) -> str | None:

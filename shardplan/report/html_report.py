@@ -144,7 +144,8 @@ def _memory(estimate: Estimate) -> str:
         fits = f' <span class="{"good" if estimate.fits else "bad"}">{word} {text(device.name)} ({text(share)})</span>'
     bound = ""
     if estimate.bound is not None:
-        terms = ", ".join(f"{term} {seconds_text(seconds)}" for term, seconds in estimate.bound.terms.items())
+        every = [*estimate.bound.terms.items(), ("waiting for collectives", estimate.bound.waiting)]
+        terms = ", ".join(f"{term} {seconds_text(seconds)}" for term, seconds in every)
         least = f"{seconds_text(estimate.bound.seconds)}, bounded by {estimate.bound.by}"
         bound = f"<p>A step takes at least {text(least)} <span class=dim>({text(terms)})</span></p>"
     rows = [
