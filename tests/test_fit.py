@@ -188,7 +188,7 @@ def test_published_runs_make_a_forecast(fitted):
     assert like.speeds(row) == pytest.approx((0.25, 0.5))
     speed = row.estimate.tokens_per_second
     found = fit_tail(like, (1, 2, 3))
-    assert "forecast of 1., as published of 3 runs of dense models on slow: " in found
+    assert "forecast of 1., as 3 published runs of dense models on slow reached: " in found
     assert f"{0.25 * speed:,.0f} to {0.5 * speed:,.0f} tokens/s a device" in found
     assert replace(like, forecast=replace(like.forecast, most=1.0)).speeds(row)[1] == 1.0
 

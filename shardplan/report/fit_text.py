@@ -98,8 +98,8 @@ def _forecast(fit: Fit, row: Fitted, number: int) -> str:
     (low, high), speed = shares, row.estimate.tokens_per_second or 0.0
     origin = f"{low:.0%} to {high:.0%} of the bound, as measured"
     if fit.efficiency is None and published is not None:
-        count = f"{published.runs} runs" if published.runs > 1 else "one run"
-        origin = f"as published of {count} of {published.of} on {row.estimate.device.name}"
+        count = f"{published.runs} published runs" if published.runs > 1 else "one published run"
+        origin = f"as {count} of {published.of} on {row.estimate.device.name} reached"
     text = (
         f"forecast of {number}., {origin}: {seconds_text(row.seconds / high)} to {seconds_text(row.seconds / low)} a step, "
         f"{speed * low:,.0f} to {speed * high:,.0f} tokens/s a device, MFU {row.mfu * low:.0%} to {row.mfu * high:.0%}"
