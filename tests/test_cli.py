@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -42,6 +43,18 @@ def test_an_option_that_takes_a_number_refuses_a_word(command, capsys):
         if option.option_strings and option.metavar in ("N", "X", "LOW,HIGH", "N[,N...]"):
             assert main([command, option.option_strings[0], "many"]) == 2
             assert option.option_strings[0] in capsys.readouterr().err.splitlines()[-1], option.option_strings
+
+
+def test_the_number_at_the_end_of_a_help_is_the_default():
+    (commands,) = (one for one in build_parser()._actions if isinstance(one.choices, dict))
+    options = [(name, option) for name, command in commands.choices.items() for option in command._actions]
+    found = 0
+    for name, option in options:
+        said = re.search(r"\((\d[\d.]*)\)$", option.help or "")
+        if said and option.default is not None:  # others depend on more than the option
+            assert float(said[1]) == option.default, (name, option.option_strings)
+            found += 1
+    assert found >= 5
 
 
 @pytest.mark.parametrize(("flags", "shown"), [((), False), (("-W", "default"), True)])
