@@ -6,6 +6,7 @@ Without types, one for each built-in plan, or a share of them: hours for all of 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import random
 import statistics
@@ -13,9 +14,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import torch
 
+import shardplan
 from shardplan import validate
 from shardplan.compiler.user_inputs import FoundOnce
 from tests.model_settings import find
@@ -30,7 +33,8 @@ SECTION = """## The proof
 
 `python -m benchmarks.proving{words}`: processor time of `validate TYPE auto` with the numeric proof, all variants of the plan, over that of
 the same process that only imports torch, transformers and the package and builds the model on the meta device; and without the
-proof (`--no-proof`). A process for each plan and mesh, forked after the imports, whose time counts: what comes before is the same. {count} of
+proof (`--no-proof`). A process for each plan and mesh, forked after the imports, whose time counts: what comes before is the same. The package is
+compiled to bytecode before, as pip does. {count} of
 {all} built-in plans; those with experts that ranks share have the meshes with ep as well.
 """
 
@@ -68,7 +72,7 @@ def one_of_each_plan() -> dict[str, bool]:
     return dict(sorted(known.values()))
 
 
-def measured(name: str, mesh: Mesh, proof: bool, imported: float) -> tuple[float, str]:
+def measured(name: str, mesh: Mesh, proof: bool, imported: float, plan: Any = "auto") -> tuple[float, str]:
     """The ratio, and the codes of what was found; in a process forked from this one, which has imported and built nothing more.
 
     Args:
@@ -83,7 +87,7 @@ def measured(name: str, mesh: Mesh, proof: bool, imported: float) -> tuple[float
             _found = find(name)
 
         built = process_time()
-        report = validate(Built(name), "auto", mesh.sizes, proof=proof)
+        report = validate(Built(name), plan, mesh.sizes, proof=proof)
         return built, process_time(), sorted({found.code for found in report.diagnostics if found.is_error})
 
     built, whole, codes = in_process(validated)
@@ -96,21 +100,37 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--share", type=int, default=1, metavar="N", help="one in N of the plans")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn by")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="with `mixed_precision`: the proof runs once more in bfloat16"
+    )
     parser.add_argument("--mesh", nargs="*", choices=GOALS, default=list(GOALS), help="with which axis")
     args = parser.parse_args()
-    known = one_of_each_plan()
+    known, plans = one_of_each_plan(), {row["name"]: row["plan"] for row in json.loads(TYPES.read_text("utf-8"))}
+    half = {
+        "version": "1",
+        "name": "half",
+        "data_parallel": {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}},
+    }
     drawn = sorted(random.Random(args.seed).sample(sorted(known), max(1, len(known) // args.share)))
     names = args.types or drawn
+    given = " --bfloat16" if args.bfloat16 else ""
     words = f" --share {args.share} --seed {args.seed}" if args.share > 1 else ""
-    print(SECTION.format(words="".join(f" {name}" for name in args.types) or words, count=len(names), all=len(known)))
+    print(
+        SECTION.format(
+            words=("".join(f" {name}" for name in args.types) or words) + given, count=len(names), all=len(known)
+        )
+    )
     torch.set_num_threads(1)
+    (package,) = shardplan.__path__
+    compileall.compile_dir(package, quiet=1)
     summary, worst, imported = [], [], process_time()
     for mesh in (one for one in MESHES if one.goal in args.mesh):
         rows: list[tuple[float, float, str, str]] = []
         for name in (one for one in names if mesh.goal != "ep" or known.get(one, True)):
             ratios: dict[bool, float] = {}
             for proof in (False, True):
-                runs = [measured(name, mesh, proof, imported) for _ in range(args.repeats)]
+                plan = {**half, "extends": plans[name]} if args.bfloat16 else "auto"
+                runs = [measured(name, mesh, proof, imported, plan) for _ in range(args.repeats)]
                 ratios[proof], codes = statistics.median(ratio for ratio, _ in runs), runs[0][1]
             rows.append((ratios[True], ratios[False], name, codes))
             print(f"{mesh.shown} {name} {ratios[False]:.2f} {ratios[True]:.2f} {codes}", file=sys.stderr, flush=True)

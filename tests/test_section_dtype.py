@@ -12,10 +12,11 @@ import shardplan
 from shardplan.proof.remembered_proofs import _KNOWN
 from shardplan.proof.section_dtype import DRAWS, Suspicion
 from shardplan.report.proven_on import proven_on
+from tests.adversaries.__main__ import row_of
 from tests.adversaries.cases import CASES
 from tests.adversaries.said import as_expected, validate
 
-NAMES = {case.name: case for case in CASES if case.name.startswith("section_")}
+NAMES = {case.name: case for case in CASES if case.name.startswith(("section_", "lower_"))}
 SAID = {
     "section_hard_float": "expected m1 and m2 to have the same dtype",
     "section_bare_buffer": "mixed dtype",
@@ -49,6 +50,36 @@ def test_without_the_dtype_it_is_right(name: str) -> None:
 @pytest.mark.parametrize("name", ["section_scaled", "section_attention_sequence", "section_reduced", "section_lowest"])
 def test_what_is_right_is_not_refused(name: str) -> None:
     assert as_expected(NAMES[name], validate(NAMES[name])), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lower_stage_plain/pp_tp",
+        "lower_stage_timed/pp_dp",
+        "lower_stage_hard_float/pp_dp",
+        "lower_stage_clipped/pp_tp",
+        "lower_data_plain",
+        "lower_data_hard_float",
+        "lower_data_infinite",
+    ],
+)
+def test_stages_and_data_parallel_ranks_alone(name: str) -> None:
+    said = validate(NAMES[name])
+    assert as_expected(NAMES[name], said), said
+
+
+def test_a_unit_that_casts_the_time_is_the_plan_s() -> None:
+    said = validate(NAMES["lower_stage_timed_in_code/pp_dp"])
+    assert said.codes == ("SP424",) and "FSDP2's casts make the unsharded reduced model differ" in said.text
+
+
+@pytest.mark.parametrize("name", ["lower_autocast_normed", "lower_autocast_data_parallel"])
+def test_the_dtype_of_autocast_is_proven_when_a_plan_is_applied(name: str) -> None:
+    row = row_of(NAMES[name])
+    assert (
+        row.said.passed and row.problem == "" and (row.judgement.truth == "raised") == (name == "lower_autocast_normed")
+    )
 
 
 def test_nothing_is_suspicious_in_a_right_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,7 +301,7 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
     `verify` proves it wherever it runs."""
     from shardplan.compiler.layout import ModelLayouts
     from shardplan.proof.prove_stages import with_pipeline
-    from shardplan.proof.stage import Question, nothing_proven, prove_stage
+    from shardplan.proof.stage import Question, nothing_proven, prove_stage, prove_whole_in_lower
 
     (found, plan), sizes, run, allow = given.both, asked.sizes, asked.run, asked.allow_unproven
     blocks = run.stages(variants, sizes) if run is not None else 0
@@ -328,6 +328,8 @@ def prove_variants(report: Report, variants: Variants, given: Given, asked: Chec
         variants, looked = variants.with_findings(about), (*looked, "proof")
         if any(any_error(found) for found in about.values()):
             cut = None  # the stages would have the same errors
+    elif asked.last == "proof" and run is None and not variants.any_error:
+        variants = variants.with_findings({on: prove_whole_in_lower(question, on) for on in variants.resolved})
     if cut is not None and (run is not None or (asked.last == "proof" and not variants.any_error and reduced.runs)):
         asked.progress(f"pp={sizes.pp}: comparing the stages with the whole model")
         proof, wrong = with_pipeline(

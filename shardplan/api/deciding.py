@@ -146,7 +146,7 @@ def prove_decided(
         PlanError: the proof found errors.
     """
     from shardplan.proof.prove_stages import prove_stages_on_first_rank
-    from shardplan.proof.stage import EARLIER, Question, prove_on_first_rank
+    from shardplan.proof.stage import EARLIER, Question, prove_on_first_rank, prove_whole_on_first_rank
     from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import same_on_all_ranks
 
@@ -159,12 +159,18 @@ def prove_decided(
     found: tuple[Diagnostic, ...] = ()
     proof, method = WHOLE, ""
     plan, logits = compiled.given.both[1], asked.changes.logits
-    question = Question(reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes)
+    question = Question(
+        reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes, autocast=decided.autocast
+    )
     if split:
         found, method = prove_on_first_rank(question, resolved.overlays, mesh)
         with same_on_all_ranks(mesh):
             raise_errors(found, sources, strict=asked.strict)
         proof = f"proven {method}, on a reduced model"
+    else:
+        found = prove_whole_on_first_rank(question, resolved.overlays, mesh)
+        with same_on_all_ranks(mesh):
+            raise_errors(found, sources, strict=asked.strict)
     if staged is not None and staged.ok:
         assert decided.layout is not None  # this mesh has stages
         about, how = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)

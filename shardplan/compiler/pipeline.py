@@ -228,7 +228,9 @@ def compile_variant(
         logits=changes.logits,
         regather=changes.regather,
     )
-    provable = (variants.layouts or staged is not None) and reduced_model.runs
+    section = program.resolved.data_parallel
+    casts = sizes.replicas > 1 and section is not None and section.mixed_precision is not None
+    provable = (variants.layouts or staged is not None or casts) and reduced_model.runs
     return Compiled(program, findings, given, reduced_model if provable else None, staged, variants, overlays)
 
 

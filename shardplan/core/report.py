@@ -288,7 +288,7 @@ class NumericProof:
         meshes: the meshes on which the variants ran: for several axes the smallest telling ones, or the requested one.
         processes: whether it ran in real processes rather than simulated in one.
         seconds: how long it took.
-        once_in: the dtypes of the data-parallel section, in words, if the steps also ran in them.
+        once_in: the lower dtypes of training, in words, if the steps also ran in them.
     """
 
     sizes: MeshSizes

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -39,8 +39,8 @@ from shardplan.torchlib.modes import CheckedSizes
 
 from .compare import NEGLIGIBLE, compare, worst_of
 from .exact import in_precision_of
-from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
-from .rank import data_parallel_rank, mesh_of, whole
+from .proof_batches import MicroBatches, objective, rowwise_kinds
+from .rank import Left, data_parallel_rank, mesh_of, whole
 from .simulate import common_to_ranks, copy_of
 from .steps import STEPS, separate
 from .threads import OnRanks
@@ -111,6 +111,11 @@ def _no_rows(layouts: ModelLayouts) -> Diagnostic:
 _REDISTRIBUTE = "torch.distributed.tensor._redistribute"
 
 
+def ranks_are_silent() -> AbstractContextManager[Any]:
+    """Without torch's warnings about slow moves."""
+    return patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)
+
+
 @dataclass(frozen=True)
 class ScheduledCase:
     """A schedule's run on every rank of a mesh; ranks may be processes or threads.
@@ -143,8 +148,7 @@ class ScheduledCase:
             with CheckedSizes():
                 return self.of_rank(expected, models[rank], axes)
 
-        silent = patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)  # it warns about slow moves
-        with silent, common_to_ranks(expected.models[0]):
+        with ranks_are_silent(), common_to_ranks(expected.models[0]):
             return worst_of(row for rows in on_ranks(run) for row in rows)
 
     def built(self) -> nn.Module:
@@ -164,12 +168,12 @@ class ScheduledCase:
 
     def _expected(self, batches: MicroBatches, steps: int, *, drew: bool, evaluates: bool = True) -> _Expected:
         models = [self.built() for _ in range(batches.replicas)]
-        own = own_loss(self.built(), batches.one(0, 0, 0))
+        own = batches.own(self.built())
         before = {name: value.clone() for name, value in _state(models[0])}
         with DrawnAlike() if drew else nullcontext():
-            made = [_reference(models, batches, 0, own=own)]
+            made = [one_step(models, batches, own=own)]
             changed = frozenset(name for name, value in _state(models[0]) if not torch.equal(value, before[name]))
-            made += [_reference(models, batches, step, own=own) for step in range(1, STEPS if changed else steps)]
+            made += [one_step(models, batches, step, own=own) for step in range(1, STEPS if changed else steps)]
             evaluated = None
             if evaluates:
                 try:
@@ -215,6 +219,36 @@ class ScheduledCase:
             loss = pipeline.step(tokens=tokens, **given)
         return compare(name, "output", [(_place(pipeline, max(pipeline.by_stage)), loss)], right.to(loss.dtype))
 
+    def step_of_rank(
+        self,
+        batches: MicroBatches,
+        axes: Collection[Axis],
+        model: nn.Module,
+        *,
+        own: bool,
+        drew: bool,
+        autocast: torch.dtype | None,
+    ) -> Left:
+        """Apply the program to the stages of this rank, and run one step: the loss, and the gradients and buffers of these stages. All
+        ranks call it together.
+
+        Args:
+            batches: the same for each data-parallel rank.
+            axes: as in `mesh_of`.
+            model: this rank's own copy; it is used up.
+            own, drew: as in `_Expected`.
+            autocast: as for `apply_program`.
+        """
+        pipeline = self._applied(mesh_of(self.sizes, axes), model, own=own, autocast=autocast)
+        tokens = None if own else batches.count * self.sizes.replicas
+        with CheckedSizes(), DrawnAlike() if drew else nullcontext():
+            loss = pipeline.step(tokens=tokens, **batches.together(0, 0))
+        held = _held(pipeline, lambda part: self._whole(part, lambda parameter: parameter.grad))
+        gradients = {name: value for name, values in held.items() for _, value in values if value is not None}
+        buffers = _held(pipeline, lambda part: part.named_buffers(remove_duplicate=False))
+        there = {name: value for name, values in buffers.items() for _, value in values if value is not None}
+        return Left([{"loss": loss.detach()}], gradients, there, {})
+
     def _whole(
         self, part: nn.Module, of: Callable[[nn.Parameter], Tensor | None], names: Container[str] | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
@@ -225,7 +259,7 @@ class ScheduledCase:
                 value = of(parameter)
                 yield name, None if value is None else whole(value, packed.get(name), tp)
 
-    def _applied(self, mesh: PlanMesh, model: nn.Module, *, own: bool) -> Pipeline:
+    def _applied(self, mesh: PlanMesh, model: nn.Module, *, own: bool, autocast: torch.dtype | None = None) -> Pipeline:
         scheduled = self.scheduled
         return apply_stages(
             model,
@@ -235,6 +269,7 @@ class ScheduledCase:
             None if own else objective,
             compare=True,
             src_data_rank=0,
+            autocast=autocast,
         )
 
     def _gradients(self, pipeline: Pipeline, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
@@ -307,7 +342,7 @@ class _Expected:
     drew: bool
 
 
-def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
+def one_step(models: Sequence[nn.Module], batches: MicroBatches, step: int = 0, *, own: bool) -> _Reference:
     """One step: each rank differentiates its share x the number of ranks, and the gradients are averaged, as in data parallelism. So code
     in the model that changes a gradient (clips or normalises it) sees the same gradient as in training.
 

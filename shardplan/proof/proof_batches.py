@@ -106,6 +106,10 @@ class MicroBatches:
             self._tokens[step] = int(sum(found))
         return self._tokens[step]
 
+    def own(self, model: nn.Module) -> bool:
+        """As `own_loss`."""
+        return own_loss(model, self.one(0, 0, 0))
+
     def loss_of(self, model: nn.Module, step: int, replica: int, part: int, *, own: bool) -> Tensor:
         """The share of one micro-batch in the loss of a step, by the unsharded model.
 

@@ -37,8 +37,10 @@ from .proof_findings import unreached
 from .prove import EAGER, compile_for, settle, simulated_sizes, steps_of
 from .reach import unreached_parameters
 from .remembered_proofs import digest_of, known, remember
+from .section_dtype import LowerDtypes
 from .simulate import with_data_parallel
 from .stage import EARLIER, NOW, Question
+from .stage_dtypes import StagesTrial
 from .threads import OnRanks, rank_threads
 from .wrong_forms import amount_of
 
@@ -77,8 +79,32 @@ def with_pipeline(
     rows = worst_of(row for one in made for row in one.rows)
     whole = replace(made[0], rows=rows)
     wrong = pipeline_findings(whole, label)
+    if not wrong and (lower := asked.lower_dtypes(wanted[0])) is not None:
+        mesh = _meshes(asked, staged, multiple=schedule.multiple)[0]
+        wrong = _in_lower(asked, staged, mesh, wanted, schedule, lower)
+        proof = replace(proof, once_in=lower.shown)
     proof = replace(proof, pipeline=whole, seconds=proof.seconds + time.monotonic() - start)
     return proof, (*wrong, *_unreached(asked, wanted))
+
+
+@torch.random.fork_rng(devices=[])
+def _in_lower(
+    asked: Question,
+    staged: StagedPlan,
+    mesh: MeshSizes,
+    wanted: Sequence[Overlays],
+    schedule: Schedule,
+    lower: LowerDtypes,
+) -> tuple[Diagnostic, ...]:
+    """SP424 for the stages."""
+    reduced, cut, schedule = _cut_for(asked, staged, mesh, schedule)
+    scheduled = Scheduled(cut, schedule, cut.stages, kinds_with_rows(reduced))
+    sizes = replace(mesh, pp=cut.stages // schedule.stages_per_rank)
+    wanted = tuple(dict.fromkeys(map(without_sequence, wanted))) if mesh.tp == 1 else tuple(wanted)
+    made = _for_stages(replace(asked, reduced=reduced), wanted, replace(sizes, pp=1))
+    programs = dict(zip(wanted, made, strict=True))
+    trial = StagesTrial(reduced.reduced_model, programs, lower, sizes=sizes, scheduled=scheduled)
+    return tuple(dict.fromkeys(one for found in trial.findings().values() for one in found))
 
 
 def _meshes(asked: Question, staged: StagedPlan, *, multiple: bool) -> tuple[MeshSizes, ...]:
@@ -121,7 +147,7 @@ def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedul
         for mesh in _meshes(asked, staged, multiple=schedule.multiple):
             reduced, cut, ran = _cut_for(asked, staged, mesh, schedule)
             (program,) = _programs(replace(asked, reduced=reduced), (on,), replace(mesh, pp=1))
-            digest = digest_of(reduced, program, asked.allow_unproven, (mesh,))
+            digest = digest_of(reduced, program, asked.allow_unproven, (mesh,), asked.lower_dtypes(on))
             if digest is None:
                 return None
             parts.append(f"{digest} {cut} {ran}")
@@ -144,6 +170,10 @@ def _unreached(asked: Question, wanted: Iterable[Overlays]) -> tuple[Diagnostic,
 def _programs(asked: Question, wanted: Iterable[Overlays], sizes: MeshSizes) -> list[Program]:
     compiled = compile_for(asked.reduced, asked.plan, sizes, wanted)
     return [program_of(compiled, on, logits=asked.logits, sections=EAGER) for on in wanted]
+
+
+def _for_stages(asked: Question, wanted: Iterable[Overlays], sizes: MeshSizes) -> list[Program]:
+    return [for_stages(with_data_parallel(one), wrapped=True) for one in _programs(asked, wanted, sizes)]
 
 
 @reduced_runs()
@@ -190,9 +220,7 @@ def prove_pipeline(
     reduced = asked.reduced
     sizes = replace(mesh or reduced.sizes, pp=cut.stages // schedule.stages_per_rank)
     scheduled = Scheduled(cut, schedule, cut.stages, kinds_with_rows(reduced))
-    programs = [
-        for_stages(with_data_parallel(one), wrapped=True) for one in _programs(asked, wanted, replace(sizes, pp=1))
-    ]
+    programs = _for_stages(asked, wanted, replace(sizes, pp=1))
 
     def run(on_ranks: OnRanks, dtype: torch.dtype) -> tuple[Comparison, ...]:
         found: list[Comparison] = []

@@ -75,6 +75,7 @@ def rank_steps(
     reference: Steps,
     joined: Callable[[DTensor], bool] = lambda gradient: False,
     applied: Callable[[nn.Module], None] = lambda model: None,
+    autocast: torch.dtype | None = None,
 ) -> Left:
     """Apply the program and run the steps. All ranks of the mesh call it together.
 
@@ -84,8 +85,9 @@ def rank_steps(
         joined: whether the caller joins the ranks' parts of a gradient or a parameter; else these are made whole here, as all
             other tensors are.
         applied: called with the planned model.
+        autocast: as for `apply_program`.
     """
-    apply_program(model, mesh, program, src_data_rank=0)
+    apply_program(model, mesh, program, src_data_rank=0, autocast=autocast)
     applied(model)
     given = iter(reference.directions)
     written = writes_to(model)

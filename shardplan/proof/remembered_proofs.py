@@ -11,11 +11,11 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.sections import DataParallel
 
 from .calls import checkpointed_by
 from .fingerprints import Fingerprint, NotStable
 from .prove import steps_of
+from .section_dtype import LowerDtypes
 
 _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 
@@ -25,7 +25,7 @@ def digest_of(
     program: Program,
     allow_unproven: bool,
     meshes: Iterable[MeshSizes] = (),
-    section: DataParallel | None = None,
+    lower: LowerDtypes | None = None,
 ) -> str | None:
     """A digest of what determines a proof's outcome: the program, its meshes, the reduced model, and its unsharded runs. Of the model: the
     values of parameters and buffers, all attributes of modules, hooks, and the code of forwards and classes with the values that it captured
@@ -33,7 +33,7 @@ def digest_of(
     and buffers.
 
     Args:
-        section: the section in whose dtypes the proof runs too.
+        lower: the dtypes in which the proof runs too.
 
     None where some part cannot be read, so that nothing shows that another model is the same; the proof is then not remembered.
     """
@@ -47,7 +47,7 @@ def digest_of(
             allow_unproven,
             *map(str, meshes),
             program.describe(),
-            str(section and section.mixed_precision),
+            "" if lower is None else f"{lower.precision} {lower.autocast}",
         )
         everywhere = vars(torch.nn.modules.module)  # hooks of all modules
         digest.add(

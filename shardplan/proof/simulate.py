@@ -66,11 +66,13 @@ def results_on_ranks(
     program: Program,
     on_ranks: OnRanks,
     applied: Callable[[int, nn.Module], None] = lambda rank, model: None,
+    autocast: torch.dtype | None = None,
 ) -> list[tuple[int, Left]]:
     """Apply a program on every rank, and run the steps. Of each rank: its data-parallel rank, and its results, whole.
 
     Args:
         applied: called with each rank, and its planned model.
+        autocast: as for `apply_program`.
     """
     sizes, program = program.resolved.sizes, with_data_parallel(program)
     first, written = run.build(), frozenset().union(*(reference.written for reference in run.references))
@@ -84,7 +86,8 @@ def results_on_ranks(
         mesh = mesh_of(sizes, axes)
         index = data_parallel_rank(mesh)
         batches, reference = run.batches[index], run.references[index]
-        return index, rank_steps(models[rank], mesh, program, batches, reference, _parts, partial(applied, rank))
+        on_rank = partial(applied, rank)
+        return index, rank_steps(models[rank], mesh, program, batches, reference, _parts, on_rank, autocast)
 
     with common_to_ranks(first):
         found = on_ranks(steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.layout import ModelLayouts
@@ -14,9 +15,8 @@ from shardplan.compiler.overrides import Logits
 from shardplan.compiler.user_inputs import Model
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Overlays, PlanFile
+from shardplan.core.plan import Overlays, PlanFile, without_sequence
 from shardplan.core.report import NumericProof
-from shardplan.core.sections import DataParallel
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
@@ -25,7 +25,7 @@ from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
 from .remembered_proofs import digest_of, known, remember
-from .section_dtype import DtypeTrial, section_dtypes, shown_dtypes
+from .section_dtype import DtypeTrial, LowerDtypes, lower_dtypes
 
 # Descriptions of how a proof is known.
 EARLIER, NOW = "by an earlier proof in this process", "before it was applied"
@@ -45,6 +45,7 @@ class Question:
         allow_unproven: as for `validate`.
         mesh: the mesh to prove it for; None is the smallest with the axes of the reduced model.
         processes: use real processes instead of a simulation.
+        autocast: the dtype in which the forward will run under torch.autocast.
         scheduled: returns a pipeline's run for the processes. Raises PlanError where the reduced model has no inputs for it.
     """
 
@@ -56,10 +57,15 @@ class Question:
     mesh: MeshSizes | None = None
     processes: bool = False
     scheduled: Callable[[], Scheduled] | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def sizes(self) -> MeshSizes:
         return self.mesh or self.reduced.sizes
+
+    def lower_dtypes(self, on: Overlays) -> LowerDtypes | None:
+        """The dtypes in which the proof of a variant has to run too."""
+        return lower_dtypes(self.reduced, self.plan, self.sizes, on, self.autocast)
 
 
 @reduced_runs()
@@ -92,28 +98,28 @@ def prove_stage(
     if asked.processes:
         return proven.proof, found
     proof = proven.proof
-    sections = {on: section_dtypes(asked.reduced, asked.plan, asked.sizes, on) for on in proven.programs}
+    lower = {on: asked.lower_dtypes(on) for on in proven.programs}
     right = {on: one for on, one in proven.programs.items() if not any(about.is_error for about in found[on])}
-    for section, programs in _by_section(sections, right):
-        progress(f"once in {shown_dtypes(section)}")
+    for dtypes, programs in _by_dtypes(lower, right):
+        progress(f"once in {dtypes.shown}")
         of_mesh = reduced_for(asked.reduced, next(iter(programs.values())).resolved.sizes)
-        more = DtypeTrial(of_mesh.reduced_model, programs, section).findings()
+        more = DtypeTrial(of_mesh.reduced_model, programs, dtypes).findings()
         found = {**found, **{on: (*found[on], *about) for on, about in more.items()}}
-        proof = replace(proof, once_in=shown_dtypes(section))
+        proof = replace(proof, once_in=dtypes.shown)
     for on, program in proven.programs.items():
         meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
-        remember(digest_of(asked.reduced, program, asked.allow_unproven, meshes, sections[on]), found[on])
+        remember(digest_of(asked.reduced, program, asked.allow_unproven, meshes, lower[on]), found[on])
     return proof, found
 
 
-def _by_section(
-    sections: Mapping[Overlays, DataParallel | None], programs: Mapping[Overlays, Program]
-) -> Iterator[tuple[DataParallel, Mapping[Overlays, Program]]]:
-    """The programs with dtypes of a data-parallel section: those of one mesh together."""
-    groups: dict[MeshSizes, tuple[DataParallel, dict[Overlays, Program]]] = {}
+def _by_dtypes(
+    lower: Mapping[Overlays, LowerDtypes | None], programs: Mapping[Overlays, Program]
+) -> Iterator[tuple[LowerDtypes, Mapping[Overlays, Program]]]:
+    """The programs with lower dtypes: those of one mesh together."""
+    groups: dict[MeshSizes, tuple[LowerDtypes, dict[Overlays, Program]]] = {}
     for on, program in programs.items():
-        if (section := sections[on]) is not None:
-            groups.setdefault(program.resolved.sizes, (section, {}))[1][on] = program
+        if (dtypes := lower[on]) is not None:
+            groups.setdefault(program.resolved.sizes, (dtypes, {}))[1][on] = program
     yield from groups.values()
 
 
@@ -134,6 +140,29 @@ def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings
             more = dict.fromkeys(right, error.diagnostics)
         found = {**found, **{on: (*found[on], *(one for one in more[on] if one.is_error)) for on in right}}
     return {on: (*found[on], *sides.warning()) for on in wanted}
+
+
+@reduced_runs()
+@torch.random.fork_rng(devices=[])
+def prove_whole_in_lower(asked: Question, on: Overlays) -> tuple[Diagnostic, ...]:
+    """SP424 for the whole model in the dtypes in which it trains, where no layer is split: with data-parallel ranks alone, or stages."""
+    if (
+        asked.sizes.replicas * asked.sizes.pp == 1
+        or not asked.reduced.runs
+        or (lower := asked.lower_dtypes(on)) is None
+    ):
+        return ()
+    one = MeshSizes(tp=1)
+    on = without_sequence(on)
+    try:
+        program = program_of(compile_for(asked.reduced, asked.plan, one, (on,)), on, sections=EAGER)
+    except PlanError:  # the plan does not fit the reduced model
+        return ()
+    digest = digest_of(asked.reduced, program, asked.allow_unproven, (), lower)
+    if (found := known(digest)) is None:
+        found = DtypeTrial(asked.reduced.reduced_model, {on: program}, lower).whole_findings()
+        remember(digest, found)
+    return found
 
 
 def nothing_proven(proof: NumericProof | None) -> Diagnostic:
@@ -157,10 +186,15 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
         told = next(one for one in meshes if on_mesh(on, one) == on)
         compiled = compile_for(reduced_for(asked.reduced, told), asked.plan, told, {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
-        section = section_dtypes(asked.reduced, asked.plan, asked.sizes, on)
-        found = known(digest_of(asked.reduced, program, asked.allow_unproven, meshes, section))
+        found = known(digest_of(asked.reduced, program, asked.allow_unproven, meshes, asked.lower_dtypes(on)))
         if found is not None:
             return found, EARLIER
         return prove_stage(asked, (on,))[1][on], NOW
 
     return on_first_rank(answer, mesh)
+
+
+@reduced_runs()
+def prove_whole_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[Diagnostic, ...]:
+    """As `prove_whole_in_lower`, by the mesh's first rank for all."""
+    return on_first_rank(lambda: prove_whole_in_lower(asked, on), mesh)

@@ -83,6 +83,7 @@ class Adversary:
         stirred: noise is added to every parameter, as those at zero or one hide wrong gradients.
         own_inputs: `validate` makes inputs itself (a model of transformers).
         own_tokens: it is called inside of `shardplan.context_parallel`, and each rank of cp has the outputs of its own tokens.
+        autocast: the dtype that `apply_plan` is told, which then proves the plan in it; `validate` is not told.
         around: what is around all of it, `validate` and training.
     """
 
@@ -112,6 +113,7 @@ class Adversary:
     stirred: bool = True
     own_inputs: bool = False
     own_tokens: bool = False
+    autocast: str | None = None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -126,7 +128,7 @@ class Adversary:
     @property
     def applying(self) -> dict[str, Any]:
         """Keyword arguments of `apply_plan`."""
-        given: dict[str, Any] = {"sequence_parallel": self.sequence_parallel}
+        given: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "autocast_dtype": self.autocast}
         if self.staged:
             count = max(self.micro_batches, self.mesh["pp"])
             given["pipeline"] = shardplan.PipelineOptions(self.schedule, count, loss_fn=self.stage_loss)

@@ -17,6 +17,7 @@ from . import (
     hooks,
     inputs,
     live,
+    lower,
     meshes,
     mixtures,
     noise,
@@ -49,7 +50,7 @@ PARTS = (
     live,
     strange,
 )
-WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context)
+WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context, lower)
 ON_MESHES: tuple[Adversary, ...] = tuple(case for part in WITH_AXES for case in part.CASES)
 CASES: tuple[Adversary, ...] = (*(case for part in PARTS for case in part.CASES), *ON_MESHES)
 assert len({case.name for case in CASES}) == len(CASES)

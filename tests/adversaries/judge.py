@@ -137,8 +137,9 @@ def _applied(adversary: Adversary, model: nn.Module, mesh: DeviceMesh, anyway: b
             other, adversary.plan, {"tp": 1, **adversary.mesh}, sequence_parallel=adversary.sequence_parallel
         )
     given = shardplan.Model(model, inputs=adversary.given_inputs)
+    prove = adversary.validated is not None or adversary.autocast is not None
     try:
-        return shardplan.apply_plan(given, mesh, adversary.plan, **options, prove=adversary.validated is not None)
+        return shardplan.apply_plan(given, mesh, adversary.plan, **options, prove=prove)
     except shardplan.PlanError:
         if not anyway:
             raise
