@@ -22,6 +22,7 @@ CPU = (
     "fused",
     "stage_memory",
     "host",
+    "bare",
     "states",
     "watching",
     "steps",
