@@ -116,9 +116,6 @@ FORBIDDEN = {
     },
     "styles/sample.py": {"import shardplan.language": "shardplan.styles.sample -> shardplan.language (l.1)"},
     "compiler/check/sample.py": {"import torch.nn": "shardplan.compiler.check.sample -> torch (l.1)"},
-    "compiler/layout/solver/sample.py": {
-        "import shardplan.compiler.layout.model": "shardplan.compiler.layout.solver.sample -> shardplan.compiler.layout.model"
-    },
     "report/sample.py": {
         "from transformers import AutoConfig": "shardplan.report.sample -> transformers (l.1)",
         "import yaml": "shardplan.report.sample -> yaml (l.2)",
