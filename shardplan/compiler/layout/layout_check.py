@@ -31,6 +31,7 @@ from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, moved_inputs, repairs, sliced_results
 from .run import RecordedModel, prove
 from .typing_result import Proof
+from .undivided import dividing_repairs
 from .unsummed import holding, undeclared
 
 
@@ -321,6 +322,7 @@ def _fix(
     own = chain(
         moved_inputs(plan, first),
         search.solved(plan, first),
+        dividing_repairs(plan, first, recorded.model),
         sliced_results(plan, first),
         outside_repairs(plan, first, recorded.reference),
     )
