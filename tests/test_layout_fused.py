@@ -167,12 +167,12 @@ def test_the_solver_searches_once_for_all_plans_of_a_model() -> None:
     assert left[0] == left[1] < BOUNDS.help_drafts
 
 
-def test_where_the_search_of_the_solver_is_over_one_rule_gives_the_split_up_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_search_of_the_solver_is_over_changes_of_one_rule_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_rules, "BOUNDS", replace(block_rules.BOUNDS, help_drafts=2))
-    last = checked(FromAttributes, PLAIN).diagnostics[-1]
-    assert last.help is not None and last.help.endswith("; this leaves what reads h.*.attn.c_attn whole on every rank")
+    assert [found.help for found in checked(FromAttributes, PLAIN).diagnostics] == [
+        "write `h.*.attn.c_attn: {style: packed_colwise, packed: 3}` instead of `colwise`",
+        "add `h.*.attn: {style: replicate, shares: [n_embd, n_head]}`",
+    ]
 
 
 @pytest.mark.parametrize(
