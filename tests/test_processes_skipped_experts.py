@@ -82,7 +82,7 @@ CASES = {
 }
 FOUR = {
     "two ranks of other groups": Case(
-        {"dp_shard": 4, "ep": 2}, (0, 3), "do not call layers.0.experts"
+        {"dp_shard": 4, "ep": 2}, (0, 3), "does not call layers.0.experts"
     ),  # each waits for a rank of the other group to gather the parameters
     "tp inside of ep": Case({"dp_shard": 2, "tp": 2, "ep": 4}, (1,), "ep ranks 2 and 3 do not call layers.0.experts"),
     "all ranks": Case({"dp_shard": 4, "ep": 2}, (0, 1, 2, 3), ""),
