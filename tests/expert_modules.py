@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardplan.core.layout import V
@@ -103,3 +109,15 @@ class PlainExperts(nn.Module):
         chosen = top_k_index.unsqueeze(-1) == torch.arange(self.num_experts, device=top_k_index.device)
         scales = chosen.to(hidden_states.dtype) @ self.scale
         return hidden_states * (scales * top_k_weights).sum(-1, keepdim=True)
+
+
+@contextmanager
+def mesh_of_one() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{Path(folder, 'rendezvous')}"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1, timeout=timedelta(seconds=60))
+        try:
+            yield init_device_mesh("cpu", (1,))
+        finally:
+            dist.destroy_process_group()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from expert_modules import (
     EXPERTS,
     HIDDEN,
@@ -18,10 +13,10 @@ from expert_modules import (
     a_call,
     distribute_experts,
     experts_module,
+    mesh_of_one,
     program,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -38,13 +33,8 @@ EXCHANGES = [None, "once", "pairs"]
 
 @pytest.fixture(scope="module")
 def mesh():
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{Path(folder, 'rendezvous')}"
-        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1, timeout=timedelta(seconds=60))
-        try:
-            yield init_device_mesh("cpu", (1,))
-        finally:
-            dist.destroy_process_group()
+    with mesh_of_one() as mesh:
+        yield mesh
 
 
 TOKENS, IDS, WEIGHTS = torch.randn(5, 8), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from expert_modules import Call, PlainExperts, a_call, distribute_experts
+from expert_modules import Call, PlainExperts, a_call, distribute_experts, mesh_of_one
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.sections import ActivationCheckpointing
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -84,13 +80,8 @@ def test_a_norm_within_the_limit_changes_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{Path(folder, 'rendezvous')}"
-        dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1, timeout=timedelta(seconds=60))
-        try:
-            yield init_device_mesh("cpu", (1,))
-        finally:
-            dist.destroy_process_group()
+    with mesh_of_one() as mesh:
+        yield mesh
 
 
 class Layer(nn.Module):

@@ -156,21 +156,17 @@ def prove_decided(
     if not prove or reduced is None:
         unproven = "it cannot be (allow_unproven)" if prove else "prove=False"
         return (), f"not proven: {unproven}" if split else WHOLE
-    found: tuple[Diagnostic, ...] = ()
-    proof, method = WHOLE, ""
     plan, logits = compiled.given.both[1], asked.changes.logits
     question = Question(
         reduced, asked.model, plan, logits, asked.allow_unproven, resolved.sizes, autocast=decided.autocast
     )
     if split:
         found, method = prove_on_first_rank(question, resolved.overlays, mesh)
-        with same_on_all_ranks(mesh):
-            raise_errors(found, sources, strict=asked.strict)
-        proof = f"proven {method}, on a reduced model"
     else:
-        found = prove_whole_on_first_rank(question, resolved.overlays, mesh)
-        with same_on_all_ranks(mesh):
-            raise_errors(found, sources, strict=asked.strict)
+        found, method = prove_whole_on_first_rank(question, resolved.overlays, mesh), ""
+    with same_on_all_ranks(mesh):
+        raise_errors(found, sources, strict=asked.strict)
+    proof = f"proven {method}, on a reduced model" if split else WHOLE
     if staged is not None and staged.ok:
         assert decided.layout is not None  # this mesh has stages
         about, how = prove_stages_on_first_rank(question, staged, resolved.overlays, decided.layout.schedule, mesh)

@@ -58,6 +58,9 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     return content
 
 
+LONGEST_NAME = 255  # characters of the name of a file
+
+
 def shown_name(name: str, longest: int = 200) -> str:
     """A name from a file as a message shows it: at most so many characters, and none that a terminal obeys."""
     shown = name if name.isprintable() and name else ascii(name)

@@ -28,7 +28,7 @@ from shardplan.runtime.pipeline.refused_plans import for_stages
 from .depth import cut, depths_of
 from .ledger import Ledger
 from .muon_step import STEPPING, WHOLE_MATRICES, muon_ledgers, with_step
-from .overlap import Overlap
+from .overlap import ALONE
 from .part_costs import Stored
 from .pipeline_time import Moment, StageBytes, fullest, step_seconds
 from .stage_costs import StageCosts, hand_over, sends, stage_seconds, stages_of
@@ -124,7 +124,7 @@ def _totals(stages: tuple[StageCosts, ...], own: list[int], micro_batches: int, 
     flops: Counter[str] = Counter()
     calls: Counter[tuple[Axis, str]] = Counter()
     sent: Counter[tuple[Axis, str]] = Counter()
-    touched, overlap = 0, Overlap()
+    touched, overlap = 0, ALONE
     for stage in own:
         one = stages[stage]
         flops.update({dtype: n * micro_batches for dtype, n in one.flops("forward", "backward").items()})

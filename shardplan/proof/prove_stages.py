@@ -71,7 +71,8 @@ def with_pipeline(
     label = field_label(staged.resolved.pipeline_parallel, "layers") if staged.resolved is not None else None
     made: list[PipelineProof] = []
     try:
-        for mesh in _meshes(asked, staged, multiple=schedule.multiple):
+        meshes = _meshes(asked, staged, multiple=schedule.multiple)
+        for mesh in meshes:
             made.append(_on_mesh(asked, staged, mesh, wanted, schedule))
     except PlanError as error:
         about = [unproven(d, asked.allow_unproven) if d.code == NO_ROWS else d for d in error.diagnostics]
@@ -80,8 +81,7 @@ def with_pipeline(
     whole = replace(made[0], rows=rows)
     wrong = pipeline_findings(whole, label)
     if not wrong and (lower := asked.lower_dtypes(wanted[0])) is not None:
-        mesh = _meshes(asked, staged, multiple=schedule.multiple)[0]
-        wrong = _in_lower(asked, staged, mesh, wanted, schedule, lower)
+        wrong = _in_lower(asked, staged, meshes[0], wanted, schedule, lower)
         proof = replace(proof, once_in=lower.shown)
     proof = replace(proof, pipeline=whole, seconds=proof.seconds + time.monotonic() - start)
     return proof, (*wrong, *_unreached(asked, wanted))
@@ -144,10 +144,11 @@ def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedul
     """The digest of the proof of one variant's stages (`digest_of`); None also where there is nothing to prove."""
     parts: list[str] = []
     try:
+        lower = asked.lower_dtypes(on)
         for mesh in _meshes(asked, staged, multiple=schedule.multiple):
             reduced, cut, ran = _cut_for(asked, staged, mesh, schedule)
             (program,) = _programs(replace(asked, reduced=reduced), (on,), replace(mesh, pp=1))
-            digest = digest_of(reduced, program, asked.allow_unproven, (mesh,), asked.lower_dtypes(on))
+            digest = digest_of(reduced, program, asked.allow_unproven, (mesh,), lower)
             if digest is None:
                 return None
             parts.append(f"{digest} {cut} {ran}")

@@ -13,14 +13,13 @@ from typing import IO, Any, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from shardplan.core.user_files import CannotRead, read_bytes, shown_name
+from shardplan.core.user_files import LONGEST_NAME, CannotRead, read_bytes, shown_name
 from shardplan.torchlib.gathering import of_all
 
 from .all_ranks import all_or_none, is_first
 
 CHECKSUMS = "checksums.json"
 MOST = 32 * 2**20  # bytes of it: a quarter of a million files
-LONGEST = 255  # characters of the name of a file
 Written = tuple[int, str]  # a file's length and SHA-256
 
 
@@ -133,7 +132,7 @@ def _read(file: Path) -> Mapping[str, tuple[int, str]]:
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     for name in written:
-        if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name) > LONGEST:
+        if Path(name).name != name or name in ("", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
             raise ValueError(f"{file} names {shown_name(name)}, which is no file of its folder: it is damaged")
     return written
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardplan.core.first_few import in_a_row
-from shardplan.core.user_files import CannotRead, decode, read_bytes, shown_name
+from shardplan.core.user_files import LONGEST_NAME, CannotRead, decode, read_bytes, shown_name
 from shardplan.model.stored_tensors import MAX_DIGITS, MAX_FILES, MAX_HEADER
 
 from .lazy import Box
@@ -36,7 +36,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-LONGEST_FILE = 255  # characters of the name of a file
 OPEN_FILES = 4  # the experts of one layer may be spread over several files
 
 
@@ -121,7 +120,7 @@ def _index(folder: Path) -> dict[str, str] | None:
     if len(files := {*placed.values()}) > MAX_FILES:
         raise ValueError(f"{folder / INDEX} names {len(files):,} files, and at most {MAX_FILES:,} are read")
     for tensor, name in placed.items():
-        if not name.strip("./") or not name.isprintable() or len(name) > LONGEST_FILE:
+        if not name.strip("./") or not name.isprintable() or len(name) > LONGEST_NAME:
             raise ValueError(
                 f"{folder / INDEX} places {shown_name(tensor)} in {shown_name(name)}, which is no name of a file"
             )

@@ -39,23 +39,16 @@ def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> 
         for names in _read_counts(module, model.get_submodule(module.name), plan.sizes.tp or 1)
     )
     for divided in (*((name,) for name in own), *combinations(own, 2), *((name,) for name in configured)):
-        yield dividing(plan, module.name, divided)
+        yield _dividing(plan, module.name, divided)
 
 
-def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repair:
+def _dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repair:
     """The change that divides further numbers of a module: in its rule or, if it has none, in a new rule."""
-    around = plan.assignments.get(module)
-    declared = around.rule.divided if around is not None else ()
-    return _sharing(plan, module, tuple(Share(name) for name in divided if name not in declared))
-
-
-def _sharing(plan: ResolvedPlan, module: str, more: tuple[Share, ...]) -> Repair:
     around = plan.assignments.get(module)
     old = around.rule if around is not None else None
     base = old if old is not None else Rule("", "replicate", OURS)
-    changed = {one.name for one in more}
-    kept = (one for one in base.shares if one.name not in changed)
-    new = replace(base, shares=(*kept, *more), location=OURS)
+    kept = (one for one in base.shares if one.name not in divided)
+    new = replace(base, shares=(*kept, *map(Share, divided)), location=OURS)
     return change(plan, module, old, new, around.section if around is not None else "tensor_parallel")
 
 

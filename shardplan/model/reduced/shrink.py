@@ -210,8 +210,10 @@ def _positions(value: Any, scale: Scale, name: str) -> Any:
 
 
 def _capped(limit: str) -> Callable[[Any, Scale, str], Any]:
+    at_most = parse_expression(limit)
+
     def shrink(value: Any, scale: Scale, name: str) -> Any:
-        most = evaluate(parse_expression(limit), {"seq_len": scale.seq_len})
+        most = evaluate(at_most, {"seq_len": scale.seq_len})
         return min(value, most) if isinstance(value, int) and value > 0 else value
 
     return shrink

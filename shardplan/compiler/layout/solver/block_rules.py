@@ -51,8 +51,8 @@ class BlockRules:
         return grouped(regions(self._solver.flow), self._solver.flow)
 
     def _solve(self, group: Group) -> Rules:
-        """The rules by module or parameter; where nothing splits the group, those with which its code runs furthest. None where the search
-        is over."""
+        """The rules by module or parameter; where nothing splits the group, those with which its code runs furthest. Empty where the
+        search is over."""
         solved = self._solver.solve(group)
         draft = solved.draft if solved.forbidden is None else solved.furthest
         bound = self.trials.bound(draft) if draft is not None else None
