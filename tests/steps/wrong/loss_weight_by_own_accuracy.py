@@ -1,6 +1,6 @@
 """A second loss is weighed by a rank's own accuracy."""
 
-# named: state\[1\]\['weight'\] otherwise
+# named: after step 1 state\[1\]\['weight'\] differed on ranks
 
 import torch
 
