@@ -254,3 +254,53 @@ def test_frozen_modules_train_alike():
     options = {"data_parallel": {"frozen": "own"}}
     change = freeze
     compare(Recipe("qwen3", TWO_BY_TWO, options=options, change=change))
+
+
+# Changes in place of what units return
+
+
+def changed_in_place(name: str, *ways: tuple[tuple[int, int], bool]) -> list[dict[tuple[int, bool], str]]:
+    """Each of the hidden states that a model returns is doubled in place: what comes of it, by its index and whether it is a view.
+
+    Args:
+        ways: the sizes of dp_shard and tp, and whether the sequence is split.
+    """
+    found: list[dict[tuple[int, bool], str]] = []
+    for sizes, sequence in ways:
+        model, unsharded = small_model(name), small_model(name)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
+        shardplan.apply_plan(model, mesh, "auto", sequence_parallel=sequence, prove=False)
+        found.append({})
+        for i in range(unsharded.config.num_hidden_layers + 1):
+            gradients, view, said = [], False, "right"
+            for one in (unsharded, model):
+                one.zero_grad()
+                hidden = one(input_ids=batch(0), use_cache=False, output_hidden_states=True).hidden_states[i]
+                view = hidden._is_view()
+                try:
+                    hidden.mul_(2)
+                except RuntimeError as error:
+                    assert "is a view and is being modified inplace" in str(error)
+                    said = "refused"
+                    break
+                weights = (
+                    torch.linspace(-9, 9, hidden.numel()).sin().view_as(hidden)
+                )  # of a norm's output a plain sum is constant
+                (hidden * weights).sum().backward()
+                gradients.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+            if said == "right":
+                assert gradients[0].keys() == gradients[1].keys()
+                for at, gradient in gradients[0].items():
+                    assert relative_error(whole(gradients[1][at]), gradient) <= 1e-5, (name, sizes, i, at)
+            found[-1][i, view] = said
+    return found
+
+
+def test_a_change_in_place_of_what_a_unit_returns_is_right_or_refused():
+    """FSDP2 warns of views that its units return: such a change drops its hook."""
+    first = {(0, True): "refused", (1, False): "right", (2, False): "right"}
+    last = {(0, False): "right", (1, False): "right", (2, True): "refused"}
+    for found in on_ranks(2, changed_in_place, "llama", ((1, 2), False), ((1, 2), True), ((2, 1), False)):
+        assert found == [first, last, first]
+    for [found] in on_ranks(2, changed_in_place, "gpt2", ((2, 1), False)):
+        assert found[2, True] == "right", "GPT-2's own code returns a view"

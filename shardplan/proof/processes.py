@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +32,7 @@ from shardplan.model.reduced.precision import in_dtype
 from shardplan.torchlib.gathering import of_all
 
 from .compare import compare_steps, worst_of
-from .rank import data_parallel_rank, mesh_of, rank_steps
+from .rank import VIEWS, data_parallel_rank, mesh_of, rank_steps
 from .steps import averaged, cast, reference_of
 
 TIMEOUT = timedelta(seconds=120)  # a failed rank must not leave the others waiting
@@ -150,6 +151,7 @@ def _last_line(trace: str) -> str:
 
 def _worker(rank: int, count: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", VIEWS)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
         "gloo", init_method=f"file://{Path(folder, 'rendezvous')}", rank=rank, world_size=count, timeout=TIMEOUT

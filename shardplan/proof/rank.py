@@ -28,6 +28,8 @@ from shardplan.torchlib.packing import unpack
 from .own_tokens import OwnTokens
 from .steps import Batch, Steps, plain_call, run_steps
 
+VIEWS = "FSDP2-wrapped module .* returned a view"  # torch warns in training of a change in place, which the proof would find
+
 
 @dataclass(frozen=True)
 class Left:

@@ -26,7 +26,7 @@ from shardplan.torchlib.packing import unpack
 
 from .compare import compare_steps, worst_of
 from .exact import in_precision_of
-from .rank import Left, data_parallel_rank, mesh_of, rank_steps
+from .rank import VIEWS, Left, data_parallel_rank, mesh_of, rank_steps
 from .steps import Batch, Steps
 from .threads import OnRanks
 
@@ -109,9 +109,7 @@ def common_to_ranks(model: nn.Module) -> Iterator[None]:
         model: in the dtype in which it runs.
     """
     with in_precision_of(model), warnings.catch_warnings(), meshes_made_once():
-        warnings.filterwarnings(
-            "ignore", "FSDP2-wrapped module"
-        )  # a warning for training, about cases that the proof detects
+        warnings.filterwarnings("ignore", VIEWS)
         yield
 
 
