@@ -47,13 +47,15 @@ def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDiff
     """
     unsharded, given = run.build(), iter(run.references[0].directions)
     names = {name: argument_names(module) for name, module in unsharded.named_modules()}
-    whole, ranks = WatchedModel(names), [WatchedModel(names) for _ in range(program.resolved.sizes.world_size)]
-    whole.watch(unsharded)
-    with watching():
+    ranks: dict[int, WatchedModel] = {}
+    with watching() as watch:
+        whole = watch(unsharded, names)
         try:
             with common_to_ranks(unsharded), DrawnAlike() if run.references[0].drew else nullcontext():
                 run_steps(unsharded, run.batches[0], lambda results: next(given))
-            found = results_on_ranks(run, program, on_ranks, lambda rank, model: ranks[rank].watch(model))
+            found = results_on_ranks(
+                run, program, on_ranks, lambda rank, model: ranks.update({rank: watch(model, names)})
+            )
         except RuntimeError:  # it changes a view in place that a custom function returned
             return None
     return _first(whole, [ranks[rank] for rank, (index, _) in enumerate(found) if index == 0], program)

@@ -1,20 +1,18 @@
-"""Watching a run: the values and the gradients at the boundaries of a model's modules, whatever moves them inside."""
+"""Recording a run with real moves: the values and the gradients at the boundaries of a model's modules, whatever moves them inside."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.model.reduced.nests import named_results, replaced
+from shardplan.model.reduced.recorder import Recorder
 from shardplan.torchlib.private import private
 
 _current_graph_task_id = private("current_graph_task_id")
@@ -39,10 +37,11 @@ class Place(NamedTuple):
     gradient: bool = False
 
 
-class WatchedModel:
-    """What a model's modules were called with and returned, since `watch`.
+class WatchedModel(Recorder):
+    """Records the calls of a model's modules, in `watching`: each gets and returns views of its tensors, whose gradients are its own.
 
     Args:
+        model: see Recorder.
         names: module -> the names of its arguments, which the forwards of a planned model do not have.
 
     Attributes:
@@ -50,40 +49,43 @@ class WatchedModel:
         made: an argument -> the result, or the argument of a module around, that it is.
     """
 
-    def __init__(self, names: Mapping[str, Sequence[str]]):
+    def __init__(self, model: nn.Module, names: Mapping[str, Sequence[str]]):
+        super().__init__(model)
         self.names = names
         self.seen: dict[Place, Tensor] = {}
         self.made: dict[Place, Place] = {}
-        self._calls: Counter[str] = Counter()
         self._places: dict[int, tuple[Place, Tensor]] = {}  # id -> where it is from; the tensor keeps the id in use
 
-    def watch(self, model: nn.Module) -> None:
-        """Watch a model's modules in `watching`."""
-        for name, module in model.named_modules():
-            _WATCHED[module] = (self, name)
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Record a call of a module from outside: its hooks, which move tensors, run inside."""
+        args, kwargs = self._enter(module, args, kwargs) or (args, kwargs)
+        return self._leave(module, args, kwargs, forward(*args, **kwargs))
 
-    def call(self, forward: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
-        """A call of a module: its tensors are noted, and it gets and returns views of them, whose gradients are its own."""
-        self._calls[name] += 1
-        of = partial(Place, name, self._calls[name])
-        names = self.names[name]
-        named = {names[i] if i < len(names) else f"#{i}": value for i, value in enumerate(args)} | kwargs
-        args, kwargs = replaced((args, kwargs), self._views(partial(of, "argument"), named))
-        results = forward(*args, **kwargs)
-        return replaced(results, self._views(partial(of, "result"), results))
+    def argument_names(self, module: nn.Module) -> Sequence[str]:
+        return self.names[self._names[id(module)]]
 
-    def _views(self, of: Callable[[str], Place], values: Any) -> dict[int, Tensor]:
+    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+        views = self._views(partial(Place, *scope, "argument"), named_results(named))
+        return {name: replaced(value, views) for name, value in named.items()} if views else {}
+
+    def moved_results(
+        self, scope: tuple[str, int], module: nn.Module, results: list[tuple[str, Tensor]]
+    ) -> dict[int, Tensor]:
+        views = self._views(partial(Place, *scope, "result"), results)
+        return {i: views[id(tensor)] for i, (_, tensor) in enumerate(results) if id(tensor) in views}
+
+    def _views(self, of: Callable[[str], Place], values: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:
         """A view of each tensor, by the tensor's id."""
         views: dict[int, Tensor] = {}
-        for key, tensor in named_results(values):
+        for key, tensor in values:
             if isinstance(tensor, DTensor) or not tensor.is_floating_point():
                 continue
             place = of(key)
-            self.seen[place] = tensor.detach().clone()
+            self.seen[place] = self.trace.values[self.number(tensor)]
             origin, _ = self._places.get(id(tensor), (place, tensor))
             if place.side == "argument" and origin != place:
                 self.made[place] = origin
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if tensor.requires_grad and is_grad_enabled():
                 views[id(tensor)] = view = tensor.view_as(tensor)
                 view.register_hook(partial(self._note_gradient, place))
                 self._places[id(view)] = (place if place.side == "result" else origin, view)
@@ -93,19 +95,28 @@ class WatchedModel:
         self.seen[place._replace(gradient=True)] = gradient.detach().clone()
 
 
-_WATCHED: WeakKeyDictionary[nn.Module, tuple[WatchedModel, str]] = WeakKeyDictionary()
+Watch = Callable[[nn.Module, Mapping[str, Sequence[str]]], WatchedModel]
 
 
 @contextmanager
-def watching() -> Iterator[None]:
-    """Within this context, calls of the modules of watched models are noted. Nothing changes in the modules, which look for changes."""
-    plain = nn.Module.__call__
+def watching() -> Iterator[Watch]:
+    """Within this context, calls of the modules of watched models are recorded. Nothing changes in the modules, which look for changes.
+
+    Returns:
+        A function that watches a model.
+    """
+    plain, watched = nn.Module.__call__, dict[nn.Module, WatchedModel]()
+
+    def watch(model: nn.Module, names: Mapping[str, Sequence[str]]) -> WatchedModel:
+        recorder = WatchedModel(model, names)
+        watched.update(dict.fromkeys(model.modules(), recorder))
+        return recorder
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = _WATCHED.get(module)
-        if found is None or _current_graph_task_id() != -1:
+        recorder = watched.get(module)
+        if recorder is None or _current_graph_task_id() != -1:
             return plain(module, *args, **kwargs)
-        return found[0].call(partial(plain, module), found[1], args, kwargs)
+        return recorder.call(module, partial(plain, module), args, kwargs)
 
     with patch.object(nn.Module, "__call__", called):
-        yield
+        yield watch

@@ -31,7 +31,7 @@ class Recorder(OperationRecorder):
 
     # Methods for subclasses.
 
-    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
+    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
         """New values for some of a module's arguments, by name."""
         return {}
 
@@ -48,6 +48,10 @@ class Recorder(OperationRecorder):
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
         """The parameters that an atom reads."""
         return self._parameters[name]
+
+    def argument_names(self, module: nn.Module) -> Sequence[str]:
+        """The names of a module's arguments."""
+        return argument_names(module)
 
     # Modules.
 
@@ -77,9 +81,8 @@ class Recorder(OperationRecorder):
         self._inside += name in self.atoms
         return args, kwargs
 
-    @staticmethod
-    def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
-        names = argument_names(module)
+    def _arguments(self, module: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
+        names = self.argument_names(module)
         positional = [(names[i] if i < len(names) else f"#{i}", a) for i, a in enumerate(args)]
         return [*positional, *kwargs.items()]
 
