@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 import pytest
 from sampling import sampled, share_of
 
 from shardplan.language import parse_plan
-from tests.soundness.edits import edits, written_out
+from tests.soundness.edits import Document, edits, written_out
 from tests.soundness.hf import own_plan
 from tests.soundness.judge import judge, parse, subject
 from tests.soundness.table import Row, row_of, table
@@ -82,6 +83,17 @@ def test_written_out_plans_are_as_right_as_the_plans(name: str) -> None:
     for sequence_parallel in (False, True):
         verdict = judge(model, parse(document.plan()), sequence_parallel=sequence_parallel)
         assert verdict.valid and verdict.right
+
+
+@pytest.mark.parametrize("shares", [["rows", {"columns": {"dim": 0}}], {"rows": "columns", "groups": {"dim": 0}}])
+def test_each_share_but_the_first_is_left_out(shares: Any) -> None:
+    rules = {"layers.*.mlp": {"style": "input_with_grad_allreduce", "shares": shares}}
+    document = Document({"tensor_parallel": rules, "sequence_parallel": {}}, {"layers.*.mlp": "other"}, {})
+    every = [edit.document for edit in edits(document, sequence_parallel=False) if edit.kind == "shares"]
+    left = [plan["tensor_parallel"]["layers.*.mlp"].get("shares") for plan in every]
+    first = next(iter(shares))
+    assert left == [None, [first if isinstance(shares, list) else {first: shares[first]}]]
+    assert all(parse(plan) is not None for plan in every)
 
 
 def test_the_table_counts_what_is_missed() -> None:

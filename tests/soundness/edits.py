@@ -197,7 +197,9 @@ def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
     if record.packed_option:
         result["packed"] = [v for v in (2, 3) if v != rule.get("packed")]
     if rule.get("shares"):
-        result["shares"] = [None, *([one for one in rule["shares"] if one != left] for left in rule["shares"][1:])]
+        shares = rule["shares"]
+        each = [{name: share} for name, share in shares.items()] if isinstance(shares, Mapping) else shares
+        result["shares"] = [None, *([one for one in each if one is not left] for left in each[1:])]
     if rule.get("read_outside"):
         result["read_outside"] = [None]
     return result
