@@ -74,12 +74,18 @@ def test_a_unit_that_casts_the_time_is_the_plan_s() -> None:
     assert said.codes == ("SP424",) and "FSDP2's casts make the unsharded reduced model differ" in said.text
 
 
-@pytest.mark.parametrize("name", ["lower_autocast_normed", "lower_autocast_data_parallel"])
-def test_the_dtype_of_autocast_is_proven_when_a_plan_is_applied(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        ("lower_autocast_normed", "raised"),
+        ("lower_autocast_data_parallel", "right"),
+        ("lower_autocast_alone", "right"),
+        ("lower_autocast_infinite_alone", "raised"),
+    ],
+)
+def test_the_dtype_of_autocast_is_proven_when_a_plan_is_applied(name: str, truth: str) -> None:
     row = row_of(NAMES[name])
-    assert (
-        row.said.passed and row.problem == "" and (row.judgement.truth == "raised") == (name == "lower_autocast_normed")
-    )
+    assert row.said.passed and row.problem == "" and row.judgement.truth == truth
 
 
 def test_nothing_is_suspicious_in_a_right_plan(monkeypatch: pytest.MonkeyPatch) -> None:

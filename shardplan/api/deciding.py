@@ -40,12 +40,18 @@ class Asked:
     derive: bool = True
 
     def compiled(
-        self, sizes: MeshSizes, progress: Callable[[str], None] = lambda text: None, share: Share = alone
+        self,
+        sizes: MeshSizes,
+        progress: Callable[[str], None] = lambda text: None,
+        share: Share = alone,
+        *,
+        autocast: bool = False,
     ) -> Compiled:
         """Compile the variant through all stages, up to the first that finds errors.
 
         Args:
             progress, share: as for `deriving`.
+            autocast: as for `compile_variant`.
 
         Raises:
             TypeError, ValueError: as `compile_variant`.
@@ -62,6 +68,7 @@ class Asked:
             derive=deriving(
                 self.model, sizes, derive=self.derive, sequence_parallel=overlay, progress=progress, share=share
             ),
+            autocast=autocast,
         )
 
 
@@ -112,7 +119,7 @@ def decide(
     from shardplan.runtime.apply.autocast import read_dtype
 
     with same_on_all_ranks(mesh.mesh) as agreement:
-        compiled = asked.compiled(mesh.sizes, share=agreement.share)
+        compiled = asked.compiled(mesh.sizes, share=agreement.share, autocast=autocast_dtype is not None)
         program, layout = program_or_raise(compiled), None
         if stages is not None:
             program, layout = _laid_out(program, mesh, stages)

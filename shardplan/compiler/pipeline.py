@@ -186,12 +186,14 @@ def compile_variant(
     allow_unproven: bool = False,
     strict: bool = False,
     derive: Derive | None = None,
+    autocast: bool = False,
 ) -> Compiled:
     """Take one variant through all stages, up to the first one that finds errors.
 
     Args:
         strict: warnings are errors.
         derive: as for `read_plan`.
+        autocast: whether the forward will run under torch.autocast, which data-parallel ranks alone prove too.
 
     Raises:
         TypeError, ValueError: not a number of tokens; not a change, or one that the plan has no place for.
@@ -229,7 +231,7 @@ def compile_variant(
         regather=changes.regather,
     )
     section = program.resolved.data_parallel
-    casts = sizes.replicas > 1 and section is not None and section.mixed_precision is not None
+    casts = sizes.replicas > 1 and (autocast or (section is not None and section.mixed_precision is not None))
     provable = (variants.layouts or staged is not None or casts) and reduced_model.runs
     return Compiled(program, findings, given, reduced_model if provable else None, staged, variants, overlays)
 

@@ -219,4 +219,6 @@ CASES = (
     autocast("normed", NormedInHalf, "raises", "a sum over a rank's own features, in this dtype alone"),
     autocast("clipped", ClippedInHalf, "raises", "a norm over a rank's own gradient, in this dtype alone"),
     autocast("infinite", Infinite, "raises", "not a number", "float16"),
+    autocast("alone", Mlp, "right", "all rules", mesh={"dp_shard": 2}),
+    autocast("infinite_alone", Infinite, "raises", "not a number", "float16", mesh={"dp_shard": 2}),
 )
