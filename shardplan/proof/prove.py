@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,6 +109,7 @@ def prove(
     processes: bool = False,
     scheduled: Scheduled | None = None,
     allow_unproven: bool = False,
+    bound: Mapping[MeshSizes, Variants] = MappingProxyType({}),
     progress: Callable[[str], None] = lambda text: None,
 ) -> Proven:
     """Prove a plan without errors.
@@ -119,6 +121,7 @@ def prove(
         variants: the plan's variants to prove.
         scheduled: a pipeline's schedule, which runs in the processes.
         allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
+        bound: mesh -> `compile_for` of these variants on it, where that is known.
 
     Raises:
         PlanError: no reduced model can be made, or the sharded one does not run.
@@ -139,7 +142,7 @@ def prove(
         progress("building a reduced model")
         of_mesh = reduced if processes else reduced_for(reduced, mesh)
         on_it = {on: on_mesh(on, mesh) for on in variants if mesh in meshes[on]}
-        compiled = compile_for(of_mesh, plan, mesh, set(on_it.values()), asked=processes)
+        compiled = bound.get(mesh) or compile_for(of_mesh, plan, mesh, set(on_it.values()), asked=processes)
         trials: list[Trial] = []
         for on, variant in on_it.items():
             program = program_of(compiled, variant, logits=logits, sections=EAGER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from shardplan.compiler.lower import Program
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.user_inputs import Model
+from shardplan.compiler.variants import Variants
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile, without_sequence
@@ -70,11 +72,17 @@ class Question:
 
 @reduced_runs()
 def prove_stage(
-    asked: Question, wanted: Sequence[Overlays], progress: Callable[[str], None] = lambda text: None
+    asked: Question,
+    wanted: Sequence[Overlays],
+    progress: Callable[[str], None] = lambda text: None,
+    bound: Mapping[MeshSizes, Variants] = MappingProxyType({}),
 ) -> tuple[NumericProof | None, Findings]:
     """The proof of some variants of a plan, and the findings for each; None where the sharded run raised.
 
     Findings of a simulation are remembered by digest.
+
+    Args:
+        bound: as for `prove`.
     """
 
     try:
@@ -88,6 +96,7 @@ def prove_stage(
             processes=asked.processes,
             scheduled=asked.scheduled() if asked.scheduled is not None else None,
             allow_unproven=asked.allow_unproven,
+            bound=bound,
             progress=progress,
         )
     except PlanError as error:
@@ -189,7 +198,7 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
         found = known(digest_of(asked.reduced, program, asked.allow_unproven, meshes, asked.lower_dtypes(on)))
         if found is not None:
             return found, EARLIER
-        return prove_stage(asked, (on,))[1][on], NOW
+        return prove_stage(asked, (on,), bound={told: compiled})[1][on], NOW
 
     return on_first_rank(answer, mesh)
 
