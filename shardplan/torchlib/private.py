@@ -97,6 +97,10 @@ NAMES: dict[str, Private] = {
         "recording a call of an autograd.Function, bound early too",
     ),
     "vmap_home": Private((("torch._functorch.apis", ""),), "recording a call of torch.vmap as one operation"),
+    "derivatives_home": Private(
+        (("torch._functorch.eager_transforms", ""),),
+        "recording a call of torch.func.grad, jvp and vjp as one operation",
+    ),
     "DeviceMesh": Private(
         (("torch.distributed.device_mesh", "DeviceMesh"),),
         "the mesh that FSDP2 puts parameters on, of its own axes and tp (`_concatenate`)",

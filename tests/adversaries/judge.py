@@ -152,7 +152,7 @@ def _order(before: Tensor, after: Tensor) -> tuple[int, Tensor] | None:
     if before.shape != after.shape or torch.equal(before, after.detach()):
         return None
     for dim in range(before.dim()):
-        ours, theirs = (x.movedim(dim, 0).flatten(1).tolist() for x in (before, after.detach()))
+        ours, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1).tolist() for x in (before, after.detach()))
         place = {tuple(row): i for i, row in enumerate(theirs)}
         if len(place) == len(ours) and all(tuple(row) in place for row in ours):
             return dim, torch.tensor([place[tuple(row)] for row in ours])

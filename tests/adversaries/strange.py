@@ -140,6 +140,16 @@ def slope(mlp: Mlp, x: Tensor) -> Tensor:
     return h * first
 
 
+def slope_by_function(mlp: Mlp, x: Tensor) -> Tensor:
+    h = mlp.up(x)
+    return h * torch.func.grad(lambda one: F.gelu(one).sum())(h)
+
+
+def slope_of_length(mlp: Mlp, x: Tensor) -> Tensor:
+    h = mlp.up(x)
+    return h * torch.func.grad(lambda one: one.norm(dim=-1).sum())(h)
+
+
 def slope_of_input(mlp: Mlp, x: Tensor) -> Tensor:
     """A gradient that sums over the features."""
     with torch.enable_grad():
@@ -234,7 +244,9 @@ CASES = (
     case(clamped_input, "right", "the summands are added up at the matrix"),
     case(clamped_summand, "wrong", "they are added up at the door of the MLP", MLP_DOOR),
     case(functional, "right", "the weight of a call", MLP_DOOR),
-    case(slope, "refused", "right, but the gradient is of a sum over split features", codes=("SP403",)),
+    case(slope, "right", "a gradient of each feature by itself"),
+    case(slope_by_function, "right", "the same, by torch.func"),
+    case(slope_of_length, "wrong", "the gradient of a norm over a rank's features"),
     case(slope_of_input, "wrong", "a sum over a rank's features"),
     case(wide, "wrong", "a width that is a rank's own"),
     case(by_rank, "wrong", "numbers of a rank's own features"),

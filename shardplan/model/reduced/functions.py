@@ -1,4 +1,4 @@
-"""Calls that torch's function modes do not see as one call: autograd.Function, torch.vmap, scripted functions."""
+"""Calls that torch's function modes do not see as one call: autograd.Function, torch.vmap and the derivatives of torch.func, scripted functions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from shardplan.torchlib.private import private
 
 Call = Callable[..., Any]
+PULL_BACK = "_vjp_with_argnums"
+DERIVATIVES = ("grad_impl", "grad_and_value_impl", "_jvp_with_argnums", PULL_BACK)  # of torch.func
 
 
 class Calls(Protocol):
@@ -48,11 +50,13 @@ class Body:
 
 @contextmanager
 def functions_of(recorder: Calls) -> Iterator[None]:
-    """Within this context, calls of autograd.Function, torch.vmap and scripted functions go to the recorder."""
+    """Within this context, calls of autograd.Function, torch.vmap, the derivatives of torch.func and scripted functions go to the recorder."""
     # Patched below Function.apply, as code often keeps the bound method (`swiglu = SwiGLU.apply`).
     function, mapping = private("FunctionBase"), private("vmap_home")
     scripted: Any = torch.jit.ScriptFunction  # one of its methods is replaced
     call, vmap = scripted.__call__, mapping.vmap_impl
+    derivatives = private("derivatives_home")
+    kept = {name: getattr(derivatives, name) for name in DERIVATIVES}
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
         apply = super(function, cls).apply
@@ -67,9 +71,25 @@ def functions_of(recorder: Calls) -> Iterator[None]:
 
         return recorder.mapped_function("vmap", run, args, kw)
 
+    def derived(name: str) -> Call:
+        return lambda *args, **kwargs: recorder.mapped_function(name, kept[name], args, kwargs)
+
+    def pulled_back(*args: Any, **kwargs: Any) -> Any:
+        output, back, *more = recorder.mapped_function("vjp", kept[PULL_BACK], args, kwargs)
+
+        def again(*cotangents: Any, **options: Any) -> Any:
+            # The gradient depends on the values at which the function was called.
+            return recorder.mapped_function("vjp", lambda given, _: back(*given, **options), (cotangents, args), {})
+
+        return (output, again, *more)
+
     function.apply, scripted.__call__, mapping.vmap_impl = classmethod(applied), called, mapped
+    for name in DERIVATIVES:
+        setattr(derivatives, name, pulled_back if name == PULL_BACK else derived(name))
     try:
         yield
     finally:
         del function.apply
         scripted.__call__, mapping.vmap_impl = call, vmap
+        for name, one in kept.items():
+            setattr(derivatives, name, one)

@@ -242,6 +242,10 @@ class OperationRecorder(TorchFunctionMode):
         place = (*self._scopes[-1], self._position())
         if place not in self.probes:
             return
+        if func is torch.autograd.grad:  # it reads the graph of what it differentiates, not the values
+            unread = {id(t) for t in tensors_in(kwargs["outputs"] if "outputs" in kwargs else args[0])}
+            self.trace.parts[place] = {i: id(operands[i]) not in unread for i in self.probes[place]}
+            return
 
         def again(changed: Sequence[Tensor]) -> list[Tensor]:
             new = {id(old): t for old, t in zip(operands, changed, strict=True)}
