@@ -8,10 +8,13 @@ import json
 import os
 import pickle
 import resource
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
+import pytest
 import torch
 from processes import on_ranks
 from small_models import batch, small_model, whole_state
@@ -19,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
 from shardplan.weights.checksums import CHECKSUMS
+from shardplan.weights.pickles import check_pickle
 
 
 class Shell:
@@ -29,6 +33,47 @@ class Shell:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.marker}",)
+
+
+class Keyed:
+    """A dict with a key that takes for ever to hash: a tuple that holds another twice, and that a third."""
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ([(nested(()), 1)],)
+
+
+def nested(value: Any) -> Any:
+    for _ in range(60):
+        value = type(value)((value, value))
+    return value
+
+
+def body(value: Any) -> bytes:
+    """The instructions that make a value."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def changed(instructions: bytes) -> bytes:
+    """What `torch.save` writes, of an empty tuple that these instructions change."""
+    return packed(saved(()), ZIP_STORED, lambda content: content.replace(b").", b")" + instructions + b"."))
+
+
+def packed(content: bytes, compression: int, change: Callable[[bytes], bytes] = bytes) -> bytes:
+    with ZipFile(io.BytesIO(content)) as old, ZipFile(stream := io.BytesIO(), "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(old.read(name)))
+    return stream.getvalue()
+
+
+def older(value: Any) -> bytes:
+    torch.save(value, stream := io.BytesIO(), _use_new_zipfile_serialization=False)
+    return stream.getvalue()
 
 
 def summed(folder: Path) -> None:
@@ -56,16 +101,33 @@ def renamed(name: str) -> Callable[[Path, Path], None]:
     return change
 
 
-def in_a_value(folder: Path, marker: Path) -> None:
-    """The learning rate is a call."""
+def in_a_value(value: Callable[[Path], Any], name: str = ".lr") -> Callable[[Path, Path], None]:
+    """The learning rate, or a tensor, is another value."""
 
-    def change(found: Any) -> None:
-        (place,) = (one for index, one in found.storage_data.items() if index.fqn.endswith(".lr"))
-        place.relative_path, place.offset, place.length = "rate", 0, len(content)
+    def attack(folder: Path, marker: Path) -> None:
+        def change(found: Any) -> None:
+            place = next(one for index, one in found.storage_data.items() if index.fqn.endswith(name))
+            place.relative_path, place.offset, place.length = "other", 0, len(content)
 
-    content = saved(Shell(marker))
-    (folder / "rate").write_bytes(content)
-    metadata(folder, change)
+        content = saved(value(marker))
+        (folder / "other").write_bytes(content)
+        metadata(folder, change)
+
+    return attack
+
+
+def first(name: str, change: Callable[[Any], None]) -> Callable[[Path, Path], None]:
+    """Another first place (its key, or itself), or another form of the first tensor."""
+
+    def attack(found: Any) -> None:
+        tensors = (one for one in found.state_dict_metadata.values() if hasattr(one, "chunks"))
+        change(
+            {"key": iter(found.storage_data), "place": iter(found.storage_data.values()), "tensor": tensors}[
+                name
+            ].__next__()
+        )
+
+    return lambda folder, marker: metadata(folder, attack)
 
 
 def file(name: str, content: Callable[[Path], bytes]) -> Callable[[Path, Path], None]:
@@ -77,6 +139,8 @@ def another(folder: Path, make: Callable[[Path], None]) -> None:
     make(folder / CHECKSUMS)
 
 
+FORM = b"\x80\x02ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+IN_VALUES = ("code as a value", "a value without an end", "a tensor without an end")
 ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a memo of gigabytes": file(".metadata", lambda _: b"\x80\x04Nr" + (2**28).to_bytes(4, "little") + b"."),
     "checksums that are a pipe": lambda folder, _: another(folder, os.mkfifo),
@@ -100,7 +164,32 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a file above": renamed("../outside"),
     "a file of the system": renamed("/etc/passwd"),
     "a device": renamed("/dev/zero"),
-    "code as a value": in_a_value,
+    "a key without an end": file(".metadata", lambda _: b"\x80\x02}" + body(nested(())) + b"K\x01s."),
+    "keys without an end": file(".metadata", lambda _: b"\x80\x02}(" + body(nested(())) + b"K\x01u."),
+    "a key of a tuple named twice at once": file(".metadata", lambda _: b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s."),
+    "a set without an end": file(".metadata", lambda _: b"\x80\x04\x8f(" + body(nested(())) + b"\x90."),
+    "a fixed set without an end": file(".metadata", lambda _: b"\x80\x04(" + body(nested(())) + b"\x91."),
+    "a place without an end": first("key", lambda one: object.__setattr__(one, "fqn", nested(()))),
+    "a place of a part without an end": first("key", lambda one: object.__setattr__(one, "offset", (nested(()),))),
+    "a number of a form without an end": file(".metadata", lambda _: FORM + body(nested([])) + b"\x85R."),
+    "another number of a form without an end": file(".metadata", lambda _: FORM + body(nested([])) + b"\x85\x81."),
+    "a path without an end": file(".metadata", lambda _: b"cpathlib\nPurePosixPath\n" + body(nested([])) + b"\x85R."),
+    "a file without an end": first("place", lambda one: setattr(one, "relative_path", nested(()))),
+    "a length that is a list": first("place", lambda one: setattr(one, "length", nested([]))),
+    "a file that is to be changed": first("place", lambda one: setattr(one, "transform_descriptors", ["zstd"])),
+    "a size without an end": first("tensor", lambda one: setattr(one, "size", nested([]))),
+    "a part without an end": first("tensor", lambda one: setattr(one.chunks[0], "sizes", nested([]))),
+    "another storage_meta": lambda folder, _: metadata(folder, lambda found: setattr(found, "storage_meta", "x")),
+    "a key without an end in extra": file("extra.pt", lambda _: saved(Keyed())),
+    "a list without an end in extra": file("extra.pt", lambda _: saved({"a": nested([])})),
+    "a list in itself in extra": file("extra.pt", lambda _: saved({"a": endless()})),
+    "a tuple named twice at once in extra": file("extra.pt", lambda _: changed(b"2\x86" * 60)),
+    "values in a number in extra": file("extra.pt", lambda _: changed(b"K\x01a")),
+    "extra that is compressed": file("extra.pt", lambda _: packed(saved({}), ZIP_DEFLATED)),
+    "extra in torch's older form": file("extra.pt", lambda _: older({})),
+    "code as a value": in_a_value(Shell),
+    "a value without an end": in_a_value(lambda _: Keyed()),
+    "a tensor without an end": in_a_value(lambda _: Keyed(), "norm.weight"),
     "code in extra": file("extra.pt", lambda marker: saved(Shell(marker))),
     "a bare pickle as extra": file("extra.pt", lambda marker: pickle.dumps(Shell(marker))),
     "code in the random numbers": file("random.pt", lambda marker: saved({"seed": Shell(marker), "calls": 0})),
@@ -139,7 +228,7 @@ def attacked(folder: Path) -> dict[str, tuple[str, str, bool]]:
             path.unlink()
         for other, content in kept.items():
             (folder / "state" / other).write_bytes(content)
-        if name != "code as a value":  # which is found while tensors are read
+        if name not in IN_VALUES:  # which are found while tensors are read
             assert all(torch.equal(value, before[key]) for key, value in whole_state(model).items()), name
     shardplan.load_training_state(model, optimizer, folder / "state")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 300_000  # KiB
@@ -151,8 +240,23 @@ def test_no_code_runs_and_no_other_file_is_read(tmp_path: Path) -> None:
     assert found.keys() == ATTACKS.keys()
     for name, (error, said, ran) in found.items():
         assert not ran, name
-        assert error == ("RuntimeError" if name == "code as a value" else "ValueError"), (name, error, said)
+        assert error == ("RuntimeError" if name in IN_VALUES else "ValueError"), (name, error, said)
         assert str(tmp_path / "state") in said and len(said) < 600 and said.isprintable(), (name, said)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [[1] * 1000] * 1000, ("a", (1, 2)): {(1, (2, 3))}, "of": OrderedDict(a=torch.Size((1, 2))), "b": b"x"},
+        [("a", [1], {"b": (2,)})] * 100_000,
+        torch.ones(3),
+        None,
+    ],
+    ids=["nested", "shared", "tensor", "nothing"],
+)
+def test_what_is_saved_is_not_too_large(value: Any) -> None:
+    with ZipFile(io.BytesIO(saved(value))) as archive:
+        check_pickle(archive.read("archive/data.pkl"))
 
 
 def test_the_attacks_work_on_torch_itself(tmp_path: Path) -> None:

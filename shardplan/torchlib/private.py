@@ -143,6 +143,7 @@ NAMES: dict[str, Private] = {
         (("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),), "training states that are read as data"
     ),
     "layout_of": Private((("torch.serialization", "_get_layout"),), "training states that are read as data"),
+    "ArchiveReader": Private((("torch._C", "PyTorchFileReader"),), "training states that are read as data"),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
     "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from enum import Enum
 from io import BytesIO
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from torch.distributed.checkpoint import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from shardplan.torchlib.private import NAMES, private
+
+from .pickles import Part, check_archive
 
 METADATA = ".metadata"
 _PUBLIC = (
@@ -34,6 +39,8 @@ _PUBLIC = (
     torch.Size,
 )
 _PRIVATE = ("stored_place", "stored_form", "layout_of")
+_UNUSED = ("DUP", "INST", "OBJ", "NEWOBJ_EX", "EMPTY_SET", "ADDITEMS", "FROZENSET")
+_FLAT = (int, float, str, NoneType, torch.dtype, torch.layout, Enum)
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # the writer's paths; they are not used
 
 
@@ -44,7 +51,9 @@ def read_file(path: Path) -> dict[str, Any]:
         ValueError: it holds anything else, or is no such file.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as stream:
+            check_archive(stream)
+            found = torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle can raise any exception
         raise foreign(path, _first_line(error)) from error
     if not isinstance(found, dict):
@@ -87,6 +96,18 @@ class StateReader(FileSystemReader):
         self.metadata.storage_meta.load_id = self.load_id
         return self.metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self.metadata.storage_data[item.storage_index]
+            with (Path(self.path) / place.relative_path).open("rb") as stream:
+                try:
+                    check_archive(Part(stream, place.offset, place.length))
+                except Exception as error:  # a pickle can raise any exception
+                    raise foreign(
+                        Path(self.path) / place.relative_path, f"{item.dest_index.fqn}: {_first_line(error)}"
+                    ) from error
+        return super().read_data(plan, planner)
+
 
 class StatePlanner(DefaultLoadPlanner):
     """torch's planner, which loads values other than tensors as `weights_only`."""
@@ -110,8 +131,58 @@ class StatePlanner(DefaultLoadPlanner):
         holder[last] = found
 
 
+def _check_keys(keys: Iterable[object]) -> None:
+    """Texts, and places of tensors."""
+    for key in keys:
+        parts = (key.fqn, *(key.offset or ()), key.index) if type(key) is MetadataIndex else (key,)
+        if type(parts[0]) is not str:
+            raise pickle.UnpicklingError(f"a {type(parts[0]).__name__} is a key")
+        _check_flat(parts)
+
+
+def _check_call(arguments: Iterable[object]) -> None:
+    for one in arguments:
+        _check_flat(one if isinstance(one, tuple) else (one,))
+
+
+def _check_flat(parts: Iterable[object]) -> None:
+    for one in parts:
+        if not isinstance(one, _FLAT):
+            raise pickle.UnpicklingError(f"a {type(one).__name__} is in the place of a number or a text")
+
+
+def _dispatch() -> dict[int, Callable[[Any], None]]:
+    checks: dict[bytes, Callable[[list[Any]], None]] = {
+        pickle.SETITEM: lambda stack: _check_keys(stack[-2:-1]),
+        pickle.SETITEMS: lambda stack: _check_keys(stack[::2]),
+        pickle.REDUCE: lambda stack: _check_call(stack[-1]),
+        pickle.NEWOBJ: lambda stack: _check_call(stack[-1]),
+        pickle.BUILD: lambda stack: _check_flat(() if isinstance(stack[-1], dict) else stack[-1]),
+    }
+    found: dict[int, Callable[[Any], None]] = vars(pickle._Unpickler)["dispatch"]
+
+    def checked(code: int, check: Callable[[list[Any]], None]) -> Callable[[Any], None]:
+        def load(reader: Any) -> None:
+            check(reader.stack)
+            found[code](reader)
+
+        return load
+
+    def refused(name: str) -> Callable[[Any], None]:
+        def load(reader: Any) -> None:
+            raise pickle.UnpicklingError(f"it has the instruction {name}, which torch does not write")
+
+        return load
+
+    unused = {getattr(pickle, name)[0]: refused(name) for name in _UNUSED}
+    return found | unused | {code[0]: checked(code[0], check) for code, check in checks.items()}
+
+
 class _Unpickler(pickle._Unpickler):
-    """Python's own: the memo of the faster one grows to any index that a file names."""
+    """Python's own: the memo of the faster one grows to any index that a file names. What is hashed, called or printed while it reads has
+    no depth, as a tuple can name another twice, and that a third."""
+
+    dispatch = _dispatch()
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {(one.__module__, one.__name__): one for one in _PUBLIC}
@@ -142,15 +213,32 @@ def _metadata(folder: Path) -> Metadata:
 
 
 def _check_places(folder: Path, metadata: Metadata, files: Collection[str]) -> None:
-    places = metadata.storage_data
-    if not isinstance(places, dict) or not isinstance(metadata.state_dict_metadata, dict):
-        raise ValueError(f"{folder / METADATA} is damaged: it has no places of tensors")
+    """Compare all that torch looks at, and may print, with what it writes."""
+    path, places, tensors = folder / METADATA, metadata.storage_data, metadata.state_dict_metadata
+    if not isinstance(places, dict) or not isinstance(tensors, dict) or not all(map(_is_form, tensors.values())):
+        raise ValueError(f"{path} is damaged: it has no places of tensors")
+    if type(metadata.storage_meta) not in (NoneType, StorageMeta):
+        raise ValueError(f"{path} is damaged: it has another storage_meta")
     for place in places.values():
-        name = getattr(place, "relative_path", None)
-        if name not in files:
+        if not _has(
+            place, private("stored_place"), relative_path=str, offset=int, length=int, transform_descriptors=NoneType
+        ):
+            raise ValueError(f"{path} is damaged: it has a place that is none")
+        if place.relative_path not in files:
             raise ValueError(
-                f"{folder / METADATA} names {name!r}, which was not saved in this folder: nothing is read there"
+                f"{path} names {place.relative_path!r}, which was not saved in this folder: nothing is read there"
             )
+
+
+def _is_form(one: object) -> bool:
+    """Whether something is what torch writes of a tensor, or of another value."""
+    if isinstance(one, TensorStorageMetadata) and _has(one, TensorStorageMetadata, size=torch.Size, chunks=list):
+        return all(_has(chunk, ChunkStorageMetadata, offsets=torch.Size, sizes=torch.Size) for chunk in one.chunks)
+    return isinstance(one, BytesStorageMetadata)
+
+
+def _has(one: object, kind: type, **types: type) -> bool:
+    return type(one) is kind and all(type(getattr(one, name, types)) is wanted for name, wanted in types.items())
 
 
 def _first_line(error: BaseException) -> str:
