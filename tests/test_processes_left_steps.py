@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -96,6 +97,30 @@ def skip_a_batch(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_batch_that_is_skipped_leaves_nothing_behind(mesh):
     on_ranks(2, skip_a_batch, mesh)
+
+
+def accumulate(kind: str) -> None:
+    """The forward of the third of four micro-batches ends in an exception, which the loop catches: the gradients of the others are kept."""
+    start = small_model("qwen3", dtype=torch.float64).train()
+    sizes = {"dp_replicate": 2, "dp_shard": 1} if kind == "of a replica" else {"dp_shard": 2}
+    inner, reference = planned(start, {}, tp=1, **sizes), copy.deepcopy(start)
+    activation = type(start.model.layers[0].mlp.act_fn)
+    for one in (reference, inner):
+        for step in range(4):
+            if one is inner and kind == "not reduced":
+                one.set_requires_gradient_sync(step == 3)
+            elif one is inner and kind == "of a replica":
+                one.set_requires_all_reduce(step == 3)
+            failing = patch.object(activation, "forward", side_effect=MemoryError) if step == 2 else nullcontext()
+            with suppress(MemoryError), failing:
+                loss_of(one, step).backward()
+    assert_same_gradients(inner, reference, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reduced", "not reduced", "of a replica"])
+def test_gradients_of_earlier_micro_batches_are_kept(kind):
+    on_ranks(2, accumulate, kind)
 
 
 def fail_with_ddp() -> None:

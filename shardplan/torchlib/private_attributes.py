@@ -83,6 +83,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
         ),
         _UNITS,
     ),
+    Attributes(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup", ("_partial_reduce_output_layout",), _UNITS, ("2.15.0",)),
     Attributes(
         f"{_FSDP}._fsdp_param", "FSDPParam", ("_unsharded_param", "sharded_param", "init_unsharded_param"), _UNITS
     ),

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -106,27 +106,46 @@ def reset(root: FSDPModule, *, drop: bool) -> bool:
         Whether it dropped gradients that may come from backwards before the last one.
     """
     groups = [found.group for unit in units_of(cast(nn.Module, root).modules()) for found in unit.groups]
-    reduced = [group._partial_reduce_output for group in groups]  # of several backwards, not yet of all replicas
+    kept = [(owner, name, getattr(owner, name)) for group in groups for owner, name in _gradients(group)]
+    layouts = [(group, dict(_layout(group))) for group in groups]
     dropped = drop and sum(_drop_gradients(group) for group in groups) > 0
     root.reset_iter_state()
     if not drop:
-        for group, output in zip(groups, reduced, strict=True):
-            group._partial_reduce_output = output
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+        for group, layout in layouts:
+            _layout(group).update(layout)
     return dropped
+
+
+def _gradients(group: Any) -> Iterator[tuple[Any, str]]:
+    """The attributes in which a group has gradients: those of several backwards that are not yet of all replicas, and of each parameter the
+    reduced one and those that are not reduced yet. torch 2.15 resets them all, torch 2.14 the first alone."""
+    yield group, "_partial_reduce_output"
+    for parameter in group.fsdp_params:
+        yield parameter.sharded_param, "grad"
+        if "unsharded_accumulated_grad" in vars(
+            parameter
+        ):  # up to torch 2.14; then a gathered parameter accumulates itself
+            yield parameter, "unsharded_accumulated_grad"
+        if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+            yield whole, "grad"
+
+
+def _layout(group: Any) -> dict[Any, Any]:
+    """Which parameter is where in the gradients that are not yet of all replicas. Up to torch 2.14 all have a place."""
+    return getattr(group, "_partial_reduce_output_layout", {})
 
 
 def _drop_gradients(group: Any) -> bool:
     """Drop the gradients of a group. Returns whether some may come from earlier backwards: all that are reduced or accumulated, and those of
     gathered parameters, unless the last backward had begun in the group."""
     begun = group._training_state.name == "PRE_BACKWARD"
-    found = group._partial_reduce_output is not None
-    for parameter in group.fsdp_params:
-        whole = getattr(parameter, "_unsharded_param", None)
-        found |= parameter.sharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
-        found |= whole is not None and whole.grad is not None and not begun
-        parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
-        if whole is not None:
-            whole.grad = None
+    gathered = {id(getattr(parameter, "_unsharded_param", None)) for parameter in group.fsdp_params}
+    found = False
+    for owner, name in _gradients(group):
+        found |= getattr(owner, name) is not None and not (begun and id(owner) in gathered)
+        setattr(owner, name, None)
     return found
 
 
