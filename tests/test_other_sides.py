@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
+from shardplan.core.diagnostics import Diagnostic
 from tests.processes import on_ranks
 from tests.small_models import small_model
 
@@ -169,15 +170,21 @@ def features(seed: int) -> dict[str, Tensor]:
     return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
 
 
-def codes(model: nn.Module, plan: Any = PLAN, **options: Any) -> list[str]:
+def found(model: nn.Module, plan: Any = PLAN, **options: Any) -> tuple[Diagnostic, ...]:
     named = shardplan.Model(model, inputs=features) if isinstance(model, Block) else model
-    return [one.code for one in shardplan.validate(named, plan, {"tp": 2}, **options).diagnostics]
+    return shardplan.validate(named, plan, {"tp": 2}, **options).diagnostics
+
+
+def codes(model: nn.Module, plan: Any = PLAN, **options: Any) -> list[str]:
+    return [one.code for one in found(model, plan, **options)]
 
 
 @pytest.mark.parametrize("form", FORMS + STEPS)
 def test_both_branches_are_proven(form: type[Block]) -> None:
     assert codes(built(form, "right")) == []
-    assert codes(built(form, "wrong")) == ["SP420"]
+    (wrong,) = found(built(form, "wrong"))
+    assert wrong.code == "SP420"
+    assert wrong.notes[-1].startswith(f"only with the other side of {__file__}:")
 
 
 # Inputs with which a form takes its branch.

@@ -52,11 +52,11 @@ class OtherSides:
     """The sides of comparisons that a reduced model does not take.
 
     Args:
-        models: reduced models that take other sides.
+        models: reduced models that take other sides, each with the lines of these comparisons.
         untaken: the lines of comparisons with a side that cannot be taken.
     """
 
-    models: tuple[ReducedModel, ...] = ()
+    models: tuple[tuple[ReducedModel, tuple[str, ...]], ...] = ()
     untaken: tuple[str, ...] = ()
 
     def warning(self) -> tuple[Diagnostic, ...]:
@@ -131,7 +131,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
         return OtherSides((), unread)
     taken: dict[Place, set[bool]] = {}
     lines: dict[Place, str] = {}
-    made: list[ReducedModel] = []
+    made: list[tuple[ReducedModel, tuple[str, ...]]] = []
     others: dict[Place, float] = {}
     failing: set[Place] = set()
     for _ in range(BOUNDS.branches):
@@ -150,7 +150,9 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
         if not new:
             break
         others |= new
-        made.append(replace(model, maker=partial(_with, model, dict(others))))
+        made.append(
+            (replace(model, maker=partial(_with, model, dict(others))), tuple(lines[place] for place in others))
+        )
     return OtherSides(tuple(made), tuple(sorted({*(lines[place] for place in failing), *unread})))
 
 

@@ -135,7 +135,7 @@ def _by_dtypes(
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
     """Findings for the other branches of the user's own code, for the variants that are right in the first branches."""
     sides = other_sides(asked.reduced.reduced_model, asked.reduced.recorded_models[0].model)
-    for model in sides.models:
+    for model, lines in sides.models:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
         if not right:
             break
@@ -147,7 +147,10 @@ def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings
             more = findings_of(proven, reduced, allow_unproven=True)
         except PlanError as error:
             more = dict.fromkeys(right, error.diagnostics)
-        found = {**found, **{on: (*found[on], *(one for one in more[on] if one.is_error)) for on in right}}
+        only = tuple(f"only with the other side of {line}" for line in lines)
+        for on in right:
+            wrong = tuple(replace(one, notes=(*one.notes, *only)) for one in more[on] if one.is_error)
+            found = {**found, on: (*found[on], *wrong)}
     return {on: (*found[on], *sides.warning()) for on in wanted}
 
 
