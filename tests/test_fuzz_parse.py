@@ -145,6 +145,7 @@ def test_any_sequence_of_odd_pieces(content: str) -> None:
     check(parse_text(f'version: "1"\ntensor_parallel:\n  {content}'))
 
 
+RULE = 'version: "1"\ntensor_parallel:\n  a.b: {style: colwise, '
 LARGE = {
     "brackets": "[" * 1_000_000,
     "braces": "{a: " * 250_000,
@@ -167,6 +168,15 @@ LARGE = {
     + "".join(f"  m{i}.{'{a,b}' * 9}: colwise\n" for i in range(10_000)),
     "numbers": "a: " + "9" * 1_000_000,
     "tag": "!!" + "%41" * 300_000 + " a",
+    "twice in maps": "a0: &a0 {x: y}\n" + "".join(f"a{i + 1}: &a{i + 1} {{l: *a{i}, r: *a{i}}}\n" for i in range(60)),
+    "twice in keys": "? &a0 [x]\n: 1\n" + "".join(f"? &a{i + 1} [*a{i}, *a{i}]\n: 1\n" for i in range(60)),
+    "twice in merges": "a0: &a0 {x: y}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(60)),
+    "itself": "tensor_parallel: &a {x: *a}\nextends: &b [*b]\n? &c [*c]\n: 1\n",
+    "powers": RULE + "when: 'num_hidden_layers ** 999999999 ** 9999999 > 1'}",
+    "a long condition": RULE + "when: '" + "not " * 200_000 + "true'}",
+    "brackets in a condition": RULE + "when: '" + "(" * 200_000 + "1" + ")" * 200_000 + "'}",
+    "shifts in sizes": RULE + "packed: ['1 << hidden_size * 99999999', '1']}",
+    "products in sizes": RULE + f"packed: ['{'99999999*' * 50_000}1', '1']}}",
 }
 
 
