@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplan.core.stages import PipelineCut
+from shardplan.runtime.pipeline.cut_model import absent_of, cut_model
+from shardplan.runtime.pipeline.hand_over import Handed, _between
 from shardplan.runtime.pipeline.tied_copies import Copies, copies_of
 from shardplan.weights import stage_moments
 
@@ -62,3 +65,44 @@ def test_the_state_of_a_copy_is_read_and_put_back() -> None:
     assert found["state"]["head"]["exp_avg"].tolist() == [1.0, 1.0] and found["state"]["head"]["step"] == 7
     assert found["param_groups"][0] == {"params": ["embed", "layer", "head"], "lr": 0.2}
     assert found["param_groups"][1] == {"params": ["other"], "lr": 0.3}
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TIE = ("embed.weight", "head.weight")
+CUT = PipelineCut(("blocks.0", "blocks.1"), (1, 1), ("embed",), ("head",), ties=(TIE,))
+
+
+def test_a_forward_that_was_put_on_a_block_collects_for_its_owner_in_every_stage() -> None:
+    model, seen = Chain(), list[int]()
+    for number, block in enumerate(model.blocks):
+        block.forward = lambda x, own=block.forward, number=number: seen.append(number) or own(x)
+    for number, (part, _) in enumerate(cut_model(model, CUT, [0, 1])):
+        part.get_submodule(f"blocks.{number}")(torch.ones(1, 2))
+    assert seen == [0, 1]
+
+
+def test_a_later_stage_reads_a_tied_parameter_under_its_own_name() -> None:
+    assert absent_of(Chain(), CUT, 0).tied == {}
+    assert absent_of(Chain(), CUT, 1).tied == {TIE[0]: TIE[1]}
+    assert {*absent_of(Chain().to("meta"), CUT, 1).modules} == {"blocks.0", "embed"}
+
+
+def test_the_shapes_of_another_length_follow_from_two() -> None:
+    one, two = (Handed((2, length, 8), torch.float32, True) for length in (4, 6))
+    assert _between(one, two, 4, 6, 10) == Handed((2, 10, 8), torch.float32, True)
+    assert _between(one, Handed((2, 5, 8), torch.float32, True), 4, 6, 5) is None  # no whole number
+    assert _between(one, two, 4, 6, 0) is None
+    assert _between(one, Handed((2, 6, 8), torch.float32, False), 4, 6, 10) is None
