@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from expert_modules import (
@@ -20,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.runtime.parallel import collectives
+from shardplan.runtime.parallel import collectives, own_experts
 from shardplan.runtime.parallel.expert_calls import expert_call
 from shardplan.runtime.parallel.expert_rows import add_up, take
 from shardplan.runtime.parallel.forward import wrap_forward
@@ -282,3 +284,33 @@ def test_torch_compile_breaks_its_graph_at_the_experts(mesh):
             torch.compile(block, backend=backend, fullgraph=True)(call.tokens, call.ids, call.weights)
     finally:
         torch._dynamo.reset()
+
+
+def test_an_exchange_needs_no_tp_mesh(mesh):
+    module, call = PlainExperts(), a_call("mixtral", 6, 1)
+    driver = OwnExperts({"tp": program(module, "once")}, Regime("tp"), None, mesh)
+    wrap_forward(module, driver)
+    module(call.tokens, call.ids, call.weights)
+    assert driver.calls == 1
+
+
+def test_a_rank_that_is_absent_gathers_the_module_as_those_that_call_it(monkeypatch):
+    """Under FSDP2 those wait for its parameters first."""
+    done = list[str]()
+
+    class Unit(nn.Linear):
+        def unshard(self):
+            done.append("unshard")
+
+        def reshard(self):
+            done.append("reshard")
+
+    monkeypatch.setattr(own_experts, "FSDPModule", Unit)
+    monkeypatch.setattr(
+        own_experts, "Ranks", lambda *args: SimpleNamespace(say_absent=lambda *said: done.append("said"))
+    )
+    two = SimpleNamespace(size=lambda: 2, get_group=lambda: None, get_local_rank=lambda: 0)
+    driver = OwnExperts({"tp": program(PlainExperts(), "once")}, Regime("tp"), None, two)
+    driver.say_absent(Unit(2, 2))
+    driver.say_absent(nn.Linear(2, 2))
+    assert done == ["unshard", "said", "reshard", "said"] and driver.calls == 2

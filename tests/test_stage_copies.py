@@ -11,6 +11,7 @@ from torch import nn
 from shardplan.core.stages import PipelineCut
 from shardplan.runtime.pipeline.cut_model import absent_of, cut_model
 from shardplan.runtime.pipeline.hand_over import Handed, _between
+from shardplan.runtime.pipeline.merged_parts import merged
 from shardplan.runtime.pipeline.tied_copies import Copies, copies_of
 from shardplan.weights import stage_moments
 
@@ -106,3 +107,11 @@ def test_the_shapes_of_another_length_follow_from_two() -> None:
     assert _between(one, Handed((2, 5, 8), torch.float32, True), 4, 6, 5) is None  # no whole number
     assert _between(one, two, 4, 6, 0) is None
     assert _between(one, Handed((2, 6, 8), torch.float32, False), 4, 6, 10) is None
+
+
+def test_the_stages_of_a_rank_are_one_module_with_the_names_of_the_model() -> None:
+    model = Chain()
+    found = merged([part for part, _ in cut_model(model, CUT, [0, 1])])
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    assert dict(found.named_parameters(remove_duplicate=False)).keys() == expected.keys()
+    assert all(one is expected[name] for name, one in found.named_parameters(remove_duplicate=False))
