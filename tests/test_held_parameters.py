@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +35,10 @@ PLAN = {
         "layers.*.mlp.2": "rowwise",
     },
 }
+
+
+class Uncopied(Tensor):
+    """torch copies no subclass without a `new_empty` of its own."""
 
 
 class Layer(nn.Module):
@@ -182,6 +187,16 @@ def test_a_parameter_in_a_container_is_a_finding(holder: str) -> None:
     assert "nn.ParameterList" in finding.help and "self.scale" in finding.help
     with pytest.raises(HeldParameter):
         copied(model, {id(p): p for p in model.parameters()})  # as a rank's run copies it
+
+
+@pytest.mark.parametrize(
+    "value", [threading.Lock(), nn.Parameter(torch.ones(3).as_subclass(Uncopied))], ids=["lock", "parameter"]
+)
+def test_what_nobody_can_copy_is_a_finding(value: Any) -> None:
+    model = Model(next(iter(RIGHT.values())))
+    model.value = value
+    (finding,) = shardplan.validate(shardplan.Model(model, inputs=short), PLAN, {"tp": 2}).diagnostics
+    assert finding.code == "SP524" and "Model cannot be copied" in finding.message
 
 
 @pytest.mark.parametrize("holder", BOUND)

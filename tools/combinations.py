@@ -27,7 +27,8 @@ The number of sets that have both; "refused": a call with both raises before the
 
 SOME_RIGHT = """What `validate` and `apply_plan` refuse though it would train right. `validate` without a variant looks at each that a plan has: where the plan is wrong
 without its expert-parallel section, it is refused on meshes with ep too. Where the model's code compares a length, a width, a count or a dtype, a plan that is wrong in
-one of its branches is refused (SP420), whichever of them training takes."""
+one of its branches is refused (SP420), whichever of them training takes. Random numbers that the model's code or a hook draws itself in training, on several tp ranks, are
+refused (SP371) also where all ranks happen to draw the same."""
 # By code; `python -m tests.adversaries.generated` takes these for no mistakes.
 RIGHT_AND_REFUSED = {
     "SP413": "experts that look at several of their tokens (a mean, a sort), with ep not above tp: there they get the tokens of one batch. With more "

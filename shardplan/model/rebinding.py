@@ -53,7 +53,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
 
     Raises:
         NotBound: a function reads the model through a global name, or uses a parameter directly; an attribute was computed from
-            parameters.
+            parameters, or cannot be copied.
         HeldParameter: a parameter is in a list, a tuple, a set or a dict of a module.
     """
     memo = {} if memo is None else memo
@@ -62,13 +62,17 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
         memo |= _computed_by_hooks(module)
     shared = {} if shared is None else {key: one for key, one in shared.items() if key not in memo}
     memo |= shared
+    module = model
     try:
         for module, copy_of in tuple(_begun(model, memo)):
-            copy_of.__setstate__({key: _copy_of(value, memo) for key, value in module.__getstate__().items()})
+            state = module.__getstate__()
+            copy_of.__setstate__({key: _copy_of(state[key], memo) for key in state})
         result = copy.deepcopy(model, memo)
-    except RuntimeError:  # torch copies no tensor that was computed from parameters
-        refuse_computed(model, memo)
-        raise
+    except Exception as error:  # whatever a foreign object raises when it is copied
+        refuse_computed(model, memo)  # torch copies no tensor that was computed from parameters
+        raise NotBound(
+            f"a module {type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
+        ) from error
     # deepcopy does not copy functions: those in the copy are still the original's.
     for key in shared:
         del memo[key]

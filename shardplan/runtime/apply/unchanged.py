@@ -67,6 +67,7 @@ class _Modules:
         self.slots = [
             (m._modules, leaf) for m in self.modules for leaf, child in m._modules.items() if child is not None
         ]
+        self.owners = [m for m in self.modules for child in m._modules.values() if child is not None]
         self.children: list[nn.Module | None] = [items[leaf] for items, leaf in self.slots]
         inside = self.modules[1:]  # many tools wrap the model's own forward, also after apply_plan
         self.attributes = [vars(module) for module in inside]
@@ -102,9 +103,9 @@ class _Modules:
         self.classes = classes
 
     def _other_children(self, children: list[nn.Module | None]) -> None:
-        for (items, leaf), before, now in zip(self.slots, self.children, children, strict=True):
+        slots = zip(self.owners, self.slots, self.children, children, strict=True)
+        for owner, (_, leaf), before, now in slots:
             if now is not before and not _is_around(now, before):
-                owner = next(module for module in self.modules if module._modules is items)
                 what = "was removed" if now is None else f"was replaced by a {type(now).__name__}"
                 raise RuntimeError(
                     f"{full_name(self.names[owner], leaf)} {what} after apply_plan, which split and proved the earlier one: replace "
