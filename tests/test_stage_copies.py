@@ -1,18 +1,23 @@
-"""Tied parameters that stages have copies of, as norms count them and as a checkpoint names them, on one process."""
+"""Pieces of pipeline stages on one process: copies of tied parameters, as norms count them and as a checkpoint names them; the cut; losses."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from shardplan.core.stages import PipelineCut
+from shardplan.runtime.apply.model_parts import Parted
+from shardplan.runtime.apply.state import keep_optimizer_order
 from shardplan.runtime.pipeline.cut_model import absent_of, cut_model
 from shardplan.runtime.pipeline.hand_over import Handed, _between
 from shardplan.runtime.pipeline.merged_parts import merged
+from shardplan.runtime.pipeline.step_loss import divided_by_step
 from shardplan.runtime.pipeline.tied_copies import Copies, copies_of
+from shardplan.runtime.training import expert_bias
 from shardplan.weights import stage_moments
 
 
@@ -115,3 +120,26 @@ def test_the_stages_of_a_rank_are_one_module_with_the_names_of_the_model() -> No
     expected = dict(model.named_parameters(remove_duplicate=False))
     assert dict(found.named_parameters(remove_duplicate=False)).keys() == expected.keys()
     assert all(one is expected[name] for name, one in found.named_parameters(remove_duplicate=False))
+
+
+def test_a_mean_over_no_tokens_is_zero_of_logits_given_in_either_way() -> None:
+    step = SimpleNamespace(counted=False, items=torch.tensor(3))
+    loss = divided_by_step(lambda logits, labels, **number: logits.sum() * torch.nan, lambda: step, shifted=False)
+    logits, labels = torch.ones(1, 2, 4, requires_grad=True), torch.full((1, 2), -100)
+    assert loss(logits, labels).item() == loss(logits=logits, labels=labels).item() == 0.0
+
+
+def test_what_some_rank_found_is_asked_of_the_ranks_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    parted = Parted()
+    parted.group = "ranks"  # type: ignore[assignment]
+    monkeypatch.setattr(expert_bias, "of_all", lambda found, group: [group == "ranks"])
+    assert expert_bias._on_any_rank(parted, False) and not expert_bias._on_any_rank(nn.Module(), False)
+
+
+def test_the_order_of_an_optimizer_is_kept_once() -> None:
+    optimizer, done = torch.optim.SGD(nn.Linear(2, 2).parameters()), list[str]()
+    optimizer.register_state_dict_post_hook = lambda hook: done.append("save")  # type: ignore[method-assign,assignment,return-value]
+    optimizer.register_load_state_dict_pre_hook = lambda hook: done.append("load")  # type: ignore[method-assign,assignment,return-value]
+    keep_optimizer_order(optimizer, {}, 2)
+    keep_optimizer_order(optimizer, {}, 2)
+    assert done == ["save", "load"]
