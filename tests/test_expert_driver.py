@@ -25,6 +25,7 @@ from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.runtime.parallel import collectives, own_experts
 from shardplan.runtime.parallel.expert_calls import expert_call
 from shardplan.runtime.parallel.expert_rows import add_up, take
+from shardplan.runtime.parallel.expert_turns import watch_experts
 from shardplan.runtime.parallel.forward import wrap_forward
 from shardplan.runtime.parallel.own_experts import OwnExperts
 from shardplan.runtime.parallel.regime import Regime
@@ -314,3 +315,18 @@ def test_a_rank_that_is_absent_gathers_the_module_as_those_that_call_it(monkeypa
     driver.say_absent(Unit(2, 2))
     driver.say_absent(nn.Linear(2, 2))
     assert done == ["unshard", "said", "reshard", "said"] and driver.calls == 2
+
+
+def test_experts_in_a_block_that_is_not_called_are_absent_where_the_model_ends():
+    said = list[nn.Module]()
+    experts = nn.Linear(2, 2)
+    exchange = SimpleNamespace(calls=0, say_absent=said.append)
+    block = nn.ModuleDict({"experts": experts})
+    block.forward = lambda x: x
+    model = nn.ModuleDict({"block": block})
+    model.forward = lambda x, called: block(x) if called else x
+    watch_experts(model, lambda module: exchange if module is experts else None)
+    model(TOKENS, called=False)
+    assert said == [experts]
+    model(TOKENS, called=True)  # the block and the model: a real exchange counts the first
+    assert said == [experts] * 3
