@@ -7,11 +7,13 @@ import torch
 
 from shardplan.core.expressions import names, parse_expression
 from shardplan.model.reduced.fields import TABLE
+from shardplan.model.reduced.forms import OPTIONS
 from shardplan.model.reduced.images import RECIPES
 from shardplan.model.reduced.pictures import BATCH, FORMS, arrays, facts_of
 from shardplan.model.reduced.shrink import SHRINK
 from tests.model_settings import find
 
+ALONE = FORMS["alone"]
 AS_IT_IS = {"image", "patch"}  # vision_fields.py reduces them
 
 
@@ -28,9 +30,29 @@ def test_each_form_makes_arrays(recipe):
 def test_a_picture_has_the_size_of_the_configuration():
     config = find("LlavaNextForConditionalGeneration").config
     side = config.vision_config.image_size
-    assert arrays({"x": FORMS["alone"]["picture"]}, config, 0)["x"].shape == (BATCH, 3, side, side)
-    assert arrays({"x": FORMS["alone"]["larger"]}, config, 0, times=2)["x"].shape[-1] == 2 * side
-    assert arrays({"x": FORMS["alone"]["film"]}, config, 0, film=5)["x"].shape[:2] == (BATCH, 5)
+    picture, film, larger = (
+        form["main"] for table in ALONE if "pixel_values" in table["of"] for form in table["forms"]
+    )
+    assert arrays({"x": picture}, config, 0)["x"].shape == (BATCH, 3, side, side)
+    assert arrays({"x": larger}, config, 0, times=2)["x"].shape[-1] == 2 * side
+    assert arrays({"x": film}, config, 0, film=5)["x"].shape[:2] == (BATCH, 5)
+
+
+@pytest.mark.parametrize("table", ALONE, ids=lambda table: "-".join((*table["of"], table.get("each", ""))))
+def test_each_form_of_models_that_read_no_text_uses_what_is_known(table):
+    assert {*table["of"]} <= {*FORMS["kinds"], *FORMS["kinds"].values()}
+    for form in table.get("forms", ()):
+        tried = {one["each"] for one in (table, form) if "each" in one}
+        assert tried <= FORMS["candidates"].keys() and {*form.get("lacks", ())} <= FORMS["numbers"].keys()
+        for text in (text for name, text in form.items() if name not in OPTIONS):
+            known = FORMS["numbers"].keys() | tried | {"batch", "seq", "hidden"}
+            assert {*names(parse_expression(text.partition("(")[2].rpartition(")")[0].replace(",", "+")))} <= known
+
+
+def test_sound_has_the_samples_that_the_convolutions_read():
+    """Wav2Vec2's seven convolutions make 4 features of 1,360 samples: a feature for each 320, and the last windows' 80."""
+    facts = facts_of(find("Wav2Vec2Model").config, seq=4, hidden=8)
+    assert facts["hop"] * facts["seq"] + facts["rest"] == 1360
 
 
 @pytest.mark.parametrize("role", TABLE)

@@ -16,13 +16,10 @@ from shardplan.model.config_numbers import config_value, text_config
 
 from .forms import Form, forms_of
 from .outcome import loss_of
-from .pictures import BATCH
+from .pictures import BATCH, FORMS
 from .scale import hidden_size
 
 Extra = Callable[[Tensor, int], dict[str, Any]]  # (input_ids [batch, (choices,) sequence], seed) -> arguments
-MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-FEATURES = ("visual_feats", "visual_pos")
-WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
 
 
 def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> tuple[dict[str, Extra], bool]:
@@ -36,7 +33,7 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
     """
     taken = inspect.signature(type(model).forward).parameters
     candidates = [(name, extra) for name, extra in _candidates(config) if name in taken]
-    media = [name for name in (*MEDIA, *FEATURES) if name in taken]
+    media = [name for name in FORMS["media"] if name in taken]
     if not candidates and not media:
         return {}, False
     missing = _unreached(model, inputs)
@@ -44,7 +41,7 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
         runs = (
             (name, extra)
             for name in media
-            for extra in _media(model, config, name, inputs["input_ids"].shape[-1])
+            for extra in map(_media, forms_of(model, config, name, inputs["input_ids"].shape[-1]))
             if _unreached(model, {**inputs, **extra(inputs["input_ids"], 0)}) is not None
         )
         found = dict([one]) if (one := next(runs, None)) is not None else {}
@@ -61,34 +58,16 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
 
 def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
     text = text_config(config)
-    widths = [config_value(text, name) for name in WIDTHS] + [hidden_size(text)]
+    widths = [config_value(text, name) for name in FORMS["encoder_widths"]] + [hidden_size(text)]
     for width in dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0):
         yield "encoder_hidden_states", partial(_states, width=width)
         yield "encoder_outputs", partial(_outputs, width=width)
     yield "token_type_ids", _types
 
 
-def _media(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int) -> Iterator[Extra]:
+def _media(form: Form) -> Extra:
     """Pictures and sounds without tokens of their own."""
-    if name in FEATURES:
-        yield partial(_regions, config=config)
-        return
-    for form in forms_of(model, config, name, seq_len):
-
-        def made(ids: Tensor, seed: int, form: Form = form) -> dict[str, Any]:
-            return {**form(seed)}
-
-        yield made
-
-
-def _regions(ids: Tensor, seed: int, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Another model's features of four regions of a picture, and the regions' boxes: [BATCH, 4, features] and [BATCH, 4, 4]."""
-    generator = torch.Generator().manual_seed(seed)
-    width, place = (config_value(config, name) or 4 for name in ("visual_feat_dim", "visual_pos_dim"))
-    return {
-        name: torch.randn(BATCH, 4, size, generator=generator)
-        for name, size in zip(FEATURES, (width, place), strict=True)
-    }
+    return lambda ids, seed: {**form(seed)}
 
 
 def _random_states(ids: Tensor, seed: int, width: int) -> Tensor:

@@ -1,11 +1,11 @@
-"""Arrays of pictures, films and sound in the forms that models read: plans/inputs.toml has the forms, and the facts about a
+"""Arrays of pictures, films, sound and series in the forms that models read: plans/inputs.toml has the forms, and the facts about a
 configuration on which they depend."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from shardplan.core.data_files import data_folder
-from shardplan.core.expressions import evaluate, parse_expression
+from shardplan.core.expressions import evaluate, names, parse_expression
 
 BATCH = 2
 FORMS: Mapping[str, Any] = tomllib.loads((data_folder("plans") / "inputs.toml").read_text("utf-8"))
@@ -49,6 +49,7 @@ MAKERS: Mapping[str, Callable[..., Tensor]] = {
     "random": lambda g, *shape: torch.randn(*shape, generator=g),
     "below": lambda g, limit, *shape: torch.randint(limit, shape, generator=g),
     "ones": lambda g, *shape: torch.ones(*shape, dtype=torch.long),
+    "reals": lambda g, *shape: torch.ones(*shape),
     "true": lambda g, *shape: torch.ones(*shape, dtype=torch.bool),
     "first": lambda g, count, *shape: (torch.arange(shape[-1]) < count).long().repeat(*shape[:-1], 1),
     "each": lambda g, *row: torch.tensor([row] * BATCH),  # the same row for each picture: [BATCH, row]
@@ -57,6 +58,22 @@ MAKERS: Mapping[str, Callable[..., Tensor]] = {
     "boxes": lambda g, rows, columns: _boxes(rows, columns),
     "pooled": lambda g, rows, columns: _pooled(rows, columns),
     "placed": _placed,
+}
+
+
+def _overhang(strides: Sequence[int], kernels: Sequence[int]) -> int:
+    """The samples that convolutions read in addition to the product of their strides for each of their results."""
+    length = 0
+    for stride, kernel in zip(reversed(strides), reversed(kernels), strict=True):
+        length = (length - 1) * stride + kernel
+    return length
+
+
+# From lists of a configuration to a number.
+FOLDS: Mapping[str, Callable[..., int]] = {
+    "product": lambda numbers, *others: prod(numbers),
+    "largest": lambda numbers: max(numbers),
+    "overhang": _overhang,
 }
 
 
@@ -72,7 +89,7 @@ def arrays(texts: Mapping[str, str], config: PreTrainedConfig, seed: int, **more
     Raises:
         EvaluationError: an expression needs a fact that the configuration does not have.
     """
-    facts, generator = facts_of(config) | more, torch.Generator().manual_seed(seed + 1)
+    facts, generator = facts_of(config, **more) | more, torch.Generator().manual_seed(seed + 1)
     made = {}
     for name, text in texts.items():
         call = CALL.fullmatch(text)
@@ -81,15 +98,28 @@ def arrays(texts: Mapping[str, str], config: PreTrainedConfig, seed: int, **more
     return made
 
 
-def facts_of(config: PreTrainedConfig) -> dict[str, int]:
-    """The facts about a configuration: those of plans/inputs.toml, the number of rows, and `tile_rows` and `tile_columns` where the
-    configuration lists how large pictures are cut."""
-    facts = {"batch": BATCH}
-    named: dict[str, Any] = {"vision": _vision(config), "whole": config}
+def facts_of(config: PreTrainedConfig, **given: int) -> dict[str, int]:
+    """The facts about a configuration: those of plans/inputs.toml that it has, the number of rows, and `tile_rows` and `tile_columns`
+    where the configuration lists how large pictures are cut.
+
+    Args:
+        given: further facts, for the expressions.
+    """
+    facts = {"batch": BATCH, **given}
+    named = {"vision": [_vision(config)], "whole": [config], "every": [*parts(config)]}
     for name, fact in FORMS["numbers"].items():
-        of = [named[part] if part in named else getattr(config, part, None) for part in fact.get("of", WHOLE)]
-        values = (_plain(getattr(part, n, None), fact.get("item")) for part in of for n in fact.get("names", ()))
-        facts[name] = next(filter(None, values), None) or evaluate(parse_expression(fact["else"]), facts)
+        of = [one for part in fact.get("of", WHOLE) for one in named.get(part, [getattr(config, part, None)])]
+        found = [getattr(part, n, None) for part in of for n in fact.get("names", ())]
+        if "folded" in fact:
+            lists = [one for one in found if isinstance(one, (list, tuple)) and one and all(map(_plain, one))]
+            value = FOLDS[fact["folded"]](*lists) if lists else None
+        else:
+            value = next(filter(None, (_plain(one, fact.get("item")) for one in found)), None)
+        if value is None and "else" in fact:
+            expression = parse_expression(fact["else"])
+            value = evaluate(expression, facts) if facts.keys() >= {*names(expression)} else None
+        if value is not None:
+            facts[name] = value
     points = getattr(config, "image_grid_pinpoints", None) or ()
     tiles = [(h // facts["height"], w // facts["width"]) for h, w in points]
     cut = min((t for t in tiles if t != (1, 1)), key=prod, default=())
