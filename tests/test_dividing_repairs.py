@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import shardplan
+from tests.test_layout_fused import WIDTH, Model, Separate
+
+
+class Taught(Model):
+    """Blocks without gradients, as those of a model that another one trained, before a part with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(Separate)
+        self.further = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.wte(ids)
+            for block in self.h:
+                x = block(x)
+        return self.head(self.further(x))
+
+
+def test_numbers_of_a_part_that_no_gradient_reaches_are_divided() -> None:
+    rules = {"h.*.attn": "replicate", "h.*.attn.{q,k,v}": "colwise", "h.*.attn.c_proj": "rowwise"}
+    torch.manual_seed(0)
+    plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
+    (found,) = shardplan.validate(Taught(), plan, {"tp": 2}, proof=False).diagnostics
+    assert found.help == "write `h.*.attn: {style: replicate, shares: [n_head, n_embd]}` instead of `replicate`"
 
 
 @pytest.mark.slow

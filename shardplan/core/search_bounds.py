@@ -33,7 +33,6 @@ class SearchBounds:
         repair_seconds: of processor time for those, where a model is so slow that the count would be minutes.
         help_drafts: that the solver runs for the helps of one model, over all its plans; a group of matrices takes 2 to 30.
         help_seconds: of processor time for those.
-        undivided_numbers: of a module, and as many of its configuration, that may have to be divided.
         drawing_places: in the code that are drawn anew, to see whether they change the result; others are reported untried.
         aligned: operations of one call that are compared with another run's: the time is quadratic.
         compared: elements that are compared pair by pair to find the slices that a value consists of.
@@ -65,7 +64,6 @@ class SearchBounds:
     repair_seconds: float = 10.0
     help_drafts: int = 120
     help_seconds: float = 5.0
-    undivided_numbers: int = 4
     drawing_places: int = 8
     aligned: int = 2000
     compared: int = 2**24

@@ -174,10 +174,10 @@ def _search(
             continue
         progress(f"splitting {', '.join(map(plain, (*group.columns, *group.rows)))}")
         solved = solver.solve(group)
-        more = _with_group(trials, draft, solved)
+        more = _with_group(solver, group, draft, solved)
         if isinstance(more, Draft):
             draft = more
-            gathered += [] if solved.forbidden is None else [_whole(group, solved.forbidden)]
+            gathered += [] if solved.against is None else [_whole(group, solver.why(group, solved))]
         elif len(group.regions) > 1:
             # A group that is wrong together with others may be right alone, where nothing has split it yet.
             groups += [Group((region,)) for region in group.regions if region.row not in draft.tensor_parallel]
@@ -239,13 +239,12 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
     return draft.with_rules(dict.fromkeys(map(tree.pattern, names), {"style": "replicate"}))
 
 
-def _with_group(trials: DraftTrials, draft: Draft, solved: Solved) -> Draft | Forbidden:
+def _with_group(solver: Solver, group: Group, draft: Draft, solved: Solved) -> Draft | Forbidden:
     """The draft with the rules of a group added, or the reason that forbids them."""
     if solved.draft is None:
-        assert solved.forbidden is not None
-        return solved.forbidden
+        return solver.why(group, solved)
     both = draft.with_rules(solved.draft.tensor_parallel)
-    return trials.fixed(both) or forbidden(trials, both)
+    return solver.trials.fixed(both) or forbidden(solver.trials, both)
 
 
 def _fullest_first(recorded_models: tuple[RecordedModel, ...]) -> tuple[RecordedModel, ...]:

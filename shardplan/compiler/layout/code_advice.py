@@ -6,33 +6,56 @@ import linecache
 import re
 
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.tree import ModuleInfo, starred
+from shardplan.model.reduced.fields import role
 from shardplan.model.reduced.trace import SourceLine
-from shardplan.styles import STYLES
 
 from .finding import Finding
 
 # A line that reads the length of the sequence, and perhaps more: `B, T, C = x.shape`, `T = x.size(1)`.
 LENGTH = re.compile(r"([\w ,]+?)\s*=\s*(\w+)\.(?:shape(?:\[1\]|\[:2\])?|size\(1?\))")
-SHAPING = ("view", "reshape", "unflatten", "expand", "split")
-KINDS = ("crash", "slices")
+SHAPES = ("view", "reshape", "unflatten", "expand", "repeat", "as_strided")
+CUTS = frozenset(("split", "split_with_sizes", "chunk", "tensor_split", "narrow", "unbind", "getitem", "select"))
+KINDS = ("crash", "slices", "untyped")
 
 
 def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
-    """What to change in code of the model that gives a slice the shape of the whole; None for other code."""
-    module = plan.tree.modules.get(finding.module)
-    if finding.kind not in KINDS or module is None or finding.source is None:
+    """What to change on a line that does not give a rank its part of the result; None for other findings, and where this is unknown."""
+    if finding.kind not in KINDS or finding.module not in plan.tree.modules:
         return None
-    if not any(word in finding.source.text for word in SHAPING):
+    return _uneven(plan, finding.module) or _of_line(plan, finding) or _of_crash(plan, finding)
+
+
+def _uneven(plan: ResolvedPlan, module: str) -> str | None:
+    """Another tp, where a module counts heads that tp does not divide."""
+    for name, size in plan.tree.modules[module].numbers.items():
+        if role(name) == "heads" and size % (plan.sizes.tp or 1):
+            return f"choose a tp that divides {name}, which is {size} in {module}: a rank computes with whole heads"
+    return None
+
+
+def _of_line(plan: ResolvedPlan, finding: Finding) -> str | None:
+    """How to write the line of a finding."""
+    if finding.source is None:
         return None
-    if (length := _length_of_slice(plan, finding.source)) is not None:
+    name, source, where = finding.operation.strip("_"), finding.source, plan.tree.pattern(finding.module) or "the model"
+    shapes = any(shape in source.text for shape in SHAPES)
+    if shapes and (length := _length_of_slice(plan, source)) is not None:
         return length
-    if not _reads_split(plan, module):
+    if name in CUTS:
+        return f"in {source.short}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module, each an attribute"
+    if name == "einsum":
+        return f"in {source.short}, multiply by matrices of two dims, [heads * head_dim, width], as nn.Linear has them"
+    if not shapes and name not in SHAPES:
         return None
+    if re.search(r"\([^()]*\bself\.\w+, -1\)", source.text):
+        return (
+            f"{source.short} counts with numbers of the module and with -1 already, and no rules were found for it: write them by hand, with "
+            "these numbers in `shares`, and `packed` for a matrix whose parts lie side by side"
+        )
     return (
-        f"change {finding.source.short} in {starred(module.name)}: it reshapes a rank's slice as if it were the whole. "
-        "Write -1 for the split dim: `.view(B, T, -1, C // self.n_head)` for the heads, where the size of a head comes from "
-        "the whole width, and `.view(B, T, -1)` where they are joined; and cut by a number that `shares` names"
+        f"change {source.short} in {where}: count what is split with -1 (`.view(B, T, -1, C // self.n_head)` for heads, "
+        "`.view(B, T, -1)` where they are joined), or with an attribute of the module, which `shares` names. Now a rank's slice would get "
+        "the shape of the whole"
     )
 
 
@@ -53,23 +76,13 @@ def _length_of_slice(plan: ResolvedPlan, source: SourceLine) -> str | None:
     return None
 
 
-def _reads_split(plan: ResolvedPlan, module: ModuleInfo) -> bool:
-    """Whether a matrix directly below a module is split by its output features."""
-    children = (plan.tree.modules[name] for name in plan.tree.children[module.name])
-    return any(
-        child.kind in ("linear", "conv1d") and STYLES[plan.assignments[child.name].rule.style].weight.shard == "out"
-        for child in children
-        if child.name in plan.assignments
-    )
-
-
-def of_crash(plan: ResolvedPlan, finding: Finding) -> str | None:
+def _of_crash(plan: ResolvedPlan, finding: Finding) -> str | None:
     """What usually helps if no change of rules does: the line that raises needs a rank's part of each whole operand."""
     if finding.kind != "crash":
         return None
     where = plan.tree.pattern(finding.module) or "the model"
     return (
         f"give a rank its part of what is whole on this line: split the matrix that makes it, or name it in `shares` of the rule for {where} "
-        "(`{name: {dim: 1}}` for a buffer or an argument, `[name]` for a number of the module); what the code makes itself from numbers "
-        "must follow the shape of the slice (`q.shape[1]`)"
+        "(`{name: {dim: 1}}` for a buffer, a parameter or an argument, `[name]` for a number of the module); what the code makes itself from "
+        "numbers must follow the shape of the slice (`q.shape[1]`)"
     )

@@ -19,7 +19,7 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.styles.boundary import returns_tokens
 
-from .code_advice import advice, of_crash
+from .code_advice import advice
 from .drawing_operands import DrawingOperand
 from .edits import edits_of
 from .finding import Finding
@@ -28,10 +28,9 @@ from .mergeable_sums import SeenSum, SharedSum
 from .outside_reads import outside_repairs
 from .read_results import read_in_any
 from .reads import SharedRead, agreed
-from .repairs import OURS, Repair, combined, moved_inputs, repairs, sliced_results
+from .repairs import OURS, Repair, combined, moved_inputs, repairs
 from .run import RecordedModel, prove
 from .typing_result import Proof
-from .undivided import dividing_repairs
 from .unsummed import holding, undeclared
 
 
@@ -236,7 +235,7 @@ def _explain(
         repair, left = _fix(plan, recorded, groups, search)
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         if repair is None and help:
-            found = replace(found, help=advice(plan, group[0]) or of_crash(plan, group[0]))
+            found = replace(found, help=advice(plan, group[0]))
         taken = revised(changes, repair)
         if taken is not None:
             at, again = taken
@@ -322,8 +321,6 @@ def _fix(
     own = chain(
         moved_inputs(plan, first),
         search.solved(plan, first),
-        dividing_repairs(plan, first, recorded.model),
-        sliced_results(plan, first),
         outside_repairs(plan, first, recorded.reference),
     )
     for repair in chain(own, repairs(plan, first)):

@@ -221,25 +221,6 @@ def moved_inputs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
             yield replace(whole, also=repair)
 
 
-def sliced_results(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
-    """Changes to try if a block of an overlay adds whole results to slices of the sequence: all its row-wise matrices return slices instead."""
-    if not plan.sequence_parallel or finding.kind not in ("crash", "slices"):
-        return
-    whole = {
-        name: f"{a.rule.style}_seq"
-        for name, a in plan.assignments.items()
-        if a.section == "tensor_parallel" and name.startswith(f"{finding.module}.") and f"{a.rule.style}_seq" in STYLES
-    }
-    results = [name for name in whole if STYLES[plan.assignments[name].rule.style].output_source == P]
-    patterns = {plan.tree.pattern(name): name for name in reversed(results)}
-    changes = []
-    for name in reversed(patterns.values()):
-        old = plan.assignments[name].rule
-        changes.append(change(plan, name, old, with_kept(Rule("", whole[name], OURS), old), "sequence_parallel"))
-    if changes:
-        yield together(changes)
-
-
 def reads_outside(style: Style) -> bool:
     """Whether a style of a whole module may say that a result is read outside of its block."""
     return style.read_outside_option and style.shards_parameters is False and style.weight.computed == "R"

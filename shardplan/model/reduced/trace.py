@@ -8,7 +8,7 @@ or matrix multiplication is one event.
 from __future__ import annotations
 
 import linecache
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -116,6 +116,17 @@ class Trace:
             for number in dict.fromkeys(event.inputs):
                 found.setdefault(number, []).append(event)
         return found
+
+    def as_trained(self) -> Trace:
+        """The run as if all parameters were trained, and nothing were detached: values computed from them require a gradient."""
+        needs = list(self.requires_grad)
+        for number in self.parameters:
+            needs[number] = True
+        for event in self.events:
+            if any(needs[number] for number in event.inputs):
+                for number in event.outputs:
+                    needs[number] |= self.values[number].is_floating_point()
+        return replace(self, requires_grad=needs)
 
     @property
     def finite(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import chain
 
 from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_check import Search
@@ -43,18 +44,21 @@ class BlockRules:
         self._solved = cache(self._solve)
 
     @cached_property
-    def _solver(self) -> Solver:
-        return Solver(self.trials, Flow(self.trials.recorded_models[0].reference, self.trials.tree), self.full)
-
-    @cached_property
-    def _groups(self) -> Sequence[Group]:
-        return grouped(regions(self._solver.flow), self._solver.flow)
+    def _groups(self) -> Mapping[Group, Solver]:
+        """The groups, with those of parts that no gradient reaches (a model that another one trained)."""
+        run, found = self.trials.recorded_models[0].reference, dict[Group, Solver]()
+        for one in (run, run.as_trained()):
+            solver = Solver(self.trials, Flow(one, self.trials.tree), self.full)
+            known = {row for group in found for row in group.rows}
+            groups = grouped(regions(solver.flow), solver.flow)
+            found |= {group: solver for group in groups if known.isdisjoint(group.rows)}
+        return found
 
     def _solve(self, group: Group) -> Rules:
         """The rules by module or parameter; where nothing splits the group, those with which its code runs furthest. Empty where the
         search is over."""
-        solved = self._solver.solve(group)
-        draft = solved.draft if solved.forbidden is None else solved.furthest
+        solved = self._groups[group].solve(group)
+        draft = solved.against or solved.draft
         bound = self.trials.bound(draft) if draft is not None else None
         return {} if bound is None else {name: a.rule for name, a in bound.assignments.items()}
 
@@ -62,22 +66,28 @@ class BlockRules:
         """Changes to try: each difference between a plan's rules and those of the matrices around a finding, then all of them."""
         if finding.kind not in KINDS:
             return
-        names = suspects(plan, finding)
+        names, every = suspects(plan, finding), list[list[Repair]]()
         for group in self._groups:
-            if not self._concerns(group, names):
-                continue
-            changes = list(_differences(plan, self._solved(group), names))
-            yield from changes
-            if changes:
-                whole = together(sorted(changes, key=lambda one: one.old is None))  # first what replaces a rule
-                # Rules that are alike for siblings are found one by one, so that each has its finding.
-                yield from (whole,) if whole.also is not None else ()
+            if self._concerns(group, names):
+                every.append(list(_differences(plan, self._solved(group), names)))
+                yield from every[-1]
+                yield from _at_once(every[-1])
+        if sum(map(bool, every)) > 1:  # parts of a block whose results are added up
+            yield from _at_once(chain.from_iterable(every))
 
     def _concerns(self, group: Group, names: Iterable[str]) -> bool:
         """Whether matrices of a group, or the module of one, are among names."""
         pattern = self.trials.tree.pattern
         near = {pattern(name) for name in names}
         return any(one in near or parent(one) in near for one in (*group.columns, *group.rows))
+
+
+def _at_once(changes: Iterable[Repair]) -> Iterator[Repair]:
+    """Several changes as one, first what replaces a rule. Rules that are alike for siblings are found one by one, so that each has its
+    finding."""
+    if found := sorted(changes, key=lambda one: one.old is None):
+        whole = together(found)
+        yield from (whole,) if whole.also is not None else ()
 
 
 def _differences(plan: ResolvedPlan, rules: Rules, names: Sequence[str]) -> Iterator[Repair]:
@@ -90,14 +100,10 @@ def _differences(plan: ResolvedPlan, rules: Rules, names: Sequence[str]) -> Iter
         seen.add(pattern)
         if new is not None:
             assignment = plan.assignments.get(name)
-            section: Section = "sequence_parallel" if STYLES[new.style].along_sequence else "tensor_parallel"
-            yield change(
-                plan,
-                name,
-                assignment.rule if assignment is not None else None,
-                new,
-                assignment.section if assignment is not None else section,
-            )
+            section: Section = assignment.section if assignment is not None else "tensor_parallel"
+            if STYLES[new.style].along_sequence:
+                section = "sequence_parallel"
+            yield change(plan, name, assignment.rule if assignment is not None else None, new, section)
 
 
 def _changed(plan: ResolvedPlan, name: str, rule: Rule) -> Rule | None:

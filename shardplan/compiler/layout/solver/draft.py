@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
+from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_check import LayoutReport, Search, check_layout
 from shardplan.compiler.layout.repairs import Repair
 from shardplan.compiler.layout.run import RecordedModel
@@ -31,6 +32,23 @@ FURTHER = "#"  # no module name contains it
 BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
 FIXABLE = ("partial", "complete", "meeting", "output")  # of gradients of whole values: the sharding fits
+
+
+class Score(NamedTuple):
+    """How far a draft runs before an error; larger is better.
+
+    Attributes:
+        fits: only gradients of whole values are wrong.
+        further: the number of right operations before the first wrong one, and whether this one raises, as it has begun then.
+        fewer: the negated number of errors.
+    """
+
+    fits: bool
+    further: tuple[int, bool]
+    fewer: int
+
+
+NOWHERE = Score(False, (0, False), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +214,19 @@ class DraftTrials:
                 return None
             self._proofs[key] = self.search.attempt(resolved, self.recorded_models[0])
         return self._proofs[key]
+
+    def hard(self, draft: Draft) -> Sequence[Finding]:
+        """The findings of `proof` where the sharding does not fit, in the order of the run; none without a proof."""
+        proof = self.proof(draft)
+        return () if proof is None else [finding for finding in proof.findings if finding.kind not in FIXABLE]
+
+    def score(self, draft: Draft) -> Score | None:
+        """How far a draft runs; None without a proof."""
+        if self.proof(draft) is None:
+            return None
+        hard = self.hard(draft)
+        reached = ((finding.at, finding.kind == "crash" and bool(finding.operation)) for finding in hard)
+        return Score(not hard, min(reached, default=(0, False)), -len(hard))
 
     def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
         """The layout check over all kinds of inputs; None also where nothing more may be tried."""

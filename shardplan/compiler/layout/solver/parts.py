@@ -76,7 +76,7 @@ def _expressions(length: int, tree: ModuleTree) -> Iterator[Words]:
                 if _value(given, tree) == length:
                     yield given
                     seen += 1
-                    if seen == 6:
+                    if seen == BOUNDS.expressions:
                         return
 
 

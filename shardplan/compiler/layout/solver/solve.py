@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 
 from shardplan.compiler.layout.finding import Kind
-from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, block, element, full_name, parent
 from shardplan.model.forward_code import forward_reads
 from shardplan.styles.head_counts import HEAD_SIZES
 
 from .all_heads import reading_shares
-from .draft import FIXABLE, Draft, DraftTrials, divided, sharing
+from .draft import NOWHERE, Draft, DraftTrials, Score, divided, sharing
 from .flow import Flow
 from .forbidding import Forbidden, forbidden
 from .regions import Group
@@ -27,38 +25,19 @@ from .states import States
 LEAST = 0.005
 
 
-class Score(NamedTuple):
-    """How far a draft runs before an error; larger is better.
-
-    Attributes:
-        fits: only gradients of whole values are wrong.
-        further: the number of right operations before the first wrong one, and whether this one raises, as it has begun then.
-        fewer: the negated number of errors.
-    """
-
-    fits: bool
-    further: tuple[int, bool]
-    fewer: int
-
-
-NOWHERE = Score(False, (0, False), 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Solved:
     """The solution for a group.
 
     Args:
         draft: its rules; None where there are none.
-        forbidden: the reason against splitting it without gathers; if there is a draft, it gathers the matrices' results.
-        reached: how far the forbidden draft runs.
-        furthest: that draft.
+        against: the wrong draft that runs furthest without gathers; if there is a draft too, it gathers the matrices' results.
+        reached: how far the wrong draft runs.
     """
 
     draft: Draft | None
-    forbidden: Forbidden | None = None
+    against: Draft | None = None
     reached: Score = NOWHERE
-    furthest: Draft | None = None
 
 
 class Solver:
@@ -75,20 +54,25 @@ class Solver:
         self.candidates = SplitCandidates(trials, flow, tree)
 
     def solve(self, group: Group) -> Solved:
-        """Rules that split a group and are right on their own; where none are found, what forbids the best."""
-        if not self.candidates.experts(group) and (share := self._share(group)) < LEAST:
-            return Solved(
-                None,
-                Forbidden(
-                    f"they are {share:.2%} of the parameters of their blocks: to reduce their results costs more"
-                ),
-            )
+        """Rules that split a group and are right on their own; where none are found, the best of the wrong ones."""
+        if self._is_small(group):
+            return Solved(None)
         state = self._with_state(group)
         solved = state if state.draft is not None else self._split_through(group)
-        against = state.forbidden or solved.forbidden
-        if solved.draft is None and not self.candidates.experts(group):
-            return Solved(self.trials.fixed(self.candidates.gathered(group)), against, furthest=solved.furthest)
-        return solved if solved.draft is not None else Solved(None, against, furthest=solved.furthest)
+        if solved.draft is not None:
+            return solved
+        gathered = None if self.candidates.experts(group) else self.trials.fixed(self.candidates.gathered(group))
+        return Solved(gathered, state.against or solved.against)
+
+    def why(self, group: Group, solved: Solved) -> Forbidden:
+        """The reason against splitting a group without gathers."""
+        if solved.against is not None:
+            return forbidden(self.trials, solved.against)
+        share = self._share(group)
+        return Forbidden(f"they are {share:.2%} of the parameters of their blocks: to reduce their results costs more")
+
+    def _is_small(self, group: Group) -> bool:
+        return not self.candidates.experts(group) and self._share(group) < LEAST
 
     def _with_state(self, group: Group) -> Solved:
         """Split the states of a state space or linear attention layer, if the group belongs to one."""
@@ -96,7 +80,7 @@ class Solver:
         if states is None or not states.has_state:
             return Solved(None)
         draft, best = states.solved()
-        return Solved(draft, forbidden(self.trials, best) if draft is None and best is not None else None)
+        return Solved(draft, best if draft is None else None)
 
     def _split_through(self, group: Group) -> Solved:
         """Split the group without gathers between the first matrices and the last."""
@@ -112,13 +96,13 @@ class Solver:
         first = None
         for draft in drafts:
             first = first or draft
-            if (score := self._score(draft)) is not None:
+            if (score := self.trials.score(draft)) is not None:
                 scored.append((score, draft))
                 if score.fits:
                     break
         assert first is not None
         if not scored:
-            return Solved(None, forbidden(self.trials, first))
+            return Solved(None, first)
         furthest = max(score for score, _ in scored)
         # A wrong way may run further by chance: heads cut in halves have the shapes of half the heads.
         worth = [draft for score, draft in scored if score == furthest]
@@ -131,12 +115,12 @@ class Solver:
 
     def _as_needed(self, group: Group, draft: Draft) -> Solved:
         """A draft that also divides the numbers that its code needs divided."""
-        score = self._score(draft)
+        score = self.trials.score(draft)
         if score is not None and not score.fits:
             draft = self._divided(group, draft, score)
-        reached = self._score(draft) or NOWHERE
+        reached = self.trials.score(draft) or NOWHERE
         fixed = self.trials.fixed(draft) if reached.fits else None
-        return Solved(fixed, forbidden(self.trials, draft) if fixed is None else None, reached, draft)
+        return Solved(fixed, draft if fixed is None else None, reached)
 
     def _share(self, group: Group) -> float:
         """A group's share of its blocks' parameters, in the model itself."""
@@ -145,10 +129,6 @@ class Solver:
         own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
         blocks = {block(name) for name in own}
         return sum(sizes[name] for name in own) / sum(sizes[name] for name in sizes if block(name) in blocks)
-
-    def _score(self, draft: Draft) -> Score | None:
-        proof = self.trials.proof(draft)
-        return None if proof is None else _score(proof)
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
         """The draft that also divides attributes and splits vectors with which it runs further: one by one, or two where both
@@ -170,7 +150,7 @@ class Solver:
         """The draft that runs furthest, if further than a score; the first that fits ends the search."""
         best = None
         for draft in drafts:
-            reached = self._score(draft)
+            reached = self.trials.score(draft)
             if reached is not None and reached > (score if best is None else best[0]):
                 best = reached, draft
                 if reached.fits:
@@ -219,9 +199,7 @@ class Solver:
     def _wrong(self, group: Group, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
         """The module in a block whose code has the first finding, or the first finding of a kind; the block itself where it calls
         the group's matrices."""
-        proof = self.trials.proof(draft)
-        hard = (f for f in (() if proof is None else proof.findings) if f.kind not in FIXABLE)
-        found = next((f.module for f in hard if kind in (None, f.kind)), "")
+        found = next((f.module for f in self.trials.hard(draft) if kind in (None, f.kind)), "")
         return {} if not found or (element(found) and found not in self._modules(group)) else {found: None}
 
     def _holding(self, draft: Draft, module: str) -> Draft:
@@ -282,9 +260,3 @@ def _dividing(draft: Draft, number: tuple[str, str]) -> Iterator[Draft]:
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
     if attribute not in divided(rule):
         yield draft.with_rules({pattern: sharing(rule, [attribute])})
-
-
-def _score(proof: Proof) -> Score:
-    hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
-    reached = ((finding.at, finding.kind == "crash" and bool(finding.operation)) for finding in hard)
-    return Score(not hard, min(reached, default=(0, False)), -len(hard))

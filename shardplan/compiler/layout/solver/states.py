@@ -12,7 +12,7 @@ from shardplan.model.forward_code import forward_reads
 from shardplan.model.reduced.measured import shapes_with
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
-from .draft import BLOCK_INPUT, FIXABLE, Draft, DraftTrials, Options, divided, sharing
+from .draft import BLOCK_INPUT, Draft, DraftTrials, Options, Score, divided, sharing
 from .flow import Flow, Product
 from .lengths import Lengths, Sized
 from .parts import output_features
@@ -73,7 +73,7 @@ class States:
 
     def solved(self) -> tuple[Draft | None, Draft | None]:
         """Rules that split the group and are right on their own; where there are none, the draft that ran furthest."""
-        best: tuple[tuple[bool, int, int], Choice] | None = None
+        best: tuple[Score, Choice] | None = None
         seen: list[Draft] = []
         for choice in islice(self._choices(), BOUNDS.choices_of_states):
             draft = self._draft(choice)
@@ -82,32 +82,27 @@ class States:
             if len(seen) == BOUNDS.packings_of_states:
                 break
             seen.append(draft)
-            score = self._score(draft)
+            score = self.trials.score(draft)
             if score is not None and (best is None or score > best[0]):
                 best = score, choice
-            if best is not None and best[0][0]:
+            if best is not None and best[0].fits:
                 break
         if best is None:
             return None, next(map(self._draft, self._choices()), None)
         score, choice = best
-        draft = self._draft(choice) if score[0] else self._with_fewer(choice, score)
-        fits = (self._score(draft) or score)[0]
+        draft = self._draft(choice) if score.fits else self._with_fewer(choice, score)
+        fits = (self.trials.score(draft) or score).fits
         return (self.trials.summed(draft) or self.trials.fixed(draft) if fits else None), draft
 
-    def _score(self, draft: Draft) -> tuple[bool, int, int] | None:
-        proof = self.trials.proof(draft)
-        if proof is None:
-            return None
-        hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
-        return not hard, min((finding.at for finding in hard), default=0), -len(hard)
-
-    def _with_fewer(self, choice: Choice, score: tuple[bool, int, int]) -> Draft:
+    def _with_fewer(self, choice: Choice, score: Score) -> Draft:
         """The draft without those divided attributes whose removal lets it run further: other numbers may have the same value."""
         draft, without = self._draft(choice), frozenset[str]()
         for _ in range(BOUNDS.removed):
             numbers = divided(draft.tensor_parallel[self._pattern(self.home)])
             found = [
-                (reached, one) for one in numbers if (reached := self._score(self._draft(choice, without | {one})))
+                (reached, one)
+                for one in numbers
+                if (reached := self.trials.score(self._draft(choice, without | {one})))
             ]
             further = max(found, default=(score, ""), key=lambda item: item[0])
             if further[0] <= score:
