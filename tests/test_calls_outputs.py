@@ -324,3 +324,11 @@ def test_hidden_states_of_each_tower_are_gathered() -> None:
         HiddenStates(LeftBehind([(split, 8)]), 1, mesh["tp"]).of_model(output)
     (first, same), (second,) = output.hidden_states
     assert first.shape == second.shape == (2, 8, 8) and same is other
+
+
+def test_the_embeddings_that_a_hook_saw_as_a_sum_are_added_up() -> None:
+    state = torch.randn(2, 8, 8)
+    output = BaseModelOutput(hidden_states=(state,))
+    with fake_mesh(2) as mesh:
+        HiddenStates(LeftBehind(lengths={8}, sums=[memory_of(state)]), 1, mesh["tp"]).of_model(output)
+    assert output.hidden_states[0].shape == state.shape and output.hidden_states[0] is not state

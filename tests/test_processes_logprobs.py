@@ -19,6 +19,8 @@ from shardplan.compat import (
     get_logprobs_from_vocab_parallel_logits,
 )
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.parallel.vocabulary_filter import least_logits
+from shardplan.runtime.parallel.vocabulary_logits import Split
 from shardplan.runtime.training import log_probabilities
 
 LENGTH = 16
@@ -229,3 +231,8 @@ def across_the_cut() -> None:
 
 def test_no_token_is_lost_at_the_cut_of_a_chunk():
     on_ranks(2, across_the_cut)
+
+
+def test_the_least_of_the_k_largest_is_a_logit() -> None:
+    logits = torch.tensor([[3.0, 9.0, 7.0, 1.0], [8.0, 2.0, 4.0, 6.0]])
+    assert torch.equal(least_logits(logits, Split(4, 0, None), 2, 1.0, 1.0, 1), torch.tensor([[7.0], [6.0]]))
