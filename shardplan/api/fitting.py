@@ -72,7 +72,7 @@ def fit(
         ValueError: a wrong argument; `gpus` that are not whole nodes; a model without repeated layers; no configuration fits.
     """
     from shardplan.core.estimates import Question, TrainingStep
-    from shardplan.core.fits import BOUND_ERROR, Fit
+    from shardplan.core.fits import Fit, is_tied
     from shardplan.cost.devices import read_device
     from shardplan.cost.mesh_candidates import axes_of
     from shardplan.cost.published import forecast_of
@@ -144,7 +144,7 @@ def fit(
         screened=len(screened),
         too_large=len(screened) - len(fitting),
         refused=tuple(refused.items()),
-        tied=len({one.choice.sizes for one in fitting if one.bound.seconds <= (1 + BOUND_ERROR) * least_bound}),
+        tied=len({one.choice.sizes for one in fitting if is_tied(one.bound.seconds, least_bound)}),
         efficiency=efficiency or known.efficiency,
         forecast=forecast_of(known.name, rows[0].flops_of_a_token, rows[0].estimate.parameters),
         tokens=tokens,

@@ -67,6 +67,11 @@ class Order(NamedTuple):
 BOUND_ERROR = 0.15
 
 
+def is_tied(seconds: float, least: float) -> bool:
+    """Whether a bound is so near the least one that they do not say which step is faster."""
+    return seconds <= (1 + BOUND_ERROR) * least
+
+
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What published runs reached.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from shardplan.core.estimates import CATEGORIES, Bound
-from shardplan.core.fits import BOUND_ERROR, Fit, Fitted
+from shardplan.core.fits import BOUND_ERROR, Fit, Fitted, is_tied
 
 from .color import Paint
 from .estimate_text import WITHOUT_PAIRS, bytes_text, mesh_text, seconds_text
@@ -121,7 +121,7 @@ def ties(fit: Fit, numbers: Sequence[int]) -> list[list[int]]:
     """The numbers of the configurations between which the bound does not decide: those that are as fast as the first of each group."""
     groups: list[tuple[float, list[int]]] = []
     for number, row in zip(numbers, fit.rows, strict=True):
-        if not groups or row.seconds > (1 + BOUND_ERROR) * groups[-1][0]:
+        if not groups or not is_tied(row.seconds, groups[-1][0]):
             groups.append((row.seconds, []))
         groups[-1][1].append(number)
     return [group for _, group in groups if len(group) > 1]
