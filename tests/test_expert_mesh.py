@@ -171,6 +171,8 @@ def test_its_groups_are_made_once(world: int, monkeypatch: pytest.MonkeyPatch) -
         assert read.ep == read.ep and read.experts_data_parallel(FSDP2) is not None
     assert len(made) == 1
     assert read_mesh(build_mesh(tp=2, ep=4)).ep is not None and len(made) == 2, "of another mesh"
+    assert read_mesh(init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",)), ep=4).ep is not None
+    assert made[-1][1] == {"ep_shard": 2, "ep": 4, "tp": 1}, "experts see a tp axis where the mesh has none"
 
 
 # What cannot be

@@ -18,6 +18,8 @@ from training_runs import ADAMW
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.apply.model_parts import Parted
+from shardplan.runtime.training import expert_bias
 from shardplan.runtime.training.expert_bias import _KEY, BIAS, _on_all_ranks
 
 STEPS, RATE = 3, 0.05
@@ -215,3 +217,11 @@ def test_updates_without_counts_are_refused() -> None:
     for rate in (0.0, -1.0, float("nan"), "1e-3", True):
         with pytest.raises(ValueError, match="rate must be a number above 0"):
             shardplan.update_expert_bias(model, rate)
+
+
+def test_every_part_of_a_model_knows_that_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    parted = Parted()
+    parted.parts, parted.group = [build(of("deepseek_v3")), nn.Linear(2, 2)], "ranks"  # type: ignore[assignment]
+    monkeypatch.setattr(expert_bias, "of_all", lambda found, group: [found])
+    shardplan.count_expert_tokens(parted)
+    assert all(part.__dict__[expert_bias._BEGUN] for part in parted.parts)
