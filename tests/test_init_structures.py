@@ -173,7 +173,7 @@ def test_the_line_that_forbids_is_named() -> None:
     (found,) = made.diagnostics
     assert found.code == "SP534" and "blocks.*.attention.c_{attn,proj} are split, but what is between" in found.message
     assert "k = k.view(B, T, self.n_head, C // self.n_head)" in found.notes[0]
-    assert found.help is not None and found.help.startswith("in own_structures.py:") and "with -1" in found.help
+    assert found.help is not None and found.help.startswith("change own_structures.py:") and "with -1" in found.help
     assert "# blocks.*.attention.c_{attn,proj} are split, but" in made.text
     assert made.document["tensor_parallel"]["blocks.*.attention.c_attn"] == "colwise_gather_output"
 
@@ -181,7 +181,7 @@ def test_the_line_that_forbids_is_named() -> None:
 @pytest.mark.parametrize(
     ("attention", "code", "line"),
     [
-        (own.ComputedSlopes, "SP534", "a value of all heads meets one of a rank's heads"),
+        (own.ComputedSlopes, "SP534", "name it in `shares` of the rule for blocks.*.attention"),
         pytest.param(own.SeparateHeads, "SP534", "", marks=pytest.mark.slow),
     ],
 )
