@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,3 +189,30 @@ def test_ranks_are_let_go_while_no_other_begins_a_collective(monkeypatch: pytest
     monkeypatch.setattr(threaded, "exception_handle", lambda error: held.append(RankGroup._coll_lock.locked()))
     RankGroup.exception_handle(ValueError("of a rank"))
     assert held == [True]
+
+
+READERS = """
+import gc, time, torch
+from shardplan.proof.threads import on_threads
+
+class Garbage:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        time.sleep(0.005)  # another thread gets the interpreter
+
+def read(rank):
+    get = torch.default_generator.get_state
+    for _ in range(50):
+        Garbage()
+        get()
+
+gc.set_threshold(2)
+on_threads(2, read)
+"""
+
+
+def test_no_collection_begins_while_a_rank_reads_the_state_of_random_numbers():
+    """It would run finalizers while torch holds the generator's lock, and the ranks would wait for ever: so in a process that can be ended."""
+    subprocess.run([sys.executable, "-c", READERS], check=True, timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,21 @@ def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls) -> None:
             dist.destroy_process_group()
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Nothing collects cyclic garbage in this context. `torch.Generator.get_state`, which checkpoints call, makes a Python object while it
+    holds the generator's lock. A collection that begins there runs finalizers, and another rank gets the interpreter: if that one asks for the
+    lock, it waits for ever, and keeps the interpreter."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_without_collections()
 def _on_all(calls: Sequence[Calls], function: Callable[[int], T]) -> list[T]:
     results: list[Future[T]] = [Future() for _ in calls]
     for queue, result in zip(calls, results, strict=True):
