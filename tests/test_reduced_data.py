@@ -21,7 +21,7 @@ AS_IT_IS = {"image", "patch"}  # vision_fields.py reduces them
 def test_each_form_makes_arrays(recipe):
     config = find("LlavaNextForConditionalGeneration").config
     assert {"tile_rows", "tile_columns"} <= facts_of(config).keys()
-    made, again, other = (arrays(recipe.arrays, config, seed) for seed in (3, 3, 4))
+    made, again, other = (arrays(recipe.arrays, facts_of(config), seed) for seed in (3, 3, 4))
     assert tuple(made) == recipe.names
     assert all(torch.equal(made[name], again[name]) for name in made), "a seed gives the same values"
     assert any(not torch.equal(made[name], other[name]) for name in made), "another seed gives others"
@@ -33,9 +33,9 @@ def test_a_picture_has_the_size_of_the_configuration():
     picture, film, larger = (
         form["main"] for table in ALONE if "pixel_values" in table["of"] for form in table["forms"]
     )
-    assert arrays({"x": picture}, config, 0)["x"].shape == (BATCH, 3, side, side)
-    assert arrays({"x": larger}, config, 0, times=2)["x"].shape[-1] == 2 * side
-    assert arrays({"x": film}, config, 0, film=5)["x"].shape[:2] == (BATCH, 5)
+    assert arrays({"x": picture}, facts_of(config), 0)["x"].shape == (BATCH, 3, side, side)
+    assert arrays({"x": larger}, facts_of(config) | {"times": 2}, 0)["x"].shape[-1] == 2 * side
+    assert arrays({"x": film}, facts_of(config) | {"film": 5}, 0)["x"].shape[:2] == (BATCH, 5)
 
 
 @pytest.mark.parametrize("table", ALONE, ids=lambda table: "-".join((*table["of"], table.get("each", ""))))

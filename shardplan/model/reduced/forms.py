@@ -73,9 +73,9 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
                 continue
             if not all(known.keys() >= {*NAMES.findall(text.partition("(")[2])} for text in texts.values()):
                 continue
-            plain.append(partial(_arrays, config, texts, known))
+            plain.append(partial(arrays, texts, known))
             if marks and mask:
-                masked.append(partial(_arrays, config, {**texts, mask: marks}, known))
+                masked.append(partial(arrays, {**texts, mask: marks}, known))
     return [*plain, *masked]
 
 
@@ -133,7 +133,3 @@ def boxes(ids: Tensor, seed: int) -> Tensor:
 def shares(ids: Tensor, seed: int) -> Tensor:
     """As `boxes`, as shares of the page's sides."""
     return boxes(ids, seed) / 1000
-
-
-def _arrays(config: PreTrainedConfig, texts: Mapping[str, str], more: Mapping[str, int], seed: int) -> Arrays:
-    return arrays(texts, config, seed, **more)

@@ -80,7 +80,7 @@ class Fitting:
     types: Mapping[str, int]
 
     def arrays(self, config: PreTrainedConfig, seed: int) -> dict[str, Tensor]:
-        return arrays(self.recipe.arrays, config, seed)
+        return arrays(self.recipe.arrays, facts_of(config), seed)
 
 
 def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Callable[[Fitting], None]) -> Fitting | str:
@@ -155,7 +155,7 @@ def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfi
     dtype = next(model.parameters()).dtype
     made = {
         name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in arrays(recipe.arrays, config, 0).items()
+        for name, value in arrays(recipe.arrays, facts_of(config), 0).items()
     }
     given = {name: value for name, value in made.items() if loose or name in accepted}
     needed = {n for n, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}

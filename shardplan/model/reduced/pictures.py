@@ -77,20 +77,18 @@ FOLDS: Mapping[str, Callable[..., int]] = {
 }
 
 
-def arrays(texts: Mapping[str, str], config: PreTrainedConfig, seed: int, **more: int) -> dict[str, Tensor]:
+def arrays(texts: Mapping[str, str], facts: Mapping[str, int], seed: int) -> dict[str, Tensor]:
     """An array for each argument.
 
     Args:
-        texts: the arguments -> a function of MAKERS, with expressions over the facts about the configuration.
-        config: the reduced model's.
+        texts: the arguments -> a function of MAKERS, with expressions over the facts.
+        facts: those about the reduced model's configuration, and further ones.
         seed: each seed gives other random values.
-        more: further facts.
 
     Raises:
-        EvaluationError: an expression needs a fact that the configuration does not have.
+        EvaluationError: an expression needs a fact that is not there.
     """
-    facts, generator = facts_of(config, **more) | more, torch.Generator().manual_seed(seed + 1)
-    made = {}
+    generator, made = torch.Generator().manual_seed(seed + 1), {}
     for name, text in texts.items():
         call = CALL.fullmatch(text)
         assert call is not None, text

@@ -118,7 +118,8 @@ class Trace:
         return found
 
     def as_trained(self) -> Trace:
-        """The run as if all parameters were trained, and nothing were detached: values computed from them require a gradient."""
+        """The run as if all parameters were trained, and nothing were detached: values computed from them require a gradient. The same
+        trace where all of them do."""
         needs = list(self.requires_grad)
         for number in self.parameters:
             needs[number] = True
@@ -126,7 +127,7 @@ class Trace:
             if any(needs[number] for number in event.inputs):
                 for number in event.outputs:
                     needs[number] |= self.values[number].is_floating_point()
-        return replace(self, requires_grad=needs)
+        return self if needs == self.requires_grad else replace(self, requires_grad=needs)
 
     @property
     def finite(self) -> bool:

@@ -47,7 +47,8 @@ class BlockRules:
     def _groups(self) -> Mapping[Group, Solver]:
         """The groups, with those of parts that no gradient reaches (a model that another one trained)."""
         run, found = self.trials.recorded_models[0].reference, dict[Group, Solver]()
-        for one in (run, run.as_trained()):
+        trained = run.as_trained()
+        for one in (run,) if trained is run else (run, trained):
             solver = Solver(self.trials, Flow(one, self.trials.tree), self.full)
             known = {row for group in found for row in group.rows}
             groups = grouped(regions(solver.flow), solver.flow)
