@@ -1,19 +1,27 @@
-"""Plans that are compiled once in a process: half of what process tests took was layout checks of the same few small models."""
+"""What makes compiling cheaper in tests. Half of what process tests took was layout checks of the same few small models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from shardplan.api.deciding import Asked
+from shardplan.compiler.layout import model
 from shardplan.proof.fingerprints import Fingerprint, NotStable
 
 Compiled = Callable[..., Any]
 _KNOWN: dict[str, Any] = {}
+
+
+def look_for_no_repairs(patch: pytest.MonkeyPatch) -> None:
+    """Findings come without the changes that fix them: each that is tried costs a run of all ranks."""
+    patch.setattr(model, "Search", partial(model.Search, tries=0))
 
 
 def compile_once(put: Callable[[type, str, Compiled], None] = setattr) -> None:

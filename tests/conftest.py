@@ -2,7 +2,6 @@
 
 import gc
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,10 +82,10 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture
 def no_repairs(monkeypatch):
-    """For tests that compare codes alone: nobody looks for the changes that fix a finding. Each would cost a run of all ranks."""
-    from shardplan.compiler.layout import model
+    """For tests that compare codes alone."""
+    from tests.compiling import look_for_no_repairs
 
-    monkeypatch.setattr(model, "Search", partial(model.Search, tries=0))
+    look_for_no_repairs(monkeypatch)
 
 
 @pytest.fixture(scope="module")

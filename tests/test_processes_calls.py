@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import shardplan
 from shardplan.core.diagnostics import PlanError
 from shardplan.runtime.apply import without_sequence_parallel
+from tests.compiling import look_for_no_repairs
 
 NEW = 8  # tokens to generate
 UNENDED = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 3}
@@ -405,7 +406,8 @@ def refuse(how: str) -> tuple[str, str, tuple[str, ...]]:
         plan = {"version": "1", "tensor_parallel": rules}
     options: Any = {"autocast_dtype": "float64"} if how == "an argument" else {}
     before = whole_state(model)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as caught, pytest.MonkeyPatch.context() as patch:
+        look_for_no_repairs(patch)
         shardplan.apply_plan(model, mesh, plan, **options)
     assert untouched(model, before)
     return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.zoo import judged_with
+from tests.zoo import judged_with, workers
 from tests.zoo.workers import each
 
 
@@ -28,7 +28,8 @@ def made(row: str) -> str:
     return row.upper()
 
 
-def test_a_row_that_does_not_end_or_ends_its_process_is_told_and_the_others_go_on():
+def test_a_row_that_does_not_end_or_ends_its_process_is_told_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(workers, "WAITING", 3)
     rows = ["a", "waits", "raises", "long", "b", "dies", "c"]
     found = {row: said for row, said, _ in each(made, rows, jobs=2, seconds=1)}
     assert found == {

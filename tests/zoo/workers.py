@@ -32,7 +32,7 @@ def each(make: Callable[[R], Any], rows: Sequence[R], jobs: int, seconds: int) -
         while left or running:
             while left and len(running) < jobs:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(make, seconds, theirs), daemon=True)
+                process = context.Process(target=_work, args=(make, seconds, WAITING * seconds, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 ours.send(row := left.pop(0))
@@ -58,7 +58,7 @@ def each(make: Callable[[R], Any], rows: Sequence[R], jobs: int, seconds: int) -
             process.kill()
 
 
-def _work(make: Callable[[R], Any], seconds: int, to: Connection) -> None:
+def _work(make: Callable[[R], Any], seconds: int, waiting: int, to: Connection) -> None:
     while True:
         try:
             row = to.recv()
@@ -66,7 +66,7 @@ def _work(make: Callable[[R], Any], seconds: int, to: Connection) -> None:
             return
         begun = _used()
         resource.setrlimit(resource.RLIMIT_CPU, (int(begun) + seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        signal.alarm(WAITING * seconds)
+        signal.alarm(waiting)
         try:
             made = make(row)
         except Exception as error:  # of the model's own code
