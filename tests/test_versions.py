@@ -5,8 +5,11 @@ import tomllib
 import pytest
 
 from shardplan.torchlib.private_attributes import SEEN
+from tests.versions.__main__ import _without
 from tests.versions.environment import ROOT, Pair, constraints, unmet
+from tests.versions.passed import RIGHT, Passed
 from tests.versions.table import HEAD, written
+from tests.versions.types import main as types
 
 ROW = ("2026-11-26", "3.11", "2.13.0+cpu", "5.24.0", "Linux", "`make judge`: all")
 
@@ -69,3 +72,24 @@ def test_what_a_release_needs_and_the_environment_has_not(tmp_path):
     put("no_such_hub", "1.5", "no-such-x")
     put("pytest", "0.9")
     assert unmet(tmp_path) == ["no-such-x"]
+
+
+def test_what_passed_is_noted_until_our_code_changes(tmp_path, monkeypatch, capsys):
+    """A judge that was ended goes on where it was."""
+    code = tmp_path / "shardplan" / "code.py"
+    code.parent.mkdir()
+    code.write_text("a = 1")
+    for name in ("ROOT", "BUILD"):
+        monkeypatch.setattr(f"tests.versions.passed.{name}", tmp_path)
+    noted = Passed.of("pair")
+    assert noted.said("llama") == ""
+    noted.note("llama", RIGHT)
+    noted.note("llama4", "SP301: 8 heads")
+    assert Passed.of("pair").said("llama") == RIGHT and Passed.of("pair").said("llama4") == "SP301: 8 heads"
+    assert _without(["llama", "llama4"], noted) == ", without a verdict on llama4" and _without(["llama"], noted) == ""
+    monkeypatch.setattr("tests.versions.types.judged", lambda name: (name != "gpt2", name))
+    assert types(["llama", "gpt2", "opt", "--passed", str(noted.file)]) == 1
+    assert capsys.readouterr().out == "gpt2: gpt2\nopt: opt\n1 of 3 types are wrong: gpt2\n"
+    assert noted.said("opt") == "opt" and noted.said("gpt2") == ""
+    code.write_text("a = 2")
+    assert Passed.of("pair").said("llama") == ""

@@ -1,5 +1,6 @@
 """`make judge WHAT=versions PAIR=2.13.0/5.24.0`: private names, the tests of `make quick`, twelve runs in real processes, and the proof of each
-model type whose plans, modules, fields or arguments are not those of the pinned transformers. README.md gets a row if what is asked for passes."""
+model type whose plans, modules, fields or arguments are not those of the pinned transformers. README.md gets a row if what is asked for passes. What
+passed with the same code is not run again, so a run that was ended goes on where it was."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.drift.facts import Facts
 from tests.drift.sources import Release
 from tests.sampling import add_share, share_of
 
-from .environment import ROOT, Pair, make, wheel
+from .environment import BUILD, ROOT, Pair, make, wheel
+from .passed import RIGHT, Passed, digest
 from .runs import RUNS
 from .table import written
 
@@ -25,6 +27,7 @@ RUN = ("-m", "tests.versions.runs")
 TYPES = ("-m", "tests.versions.types")
 SYSTEM = "Linux, CPU, gloo"
 PARTS = ("names", "quick", "runs", "types")
+ONCE = ("names", "quick")  # the others note each run and each type
 
 
 def main(argv: list[str]) -> int:
@@ -37,28 +40,33 @@ def main(argv: list[str]) -> int:
     add_share(parser)
     args = parser.parse_args(argv)
     environment = make(args.pair, args.python)
+    asked = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__)"
+    python, torch = environment.said("-c", asked).split()
+    passed = Passed.of(f"python-{python}-torch-{torch}-transformers-{args.pair.transformers}")
     differ = _types(args.pair) if "types" in args.only else []
     types = share_of(differ, args) if differ else []
-    parts = {"names": NAMES, "quick": QUICK, "runs": RUN, "types": (*TYPES, *types)}
+    kept = str(passed.file)
+    parts = {"names": NAMES, "quick": QUICK, "runs": (*RUN, kept), "types": (*TYPES, *types, "--passed", kept)}
     wrong = []
     for name in args.only:
         print(f"{name}:", flush=True)
-        failed = (name != "types" or bool(types)) and environment.run(*parts[name]).returncode
+        is_done = bool(passed.said(name)) or (name == "types" and all(map(passed.said, types)))
+        failed = not is_done and environment.run(*parts[name]).returncode
+        if name in ONCE and not is_done and not failed:
+            passed.note(name, "passed")
         wrong += [name] if failed else []
-        print(f"{name}: " + ("failed" if failed else "passed"), flush=True)
+        print(f"{name}: " + ("failed" if failed else "passed before" if is_done else "passed"), flush=True)
     if wrong:
         return 1
     said = {
         "names": "private names, steps left half-way",
         "quick": "`make quick`",
         "runs": f"{len(RUNS)} runs on processes",
-        "types": f"{_of(types, differ)} that differ from the pinned release's",
+        "types": f"{_of(types, differ)} that differ from the pinned release's{_without(types, passed)}",
     }
-    asked = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__)"
-    python, torch = environment.said("-c", asked).split()
     command = "`make judge WHAT=versions`" if (*args.only,) == PARTS else f"`--only {' '.join(args.only)}`"
-    passed = f"{command}: {', '.join(said[name] for name in args.only)}"
-    row = (date.today().isoformat(), python, torch, args.pair.transformers, SYSTEM, passed)
+    what = f"{command}: {', '.join(said[name] for name in args.only)}"
+    row = (date.today().isoformat(), python, torch, args.pair.transformers, SYSTEM, what)
     readme = ROOT / "README.md"
     readme.write_text(written(readme.read_text("utf-8"), row), "utf-8")
     return 0
@@ -69,14 +77,24 @@ def _of(types: list[str], differ: list[str]) -> str:
     return f"{len(types)} types" if types == differ else f"{len(types)} of {len(differ)} types, drawn,"
 
 
+def _without(types: list[str], passed: Passed) -> str:
+    """Those that nothing is wrong with and that were not proven."""
+    names = [name for name in types if passed.said(name) != RIGHT]
+    return f", without a verdict on {', '.join(names)}" if names else ""
+
+
 def _types(pair: Pair) -> list[str]:
     """The model types with a built-in plan for which the pair's transformers is not the pinned one."""
     pinned = Pair.read("installed/installed").transformers
     if pinned == pair.transformers:
         return []
-    drift = Drift(*(Facts(Release(wheel(name))) for name in (pinned, pair.transformers)))
-    planned = {model for name in builtin_plans() if (plan := parse_plan(name).plan) for model in plan.models}
-    return [name for name in drift.model_types if name in planned]
+    noted = BUILD / "passed" / f"types-{pinned}-{pair.transformers}-{digest(ROOT)}.txt"
+    if not noted.exists():
+        drift = Drift(*(Facts(Release(wheel(name))) for name in (pinned, pair.transformers)))
+        planned = {model for name in builtin_plans() if (plan := parse_plan(name).plan) for model in plan.models}
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        noted.write_text("".join(f"{name}\n" for name in drift.model_types if name in planned), "utf-8")
+    return noted.read_text("utf-8").split()
 
 
 if __name__ == "__main__":

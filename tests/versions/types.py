@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from shardplan import validate
 from shardplan.core.diagnostics import PlanError
 from tests.model_settings import find, without_dropout
+
+from .passed import RIGHT, Passed
 
 SIZES = ("SP301", "SP302", "SP303", "SP304", "SP305")  # not at this size, with the numbers of the default configuration
 NO_VERDICT = "SP5"  # no built-in plan, or a configuration that cannot be built or run
@@ -26,27 +30,35 @@ def judged(name: str) -> tuple[bool, str]:
     else:
         found, proven = [one for one in report.diagnostics if one.is_error], report.ok and report.proven
     if not found:
-        return proven, "right" if proven else "nothing was compared"
+        return proven, RIGHT if proven else "nothing was compared"
     first = next((one for one in found if one.code in SIZES), found[0])
     fits = first.code in SIZES or first.code.startswith(NO_VERDICT)
     return fits, f"{'' if fits else 'wrong: '}{first.code}: {' '.join(first.message.split())}"
 
 
-def main(names: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.versions.types")
+    parser.add_argument("types", nargs="+")
+    parser.add_argument("--passed", type=lambda text: Passed(Path(text)), help="a file of those that are left out")
+    args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    wrong = []
-    for name in names:
+    passed, wrong = args.passed, []
+    for name in args.types:
+        if passed and passed.said(name):
+            continue
         try:
             fits, said = judged(name)
         except Exception as error:  # of the model's own code; the other types are still to be seen
             fits, said = False, f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         wrong += [] if fits else [name]
         print(f"{name}: {said}", flush=True)
+        if fits and passed:
+            passed.note(name, said)
     if wrong:
-        print(f"{len(wrong)} of {len(names)} types are wrong: {' '.join(wrong)}")
+        print(f"{len(wrong)} of {len(args.types)} types are wrong: {' '.join(wrong)}")
     return int(bool(wrong))
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(main(sys.argv[1:]))
