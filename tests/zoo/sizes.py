@@ -63,7 +63,7 @@ class Sizes:
         for product in products:
             if number in product.inputs and (ratio := self._features(product, "in", value.shape[-1])) is not None:
                 return ratio
-        producer = self.flow.producers.get(number)
+        producer = self.flow.run.producers.get(number)
         operands = [n for e in (*readers, *((producer,) if producer else ())) for n in e.inputs]
         for name in (self.flow.run.parameters[n] for n in operands if n in self.flow.run.parameters):
             small = self.flow.tree.parameters[name][1].shape
@@ -77,7 +77,7 @@ class Sizes:
 
     def _likely(self, number: int) -> float:
         value = self.flow.run.values[number]
-        producer = self.flow.producers.get(number)
+        producer = self.flow.run.producers.get(number)
         if producer is not None and (ratio := self._rest(number, producer)) is not None:
             return ratio
         numbers = self.tree.numbers

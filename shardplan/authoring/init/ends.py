@@ -101,7 +101,7 @@ class Ends:
     def _norm_in_front(self) -> str | None:
         """The norm whose result the first block reads, with only element-wise operations in between."""
         number = self._stream
-        while number is not None and (made := self.flow.producers.get(number)) is not None:
+        while number is not None and (made := self.flow.run.producers.get(number)) is not None:
             module = self.tree.modules.get(made.module)
             if module is not None and module.kind == "norm":
                 return module.name if self.tree.pattern(module.name) == module.name else None
@@ -129,7 +129,7 @@ class Ends:
         for number in queue:
             if (made := self.flow.products.get(number)) is not None:
                 yield made
-            elif (event := self.flow.producers.get(number)) is not None:
+            elif (event := self.flow.run.producers.get(number)) is not None:
                 known = (n for n in event.inputs if self.flow.run.requires_grad[n] or n in self.flow.products)
                 queue += (n for n in known if n not in queue)  # a table may be frozen
 

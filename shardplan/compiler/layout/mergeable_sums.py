@@ -69,10 +69,9 @@ def seen_sums(
     if not by_member:
         return ()
     calls = _calls(run, set(outputs), by_member)
-    reading = run.readers()
     found = []
     for one in dict.fromkeys(by_member.values()):
-        seen = [_seen(tree, run, reading, one, ran) for ran in calls.get(one.block, ())]
+        seen = [_seen(tree, run, one, ran) for ran in calls.get(one.block, ())]
         wrong = [each for each in seen if each.wrong]
         through = dict.fromkeys(name for each in seen for name in each.through)
         found += wrong[:1] or ([SeenSum(one, through=tuple(through))] if seen else [])
@@ -104,7 +103,7 @@ def _calls(
     return calls
 
 
-def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one: SummedOutputs, ran: _Call) -> SeenSum:
+def _seen(tree: ModuleTree, run: Trace, one: SummedOutputs, ran: _Call) -> SeenSum:
     """What one call of the block shows of a declared sum."""
     names = [name for name, _ in ran if name in one.members]
     if not names:
@@ -123,7 +122,7 @@ def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one:
     without = next((name for name, value in values.items() if value is None), None)
     if without is not None:
         return SeenSum(one, "does not output a partial sum", without)
-    paths = {name: _path(run, reading, value, one.block) for name, value in values.items() if value is not None}
+    paths = {name: _path(run, value, one.block) for name, value in values.items() if value is not None}
     last = set(paths[one.closer][0])
     for name, (path, _) in paths.items():
         if last.isdisjoint(path):
@@ -144,14 +143,13 @@ def shared_sums(run: Trace, outputs: Iterable[tuple[int, str]]) -> tuple[SharedS
         run: the run of a rank.
         outputs: (value, module) for each partial sum that a module reduces at its output, in the order of the run.
     """
-    reading = run.readers()
     times = dict.fromkeys((module for _, module in outputs), 0)
     for _, module in outputs:
         times[module] += 1
     once = [(number, module) for number, module in outputs if times[module] == 1 and element(block(module))]
     found = []
     for home, members in groupby(once, key=lambda one: block(one[1])):
-        paths = [(module, *_path(run, reading, number, home)) for number, module in members]
+        paths = [(module, *_path(run, number, home)) for number, module in members]
         for at, (closer, path, passed) in enumerate(paths):
             joining = [one for one in paths[:at] if not set(one[1]).isdisjoint(path)]
             if joining and not any(not set(one[1]).isdisjoint(path) for one in paths[at + 1 :]):
@@ -171,14 +169,14 @@ def _relative(one: SharedSum, home: str) -> SharedSum:
     return SharedSum(carriers, one.closer.removeprefix(home), through)
 
 
-def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:
+def _path(run: Trace, number: int, home: str) -> tuple[list[int], list[str]]:
     """Follow a value through its block as long as only one addition reads it. Returns the values on the way, and the
     modules that it passes unchanged."""
     path: list[int] = [number]
     passed: list[str] = []
     while True:
         step = None
-        for event in reading.get(number, ()):
+        for event in run.readers.get(number, ()):
             if event.kind in ("enter", "leave"):
                 if event.module == home or number not in event.outputs:
                     return path, passed  # the value leaves the block, or is moved

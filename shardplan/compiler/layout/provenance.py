@@ -20,15 +20,6 @@ class Provenance:
         self.run, self.owners = run, owners
 
     @cached_property
-    def _producers(self) -> Mapping[int, Event]:
-        producers: dict[int, Event] = {}
-        for event in self.run.events:
-            for number in event.outputs:
-                if number not in event.inputs:
-                    producers.setdefault(number, event)
-        return producers
-
-    @cached_property
     def read(self) -> frozenset[int]:
         """The values that reach another boundary, and those that a differentiable result is computed from, directly
         or through other values (ids that are reshaped and looked up)."""
@@ -42,39 +33,28 @@ class Provenance:
         """The modules with parameters or a boundary that a value comes from, the nearest first; each path ends at the
         first multiplication, look-up or move."""
         found: dict[str, None] = {}
-        seen, queue = {number}, [number]
-        for current in queue:
+        for current, event in self.run.back([number], _begins):
             if current in self.run.parameters:
                 found[self.owners[self.run.parameters[current]]] = None
-                continue
-            event = self._producers.get(current)
-            if event is None:
-                continue
-            if event.kind in ("enter", "leave") or event.place[2] == "atom":
+            elif event is not None and _begins(current, event):
                 found[event.module] = None
-                continue
-            for other in event.inputs:
-                if other not in seen and self.run.requires_grad[other]:
-                    seen.add(other)
-                    queue.append(other)
         return tuple(found)
 
     def parameters(self, number: int) -> tuple[int, ...]:
         """The parameters that a value is computed from; none if it also comes from anything else that is differentiable."""
         found: dict[int, None] = {}
-        seen, queue = {number}, [number]
-        for current in queue:
+        for current, event in self.run.back([number], lambda number, event: event.kind in ("enter", "leave")):
             if current in self.run.parameters:
                 found[current] = None
-                continue
-            event = self._producers.get(current)
-            if event is None or event.kind not in ("op", "read"):
+            elif (
+                event is None
+                or event.kind in ("enter", "leave")
+                or not any(self.run.requires_grad[i] for i in event.inputs)
+            ):
                 return ()
-            sources = [i for i in event.inputs if self.run.requires_grad[i]]
-            if not sources:
-                return ()
-            for other in sources:
-                if other not in seen:
-                    seen.add(other)
-                    queue.append(other)
         return tuple(found)
+
+
+def _begins(number: int, event: Event) -> bool:
+    """Whether a path back ends at an event: a move, a multiplication or a look-up."""
+    return event.kind in ("enter", "leave") or event.place[2] == "atom"

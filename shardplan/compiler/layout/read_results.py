@@ -14,15 +14,13 @@ Reads = Mapping[str, frozenset[int]]
 
 def find_read_results(run: Trace) -> Reads:
     """Each module that returned something -> the positions in its result that code outside of it reads, or that a module around it returns."""
-    readers: dict[int, set[str]] = {}
-    for event in run.events:
-        for number in event.inputs:
-            readers.setdefault(number, set()).add(event.module)
     found: dict[str, frozenset[int]] = {}
     for event in run.events:
         if event.kind == "leave" and event.module:
             named = [(n.partition(".")[0], number) for n, number in zip(event.names, event.inputs, strict=True)]
-            read = (n for n, number in named if not all(_within(one, event.module) for one in readers[number]))
+            read = (
+                n for n, number in named if not all(_within(one.module, event.module) for one in run.readers[number])
+            )
             found[event.module] = found.get(event.module, frozenset()) | {int(n) for n in read if n.isdecimal()}
     return found
 

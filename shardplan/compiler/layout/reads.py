@@ -104,44 +104,39 @@ def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterabl
     readers: dict[int, list[str]] = {}
     for number, module in incoming:
         readers.setdefault(number, []).append(module)
-    taken, reading = set(taken), run.readers()
-    found = (
-        _block_input(run, reading, number, names, taken) for number, names in readers.items() if len(set(names)) > 1
-    )
+    taken = set(taken)
+    found = (_block_input(run, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
     return tuple(read for read in found if read is not None)
 
 
-def _block_input(
-    run: Trace, reading: Mapping[int, list[Event]], number: int, readers: list[str], taken: set[str]
-) -> SharedRead | None:
-    producers = {o: e for e in run.events if e.kind == "op" for o in e.outputs if o not in e.inputs}
+def _block_input(run: Trace, number: int, readers: list[str], taken: set[str]) -> SharedRead | None:
     around = [set(ancestors(name)) for name in readers]
     common = [name for name in ancestors(readers[0]) if all(name in one for one in around)]
     passed: set[int] = set()  # operations between the argument and the readers
     while True:
         for module in common:
-            block_input = _argument(reading.get(number, []), module, number)
+            block_input = _argument(run.readers.get(number, ()), module, number)
             if (
                 block_input is not None
                 and module
                 and module not in taken
-                and _alone(run, reading, number, module, readers, passed)
+                and _alone(run, number, module, readers, passed)
             ):
                 return SharedRead(module, block_input, tuple(dict.fromkeys(readers)))
-        maker = _maker(reading.get(number, []), common)
-        if maker is not None and maker not in taken and _alone(run, reading, number, "", (*readers, maker), passed):
+        maker = _maker(run.readers.get(number, ()), common)
+        if maker is not None and maker not in taken and _alone(run, number, "", (*readers, maker), passed):
             return SharedRead(maker, None, tuple(dict.fromkeys(readers)))
-        before = producers.get(number)
-        if before is None or before.place[2] == "atom":
+        before = run.producers.get(number)
+        if before is None or before.kind != "op" or before.place[2] == "atom":
             return None
         sources = [i for i in dict.fromkeys(before.inputs) if run.requires_grad[i]]
-        if len(sources) != 1 or not _alone(run, reading, number, "", readers, passed):
+        if len(sources) != 1 or not _alone(run, number, "", readers, passed):
             return None
         passed.add(id(before))
         number = sources[0]
 
 
-def _argument(events: list[Event], module: str, number: int) -> str | None:
+def _argument(events: Sequence[Event], module: str, number: int) -> str | None:
     """The argument of a module that is the value."""
     for event in events:
         if event.kind == "enter" and event.module == module:
@@ -149,7 +144,7 @@ def _argument(events: list[Event], module: str, number: int) -> str | None:
     return None
 
 
-def _maker(events: list[Event], common: list[str]) -> str | None:
+def _maker(events: Sequence[Event], common: list[str]) -> str | None:
     """The module inside the readers' common one whose first result is the value."""
     for event in events:
         if event.kind == "leave" and parent(event.module) == common[0] and common[0]:
@@ -157,12 +152,10 @@ def _maker(events: list[Event], common: list[str]) -> str | None:
     return None
 
 
-def _alone(
-    run: Trace, reading: Mapping[int, list[Event]], number: int, module: str, readers: Sequence[str], passed: set[int]
-) -> bool:
+def _alone(run: Trace, number: int, module: str, readers: Sequence[str], passed: set[int]) -> bool:
     """Whether, inside the module, only the readers compute something differentiable from the value."""
     inside = f"{module}." if module else ""
-    for event in reading.get(number, []):
+    for event in run.readers.get(number, ()):
         if not (event.module == module or event.module.startswith(inside)) or id(event) in passed:
             continue
         if event.kind == "leave" and event.module not in readers:

@@ -197,16 +197,7 @@ class StageRun:
 
     def made(self, number: int) -> Event | None:
         """Where a value was made."""
-        return self._makers.get(number)
-
-    @cached_property
-    def _makers(self) -> Mapping[int, Event]:
-        makers: dict[int, Event] = {}
-        for event in self.trace.events:
-            if event.kind in ("op", "read"):
-                for number in event.outputs:
-                    makers.setdefault(number, event)
-        return makers
+        return self.trace.producers.get(number)
 
     def returning(self, number: int) -> str | None:
         """The module that returns a value, None if no module does. For a further result of a block this is the block,

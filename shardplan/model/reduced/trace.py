@@ -8,6 +8,7 @@ or matrix multiplication is one event.
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -109,13 +110,37 @@ class Trace:
         event = self.at.get((module, call, "out"))
         return self.values[event.inputs[position]] if event is not None and position < len(event.inputs) else None
 
-    def readers(self) -> dict[int, list[Event]]:
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[Event]]:
         """The events that read each value, in order."""
         found: dict[int, list[Event]] = {}
         for event in self.events:
             for number in dict.fromkeys(event.inputs):
                 found.setdefault(number, []).append(event)
         return found
+
+    @cached_property
+    def producers(self) -> Mapping[int, Event]:
+        """The event that made each value: an operation, or a move at the boundary of a module."""
+        found: dict[int, Event] = {}
+        for event in self.events:
+            for number in event.outputs:
+                if number not in event.inputs:
+                    found.setdefault(number, event)
+        return found
+
+    def back(self, numbers: Iterable[int], ends: Callable[[int, Event], bool]) -> Iterator[tuple[int, Event | None]]:
+        """Values and the differentiable ones that they come from, the nearest first, each once with the event that made it (None for a
+        parameter). A path ends at a parameter, and at an event where `ends` says so."""
+        queue = list(dict.fromkeys(numbers))
+        seen = set(queue)
+        for number in queue:
+            event = None if number in self.parameters else self.producers.get(number)
+            yield number, event
+            if event is not None and not ends(number, event):
+                more = [n for n in dict.fromkeys(event.inputs) if self.requires_grad[n] and n not in seen]
+                queue += more
+                seen.update(more)
 
     def as_trained(self) -> Trace:
         """The run as if all parameters were trained, and nothing were detached: values computed from them require a gradient. The same

@@ -60,24 +60,9 @@ class Flow:
         return found
 
     @cached_property
-    def producers(self) -> Mapping[int, Event]:
-        """Value -> the operation that returns it."""
-        found: dict[int, Event] = {}
-        for event in self.run.events:
-            for number in event.outputs:
-                if number not in event.inputs:
-                    found.setdefault(number, event)
-        return found
-
-    @cached_property
     def readers(self) -> Mapping[int, Sequence[Event]]:
         """Value -> the operations that read it."""
-        found: dict[int, list[Event]] = {}
-        for event in self.run.events:
-            if event.kind == "op":
-                for number in dict.fromkeys(event.inputs):
-                    found.setdefault(number, []).append(event)
-        return found
+        return {number: [e for e in events if e.kind == "op"] for number, events in self.run.readers.items()}
 
     def _product(self, event: Event) -> Product | None:
         if event.kind != "op" or self.depthwise(event) is not None:
@@ -114,7 +99,7 @@ class Flow:
         """The parameter with two or more dims that a value is or is cut from, and the number of transpositions."""
         turns = 0
         while number not in self.run.parameters:
-            event = self.producers.get(number)
+            event = self.run.producers.get(number)
             if event is None or event.kind not in ("op", "read") or event.name in LOOK_UPS or event.place[2] == "atom":
                 return None
             sources = [i for i in event.inputs if self.run.requires_grad[i]]
@@ -131,7 +116,7 @@ class Flow:
     def last_norm(self, module: str) -> str | None:
         """The name of the norm below a module whose result the module returns in its first call."""
         event = next((e for e in self.run.events if e.kind == "leave" and e.module == module), None)
-        made = self.producers.get(event.inputs[0]) if event is not None and event.inputs else None
+        made = self.run.producers.get(event.inputs[0]) if event is not None and event.inputs else None
         norm = None if made is None else self.tree.modules[made.module]
         below = norm is not None and norm.kind == "norm" and norm.name.startswith(f"{module}.")
         return norm.name if norm is not None and below else None
@@ -151,19 +136,10 @@ class Flow:
         the operands' only origins, apart from the model's inputs."""
         found: set[Product] = set()
         complete = True
-        seen, queue = set(product.inputs), list(product.inputs)
-        for number in queue:
-            if not self.run.requires_grad[number] or number in self.run.parameters:
-                continue
+        given = (number for number in product.inputs if self.run.requires_grad[number])
+        for number, event in self.run.back(given, lambda number, event: number in self.products):
             if number in self.products:
                 found.add(self.products[number])
-                continue
-            event = self.producers.get(number)
-            if event is None:
+            elif event is None and number not in self.run.parameters:
                 complete = False
-                continue
-            for other in event.inputs:
-                if other not in seen:
-                    seen.add(other)
-                    queue.append(other)
         return frozenset(found), complete

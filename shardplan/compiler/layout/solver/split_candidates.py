@@ -222,14 +222,10 @@ class SplitCandidates:
 
     def _norms_before(self, column: str) -> Iterator[str]:
         """The norms between a matrix and the matrices that feed it."""
-        queue = list(self._product(column).inputs)
-        for number in queue:
-            event = self.flow.producers.get(number)
-            if number in self.flow.products or event is None:
-                continue
-            if self.trials.tree.modules[event.module].kind == "norm":
+        products = self.flow.products
+        for number, event in self.flow.run.back(self._product(column).inputs, lambda number, event: number in products):
+            if event is not None and number not in products and self.trials.tree.modules[event.module].kind == "norm":
                 yield self.trials.tree.pattern(event.module)
-            queue += [n for n in event.inputs if n not in queue and self.flow.run.requires_grad[n]]
 
     def _column(self, group: Group, column: str) -> Iterator[Options | None]:
         if column in group.latent:
