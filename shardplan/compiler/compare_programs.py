@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from shardplan.core.by_key import by_key
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, Variant, variant_name
 from shardplan.core.plan_changes import Checkpoints, FieldChange, ModuleChange, RuleChange, Said
 from shardplan.core.sections import DataParallel, Sections
@@ -145,7 +146,5 @@ _PORTABLE = {name for name, backend in BACKENDS.items() if backend.portable_stat
 
 
 def _grouped(changes: Mapping[str, _T]) -> dict[_T, tuple[str, ...]]:
-    groups: dict[_T, list[str]] = {}
-    for name, change in changes.items():
-        groups.setdefault(change, []).append(name)
+    groups = by_key((change, name) for name, change in changes.items())
     return {change: tuple(names) for change, names in groups.items()}

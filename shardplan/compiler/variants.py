@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import BESIDE_TP, Overlays, PlanFile, ResolvedPlan, overlays_of
@@ -137,9 +138,7 @@ def prove_stages(
 
 def _merged(found: Mapping[Overlays, tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
     """The findings of all variants, merged: without and with sequence parallelism, then without and with the sections that apply on the mesh."""
-    sides: dict[Overlays, list[tuple[Diagnostic, ...]]] = {}
-    for on, about in found.items():
-        sides.setdefault(on - {"sequence_parallel"}, []).append(about)
+    sides = by_key((on - {"sequence_parallel"}, about) for on, about in found.items())
     merged: tuple[Diagnostic, ...] = ()
     for i, (on, pair) in enumerate(sorted(sides.items(), key=lambda side: len(side[0]))):
         assert len(pair) <= 2, on  # without and with sequence parallelism

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, ancestors, full_name
 
 from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
@@ -79,9 +80,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
 
 def shared_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The groups of names of one module object with parameters; names of the modules inside it are left out."""
-    names: dict[int, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        names.setdefault(id(child), []).append(name)
+    names = by_key((id(child), name) for name, child in module.named_modules(remove_duplicate=False))
     groups = {tuple(group) for group in names.values() if len(group) > 1}
     inside = {name for group in groups for name in group}
     return tuple(

@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo
 
 from .config_numbers import config_fields, config_numbers
@@ -268,9 +269,8 @@ def fold(
 
 def _kept(elements: Mapping[str, Element], apart: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
     """The elements that represent all elements, and the indices that each one represents."""
-    groups: dict[int | str, list[str]] = {}
-    for index in sorted(elements, key=int):
-        groups.setdefault(index if apart(index) else elements[index].kind, []).append(index)
+    indices = sorted(elements, key=int)
+    groups = by_key(((apart(index), index if apart(index) else elements[index].kind), index) for index in indices)
     kept: dict[str, tuple[str, ...]] = {}
     for *others, last in groups.values():
         kept |= {others[0]: tuple(others)} if others else {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import product
 
 from torch import nn
+
+from shardplan.core.by_key import by_key
 
 
 def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
@@ -20,9 +21,7 @@ def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str,
         names: the full names to group -> the names without adapters, which the declaration uses. The groups, and the names in
             each group, keep this order.
     """
-    actual: dict[str, list[str]] = {}
-    for name, declared in names.items():
-        actual.setdefault(declared, []).append(name)
+    actual = by_key((declared, name) for name, declared in names.items())
     parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in names}
     leader: dict[str, str] = {name: name for name in parameters}
 
@@ -43,10 +42,7 @@ def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str,
             if unbuilt and parameters[target].shape == parameters[source].shape:
                 leader[find(target)] = find(source)
 
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name in names:
-        if name in parameters:
-            groups[find(name)].append(name)
+    groups = by_key((find(name), name) for name in names if name in parameters)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.tree import named
@@ -14,17 +15,17 @@ CONTRADICTION = Code("SP206")
 
 def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
     """One finding for each pair of rules that contradict each other."""
-    groups: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
-    for name, assignment in resolved.parameters.items():
-        around = resolved.modules.get(resolved.tree.owner(name))
-        if around is None or STYLES[around.rule.style].is_block_input:
-            continue
-        of_module = STYLES[around.rule.style].parameter(name.rpartition(".")[2])
-        if _storage(around.rule, of_module) != _storage(assignment.rule, STYLES[assignment.rule.style].weight):
-            key = (id(around.rule), id(assignment.rule))
-            groups.setdefault(key, (around.rule, assignment.rule, []))[2].append(name)
-    for module_rule, rule, names in groups.values():
+    around = {name: resolved.modules.get(resolved.tree.owner(name)) for name in resolved.parameters}
+    pairs = (((a.rule, resolved.parameters[name].rule), name) for name, a in around.items() if a is not None)
+    for (module_rule, rule), names in by_key(one for one in pairs if _contradict(*one)).items():
         yield _finding(module_rule, rule, tuple(names))
+
+
+def _contradict(rules: tuple[Rule, Rule], name: str) -> bool:
+    """Whether the rule of a parameter's module and its own store it differently."""
+    of_module, own = (STYLES[rule.style] for rule in rules)
+    stored = _storage(rules[0], of_module.parameter(name.rpartition(".")[2])), _storage(rules[1], own.weight)
+    return not of_module.is_block_input and stored[0] != stored[1]
 
 
 def _storage(rule: Rule, style: ParameterStyle) -> tuple[object, ...]:

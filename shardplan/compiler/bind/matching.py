@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, islice
 
+from shardplan.core.by_key import by_key
 from shardplan.core.plan import Rule
 from shardplan.core.sum_outputs import SumRule
 from shardplan.core.tree import ModuleTree, full_name, starred
@@ -174,8 +175,5 @@ class Names:
 
     def _by_segment(self, name: str) -> Mapping[str, list[str]]:
         if name not in self._known:
-            named: dict[str, list[str]] = {}
-            for segment, child in self.tree.seen(name):
-                named.setdefault(segment, []).append(child)
-            self._known[name] = named
+            self._known[name] = by_key(self.tree.seen(name))
         return self._known[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Overlays, PlanFile, sections_of
 from shardplan.core.suggest import closest
@@ -43,10 +44,9 @@ def declared_sums(
         in_force.update(dict.fromkeys(reached.modules, rule))
     found: list[SummedOutputs] = []
     used: set[str] = set()
-    matched: dict[SumRule, list[tuple[str, tuple[tuple[str, ...], ...]]]] = {}
-    for name in (name for name in tree.modules if name in in_force and in_force[name].outputs):
-        matched.setdefault(in_force[name], []).append((name, _members(tree, name, in_force[name])))
-    for rule, blocks in matched.items():
+    summing = (name for name in tree.modules if name in in_force and in_force[name].outputs)
+    matched = ((in_force[name], (name, _members(tree, name, in_force[name]))) for name in summing)
+    for rule, blocks in by_key(matched).items():
         wrong += [] if rule.optional else _unmatched(tree, rule, dict(blocks))
         for name, lists in blocks:
             members = tuple(dict.fromkeys(member for each in lists for member in each))

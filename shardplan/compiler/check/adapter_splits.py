@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
@@ -18,15 +19,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
     if facts.tp in (None, 1):
         return
-    groups: dict[tuple[int, str, str], tuple[Rule | None, list[str]]] = {}
-    for module in facts.resolved.tree.modules.values():
-        for parameter in module.parameters:
-            if parameter.adapter is None:
-                continue
-            rule, what, help = _reason(facts, module, parameter)
-            if what:
-                groups.setdefault((id(rule), what, help), (rule, []))[1].append(module.name)
-    for (_, what, help), (rule, names) in groups.items():
+    reasons = (
+        (_reason(facts, module, parameter), module.name)
+        for module in facts.resolved.tree.modules.values()
+        for parameter in module.parameters
+        if parameter.adapter is not None
+    )
+    for (rule, what, help), names in by_key(one for one in reasons if one[0][1]).items():
         adapted = tuple(dict.fromkeys(names))
         yield Diagnostic(
             code=ADAPTER,

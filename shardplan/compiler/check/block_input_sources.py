@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.plan import Rule
@@ -83,12 +84,12 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
     split = V(SEQ)
     if any(split in one.output_destinations or one.within == split for one in facts.boundaries.values()):
         return
-    vain: dict[int, tuple[Rule, list[str]]] = {}
-    for name, one in facts.boundaries.items():
-        if any(move.sources == (split,) and move.destination in (R, I) for move in one.inputs):
-            rule = facts.resolved.modules[name].rule
-            vain.setdefault(id(rule), (rule, []))[1].append(name)
-    for rule, names in vain.values():
+    vain = (
+        (facts.resolved.modules[name].rule, name)
+        for name, one in facts.boundaries.items()
+        if any(move.sources == (split,) and move.destination in (R, I) for move in one.inputs)
+    )
+    for rule, names in by_key(vain).items():
         yield Diagnostic(
             code=UNSPLIT,
             severity=Severity.ERROR,

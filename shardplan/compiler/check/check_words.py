@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, is_count, named
@@ -26,18 +27,15 @@ def by_rule(
         problems: (code, reason, rule, module or parameter).
         words: (code, rule) -> the problem, and the help.
     """
-    groups: dict[tuple[int, str, str], tuple[Code, Rule, dict[str, None]]] = {}
-    for code, reason, rule, name in problems:
-        groups.setdefault((id(rule), code, reason), (code, rule, {}))[2][name] = None
-    for (_, _, reason), (code, rule, names) in groups.items():
-        what, help = words(code, rule)
+    for (rule, code, reason), found in by_key(((rule, code, why), name) for code, why, rule, name in problems).items():
+        names, (what, help) = tuple(dict.fromkeys(found)), words(code, rule)
         yield Diagnostic(
             code=code,
             severity=Severity.ERROR,
             message=f"{what} for {named(names)}: {reason}",
             primary=Label(rule.location),
             help=help,
-            modules=tuple(names),
+            modules=names,
         )
 
 

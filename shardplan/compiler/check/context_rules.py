@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.layout import P
 from shardplan.core.mesh import Axis
@@ -41,11 +42,12 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     on_cp = resolved.on_cp
     if on_cp is None:
         return
-    wrong: dict[int, tuple[Rule, str, list[str]]] = {}
-    for name, a in on_cp.assignments.items():
-        if a.section == "context_parallel" and (why := _misfit(a.rule, is_parameter=a.is_parameter)):
-            wrong.setdefault(id(a.rule), (a.rule, why, []))[2].append(name)
-    for rule, why, names in wrong.values():
+    wrong = by_key(
+        ((a.rule, why), name)
+        for name, a in on_cp.assignments.items()
+        if a.section == "context_parallel" and (why := _misfit(a.rule, is_parameter=a.is_parameter))
+    )
+    for (rule, why), names in wrong.items():
         yield _style(facts, rule, why, tuple(names))
     if facts.resolved.compile is not None:
         yield from _hollow(facts, on_cp)
@@ -89,11 +91,8 @@ def _style(facts: Facts, rule: Rule, why: str, names: tuple[str, ...]) -> Diagno
 
 def _hollow(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
     """torch.compile does not trace a tensor without values."""
-    names: dict[str, tuple[Rule, list[str]]] = {}
-    for name, a in on_cp.modules.items():
-        if STYLES[a.rule.style].exchanges_heads:
-            names.setdefault(a.rule.pattern, (a.rule, []))[1].append(name)
-    for rule, modules in names.values():
+    exchanging = ((a.rule, name) for name, a in on_cp.modules.items() if STYLES[a.rule.style].exchanges_heads)
+    for rule, modules in by_key(exchanging).items():
         finding = _style(facts, rule, "`compile` does not trace its hollow argument", tuple(modules))
         yield replace(finding, help="leave `compile` out, or write `replicate_seq` in its place")
 
@@ -110,11 +109,9 @@ def scattering(on_cp: ResolvedPlan) -> dict[str, str]:
 
 
 def _scattering(facts: Facts, on_cp: ResolvedPlan) -> Iterator[Diagnostic]:
-    rules: dict[str, tuple[Rule, Rule, list[str]]] = {}
-    for mixer, name in scattering(on_cp).items():
-        rule = on_cp.modules[mixer].rule
-        rules.setdefault(rule.pattern, (rule, on_cp.modules[name].rule, []))[2].append(mixer)
-    for rule, below, mixers in rules.values():
+    rules = {name: a.rule for name, a in on_cp.modules.items()}
+    both = (((rules[mixer], rules[name]), mixer) for mixer, name in scattering(on_cp).items())
+    for (rule, below), mixers in by_key(both).items():
         why = f"`{below.pattern}` below it scatters its sums over the heads, and cp has no move for that"
         finding = _style(facts, rule, why, tuple(mixers))
         yield replace(

@@ -3,10 +3,10 @@ layers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from math import gcd
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.tree import ModuleTree, parent
 
@@ -38,11 +38,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             message=f"the plan splits nothing of this model, so all {tp} tp ranks compute the same",
             help="add rules that split parameters, or use these ranks for data parallelism",
         )
-    groups: dict[tuple[Kind, str, int], list[Requirement]] = defaultdict(list)
-    for requirement in facts.requirements:
-        if not requirement.allows(tp) and requirement.kind in CODE_OF:
-            groups[requirement.kind, requirement.what, requirement.count].append(requirement)
-    for (kind, what, count), requirements in groups.items():
+    wrong = (one for one in facts.requirements if not one.allows(tp) and one.kind in CODE_OF)
+    for (kind, what, count), requirements in by_key(((one.kind, one.what, one.count), one) for one in wrong).items():
         if count < tp and requirements[0].shares:
             yield _finding(
                 KEY_VALUE,
@@ -113,10 +110,7 @@ def _finding(code: Code, message: str, help: str, requirements: list[Requirement
 
 
 def _no_size(facts: Facts) -> Diagnostic:
-    groups: dict[tuple[str, int], list[Requirement]] = defaultdict(list)
-    for requirement in facts.requirements:
-        if not requirement.shares:
-            groups[requirement.what, requirement.count].append(requirement)
+    groups = by_key(((one.what, one.count), one) for one in facts.requirements if not one.shares)
     # The only obstacle: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:

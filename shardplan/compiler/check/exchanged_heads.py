@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Assignment, ResolvedPlan
@@ -23,13 +24,9 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     if on_cp is None or tp is None:
         return
     cp = facts.resolved.sizes.cp
-    wrong: dict[int, tuple[Assignment, list[Requirement]]] = {}
-    for one in facts.shared_with_cp:
-        if one.allows(tp) and not one.allows(tp * cp):
-            mixer = _mixer(facts, one)
-            wrong.setdefault(id(mixer.rule), (mixer, []))[1].append(one)
-    for mixer, requirements in wrong.values():
-        pattern = mixer.rule.pattern
+    misfits = (one for one in facts.shared_with_cp if one.allows(tp) and not one.allows(tp * cp))
+    for rule, requirements in by_key((_mixer(facts, one).rule, one) for one in misfits).items():
+        pattern = rule.pattern
         ranks = f"cp {cp} x tp {tp} = {tp * cp} ranks" if tp > 1 else f"{cp} ranks of cp"
         counts = join(dict.fromkeys(f"{one.what} is {one.count}" for one in requirements), "and")
         fitting = tuple(size for size in range(2, LARGEST_LISTED // tp) if facts.exchanges(tp, size))
@@ -38,7 +35,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             code=HEADS,
             severity=Severity.ERROR,
             message=f"`{pattern}` cannot exchange its heads over {ranks}: {counts}",
-            primary=Label(mixer.rule.location, "gives each rank an equal share"),
+            primary=Label(rule.location, "gives each rank an equal share"),
             related=tuple(
                 {id(one.rule): Label(one.rule.location, "says what is split") for one in requirements}.values()
             ),

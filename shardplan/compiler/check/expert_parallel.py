@@ -3,11 +3,11 @@ combinations."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.by_key import by_key
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.mesh import VIEWED, Axis, MeshSizes
 from shardplan.core.plan import Assignment, section_path
 from shardplan.core.tree import ModuleInfo, ancestors, full_name, named
@@ -69,10 +69,11 @@ def _of_rules(
     facts: Facts, assignments: Mapping[str, Assignment], reason: Callable[[Facts, str, Assignment], Reason | None]
 ) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
-    groups: dict[tuple[Location, Reason], list[str]] = defaultdict(list)
-    for name, assignment in assignments.items():
-        if (why := reason(facts, name, assignment)) is not None:
-            groups[assignment.rule.location, why].append(name)
+    groups = by_key(
+        ((assignment.rule.location, why), name)
+        for name, assignment in assignments.items()
+        if (why := reason(facts, name, assignment)) is not None
+    )
     for (location, (code, message, label, help)), names in groups.items():
         yield _error(code, message.replace("{names}", named(names)), Label(location, label), help, tuple(names))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
 from shardplan.core.tree import ModuleKind, full_name
@@ -30,13 +31,8 @@ WORDS: dict[ModuleKind, str] = {
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
-    groups: dict[tuple[int, Code, str], tuple[Rule, list[str]]] = {}
-    for name, assignment in facts.misfits.items():
-        if name in facts.packed:
-            continue
-        code, what = _reason(facts, assignment)
-        groups.setdefault((id(assignment.rule), code, what), (assignment.rule, []))[1].append(name)
-    for (_, code, what), (rule, names) in groups.items():
+    misfits = (((a.rule, *_reason(facts, a)), name) for name, a in facts.misfits.items() if name not in facts.packed)
+    for (rule, code, what), names in by_key(misfits).items():
         yield FINDINGS[code](facts, rule, what, tuple(names))
 
 

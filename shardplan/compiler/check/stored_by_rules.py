@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardplan.core.by_key import by_key
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, is_count, parent
@@ -102,15 +103,15 @@ class StorageFacts:
     def groups(self) -> tuple[StoredParameter, ...]:
         """Every parameter that a fitting rule claims, itself or through its module, grouped by placement; groups are in
         the tree's order of their first parameter."""
-        members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
-        for name, module, parameter, assignment in self._claims():
+
+        def likeness(module: ModuleInfo, parameter: ParameterInfo, assignment: Assignment) -> tuple[object, ...]:
             around = self._around(module)
-            likeness = (
+            return (
                 id(assignment.rule), assignment.is_parameter, module.kind, module.class_name, parameter.name,
                 parameter.shape, around.class_name, *(around.numbers.get(n) for n in HEAD_SIZES),
             )  # fmt: skip
-            members.setdefault(likeness, []).append((name, module, parameter, assignment))
-        return tuple(map(self._group, members.values()))
+
+        return tuple(map(self._group, by_key((likeness(*one[1:]), one) for one in self._claims()).values()))
 
     def _claims(self) -> Iterator[tuple[str, ModuleInfo, ParameterInfo, Assignment]]:
         tree, misfits = self.resolved.tree, self.misfits

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardplan.compiler.check import check as check_structure
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Axis
@@ -289,10 +290,7 @@ def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple
 
 def grouped(findings: Iterable[Finding], tree: ModuleTree) -> dict[Key, list[Finding]]:
     """Equal findings of several layers together, in the order of the run."""
-    groups: dict[Key, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(_key(finding, tree), []).append(finding)
-    return groups
+    return by_key((_key(finding, tree), finding) for finding in findings)
 
 
 def _key(f: Finding, tree: ModuleTree) -> Key:

@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shardplan.core.mesh import Axis
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import named, starred
 from shardplan.model.rebinding import copied
+from shardplan.model.reduced.generators import generator_states
 from shardplan.model.reduced.lines import model_line
 from shardplan.model.reduced.nests import tensors_in
 from shardplan.model.reduced.trace import SourceLine
@@ -78,38 +79,6 @@ class DrawnAlike(_DispatchMode):
 
 
 _ONE_RANK = threading.Lock()  # simulated ranks have one generator
-
-
-@dataclass(slots=True)
-class Watch:
-    """Whether a run drew random numbers.
-
-    Args:
-        drew: whether it drew; set when the run has ended.
-    """
-
-    drew: bool = False
-    _before: list[tuple[Any, Any]] = field(default_factory=list)
-
-
-@contextmanager
-def watched(model: nn.Module) -> Iterator[Watch]:
-    """While active, runs of the model record whether they drew."""
-    watch = Watch()
-
-    def enter(module: nn.Module, args: tuple) -> None:
-        watch._before.append((torch.get_rng_state(), _other_states()))
-
-    def leave(module: nn.Module, args: tuple, output: Any) -> None:
-        state, others = watch._before.pop()
-        watch.drew = watch.drew or others != _other_states() or not torch.equal(state, torch.get_rng_state())
-
-    handles = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
-    try:
-        yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...]:
@@ -190,14 +159,14 @@ class _Draws(_DispatchMode):
         def enter(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple) -> None:
                 self.modules.append(name)
-                states.append(_other_states())
+                states.append(generator_states()[1:])
                 inside.append(False)
 
             return hook
 
         def leave(module: nn.Module, args: tuple, output: Any) -> None:
             name, moved = self.modules.pop(), inside.pop()
-            if states.pop() != _other_states():
+            if states.pop() != generator_states()[1:]:
                 if not moved:
                     self.sites[Site(name, OTHERS)] = None
                 if inside:
@@ -251,13 +220,6 @@ def _equal(values: list[Tensor], reference: list[Tensor]) -> bool:
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
         for a, b in zip(values, reference, strict=True)
     )
-
-
-def _other_states() -> tuple[Any, ...]:
-    """The states of the generators of `random` and, if something imported it, numpy."""
-    numpy = sys.modules.get("numpy")
-    state = numpy.random.get_state() if numpy is not None else ()
-    return (random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state))
 
 
 @contextmanager

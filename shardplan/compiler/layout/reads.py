@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleTree, ancestors, homes, parent
 from shardplan.model.forward_code import argument_names
 from shardplan.model.reduced.trace import Event, Trace
@@ -101,10 +102,7 @@ def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterabl
         incoming: (value, module) for each I that a module moves to R.
         taken: modules that have a rule for their argument or result already, and can have no other.
     """
-    readers: dict[int, list[str]] = {}
-    for number, module in incoming:
-        readers.setdefault(number, []).append(module)
-    taken = set(taken)
+    readers, taken = by_key(incoming), set(taken)
     found = (_block_input(run, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
     return tuple(read for read in found if read is not None)
 

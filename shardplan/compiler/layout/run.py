@@ -24,7 +24,7 @@ from .finding import Finding
 from .mergeable_sums import seen_sums
 from .provenance import Provenance
 from .prover import Prover
-from .randomness import DrawnAlike, acting_sites, watched
+from .randomness import DrawnAlike, acting_sites
 from .rank_run import run_rank
 from .read_results import find_read_results
 from .reads import first_readers, same_arguments
@@ -59,11 +59,9 @@ class RecordedModel:
         self.model, self.inputs, self.tree = model, inputs, tree
         kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
         self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS) | experts
-        # A copy: some models keep states of a run on their modules.
-        fresh = copied(model)
-        with watched(fresh) as watch:
-            self.reference = record(fresh, inputs, self.atoms)
-        self.random = acting_sites(model, inputs) if watch.drew else ()
+        # Copies: some models keep states of a run on their modules.
+        self.reference = record(copied(model), inputs, self.atoms)
+        self.random = acting_sites(model, inputs) if self.reference.drew else ()
         if self.random:
             with DrawnAlike():
                 self.reference = record(copied(model), inputs, self.atoms)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardplan.core.by_key import by_key
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.torchlib.complex_numbers import real_parts
 
@@ -224,9 +225,7 @@ def _among_equals(
     first = indices_of(reference, reference, dim, tolerance)
     if first is None:
         return None
-    alike: dict[int, list[int]] = {}
-    for index, one in enumerate(first):
-        alike.setdefault(one, []).append(index)
+    alike = by_key((one, index) for index, one in enumerate(first))
     left = {one: iter(indices) for one, indices in alike.items()}
     result = [tuple(next(left[first[i]], -1) for i in indices) for indices in order]
     return result if sorted(i for indices in result for i in indices) == list(range(len(first))) else None

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplan.core.by_key import by_key
 from shardplan.core.stages import HandedOn
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import ModuleTree, parent
 from shardplan.model.rebinding import copied
 
 from .run import RecordedModel
@@ -188,11 +189,9 @@ def blocks_of(tree: ModuleTree) -> tuple[str, ...]:
     """The elements of the list of modules with the most parameters, among lists that are in no other list."""
     from shardplan.model.repeated_blocks import repeated_blocks
 
-    sizes: dict[str, int] = {}
-    members: dict[str, list[str]] = {}
-    for block in repeated_blocks(tree):
-        home = block.rpartition(".")[0]
-        numbers = (p.numel for n, (_, p) in tree.parameters.items() if n.startswith(f"{block}."))
-        sizes[home] = sizes.get(home, 0) + sum(numbers)
-        members.setdefault(home, []).append(block)
-    return tuple(members[max(sizes, key=lambda home: sizes[home])]) if sizes else ()
+    def size(blocks: Iterable[str]) -> int:
+        below = tuple(f"{block}." for block in blocks)
+        return sum(parameter.numel for name, (_, parameter) in tree.parameters.items() if name.startswith(below))
+
+    lists = by_key((parent(block), block) for block in repeated_blocks(tree))
+    return tuple(max(lists.values(), key=size, default=()))

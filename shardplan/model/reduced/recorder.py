@@ -13,6 +13,7 @@ from shardplan.core.tree import ancestors
 from shardplan.model.forward_code import argument_names
 
 from .functions import functions_of
+from .generators import generator_states
 from .lines import model_line
 from .nests import named_results, replaced, tensors_in
 from .probing import parts_of
@@ -152,7 +153,9 @@ class Recorder(OperationRecorder):
         try:
             with torch.random.fork_rng(devices=[]), functions_of(self), self:
                 torch.default_generator.manual_seed(0)
+                before = generator_states()
                 results = self.model(**inputs)
+                self.trace.drew = generator_states() != before
             self.note_kept()
             return results
         except Exception as error:

@@ -85,6 +85,7 @@ class Trace:
         at: place -> event.
         kept: values that code read as numbers, or kept after the run (in an attribute); results are not among them.
         written: the parameters that the run changed, by full name.
+        drew: whether the model's code drew random numbers, from any generator.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Trace:
     at: dict[Place, Event] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     written: frozenset[str] = frozenset()
+    drew: bool = False
 
     def argument(self, module: str, call: int, name: str) -> Tensor | None:
         """The value of a module's argument."""

@@ -14,6 +14,7 @@ from shardplan.compiler.layout.layout_check import LayoutReport, Search, check_l
 from shardplan.compiler.layout.repairs import Repair
 from shardplan.compiler.layout.run import RecordedModel
 from shardplan.compiler.layout.typing_result import Proof
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
@@ -154,10 +155,7 @@ def is_alternative(pattern: str) -> bool:
 
 def listed(rules: Mapping[str, Entry]) -> dict[str, list[Entry]]:
     """A plan's keys -> their rules."""
-    found: dict[str, list[Entry]] = {}
-    for pattern, entry in rules.items():
-        found.setdefault(pattern.partition(FURTHER)[0], []).append(entry)
-    return found
+    return by_key((pattern.partition(FURTHER)[0], entry) for pattern, entry in rules.items())
 
 
 def _entry(rules: Sequence[Options]) -> Any:

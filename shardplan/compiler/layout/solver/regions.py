@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import block, element, parent
 
 from .flow import Flow, Product
@@ -59,10 +60,7 @@ def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
     inside = {c: tuple(r for r in found if r.row.startswith(f"{c}.")) for c in containers}
     grouped = [Group(regions, container) for container, regions in inside.items()]
     taken = {region for regions in inside.values() for region in regions}
-    alike: dict[frozenset[str], list[Region]] = {}
-    for region in found:
-        if region not in taken:
-            alike.setdefault(frozenset(region.columns), []).append(region)
+    alike = by_key((frozenset(region.columns), region) for region in found if region not in taken)
     return (*(Group(tuple(regions)) for regions in alike.values()), *grouped)
 
 
