@@ -9,8 +9,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from shardplan import Model, PlanError, init_plan, validate
-from shardplan.authoring.init.write import braced, folded
+from shardplan.authoring.init.write import joined
 from shardplan.cli.main import main
+from shardplan.core.folded_names import braced
 from shardplan.language import parse_plan, parse_text
 from shardplan.language.globs import parse_glob
 from tests.adversaries.functions import changed
@@ -167,7 +168,7 @@ def test_rules_that_say_the_same_are_one() -> None:
         "a.*.k_proj": {"style": "colwise"},
         "b.0": {"style": "split_seq_input"},
     }
-    assert list(folded(rules)) == ["a.*.{q,k}_proj", "a.*.out", "b.0"]
+    assert list(joined(rules)) == ["a.*.{q,k}_proj", "a.*.out", "b.0"]
 
 
 def test_a_model_that_no_plan_is_for_has_none() -> None:

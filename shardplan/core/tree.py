@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import combinations
 from typing import Literal, TypeGuard
 
+from .folded_names import brace, folded
+
 # By structure, never by name:
 #   linear     an nn.Linear, weight [out, in]            conv1d     transformers' Conv1D, weight [in, out]
 #   embedding  an nn.Embedding, weight [rows, features]  norm       no children, owns parameters, all at most 1-D
@@ -327,24 +329,8 @@ def named(names: Iterable[str], pattern: Callable[[str], str] = starred) -> str:
     names = tuple(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]
-    rows = list(dict.fromkeys(tuple(pattern(name).split(".")) for name in names))
-    for position in reversed(range(max(map(len, rows)))):
-        rows = _fold(rows, position)
-    texts = [".".join(row) for row in rows]
+    texts = list(folded(map(pattern, names), lambda row, at: len(row) > 1, brace))
     return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
-
-
-def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
-    """Rows that differ in only one part as one row with `{a,b}` there; names of a single part stay apart."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        foldable = 1 < len(row) > position
-        key = (*row[:position], "", *row[position + 1 :]) if foldable else row
-        alike.setdefault(key, []).append(row[position] if foldable else "")
-    return [
-        tuple((parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}") if part == "" else part for part in key)
-        for key, parts in alike.items()
-    ]
 
 
 def homes(tree: ModuleTree, names: Iterable[str]) -> dict[str, str]:

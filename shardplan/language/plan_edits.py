@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardplan.core.diagnostics import Edit, Location, Span
+from shardplan.core.folded_names import brace, folded, in_last
 from shardplan.core.plan import Section, section_path
 from shardplan.core.sources import SourceFile
 
@@ -91,7 +92,7 @@ def _replaced(lines: list[str], root: MapNode, edit: Edit, location: Location) -
     head = old[0][: key.span.end_column - 1] if start == key.span.end_line else ""
     rest = [old[0][len(head) :], *old[1:]]
     new: list[str] = []
-    for pattern in joined(edit.keep):
+    for pattern in folded(edit.keep, in_last, brace):
         new += [f"{indent}{quoted_key(pattern)}{rest[0]}", *rest[1:]]
     if edit.value is not None:
         new.append(f"{indent}{quoted_key(edit.pattern)}: {edit.value}{'' if edit.keep else comment}")
@@ -159,12 +160,3 @@ def quoted_key(pattern: str) -> str:
         escaped = pattern.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
     return pattern
-
-
-def joined(patterns: Iterable[str]) -> list[str]:
-    """Patterns that differ only in their last part, as one."""
-    groups: dict[str, list[str]] = {}
-    for pattern in patterns:
-        above, dot, last = pattern.rpartition(".")
-        groups.setdefault(above + dot, []).append(last)
-    return [above + (last[0] if len(last) == 1 else f"{{{','.join(last)}}}") for above, last in groups.items()]

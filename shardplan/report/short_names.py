@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardplan.core.folded_names import brace, folded, in_last
+
 
 def fold_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names in the order of first appearance, with runs of numbers at one position written as ranges.
@@ -13,10 +15,7 @@ def fold_names(names: Iterable[str]) -> tuple[str, ...]:
     >>> fold_names(["layers.0.q", "layers.1.q", "layers.3.q", "norm"])
     ('layers.0-1,3.q', 'norm')
     """
-    rows = [tuple(name.split(".")) for name in dict.fromkeys(names)]
-    for position in reversed(range(max(map(len, rows), default=0))):
-        rows = _fold_position(rows, position)
-    return tuple(".".join(row) for row in rows)
+    return tuple(folded(names, lambda row, at: row[at].isdecimal(), lambda found: ranges(sorted(map(int, found)))))
 
 
 def brace_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -25,11 +24,7 @@ def brace_names(names: Iterable[str]) -> tuple[str, ...]:
     >>> brace_names(["layers.0-3.q", "layers.0-3.k", "norm"])
     ('layers.0-3.{q,k}', 'norm')
     """
-    groups: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        prefix, dot, last = name.rpartition(".")
-        groups.setdefault(prefix + dot, []).append(last)
-    return tuple(prefix + (last[0] if len(last) == 1 else f"{{{','.join(last)}}}") for prefix, last in groups.items())
+    return tuple(folded(names, in_last, brace))
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -41,17 +36,3 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _fold_position(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for row in rows:
-        if position < len(row) and row[position].isdecimal():
-            key = (*row[:position], "", *row[position + 1 :])
-            groups.setdefault(key, []).append(int(row[position]))
-        else:
-            groups[row] = []
-    return [
-        (*key[:position], ranges(sorted(numbers)), *key[position + 1 :]) if numbers else key
-        for key, numbers in groups.items()
-    ]

@@ -19,7 +19,7 @@ from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
-from .write import WIDTH, Heading, folded, plan_document, plan_text
+from .write import WIDTH, Heading, joined, plan_document, plan_text
 
 NOTHING = Code("SP530")
 NO_OVERLAY = Code("SP531")
@@ -229,7 +229,7 @@ def _kept(found: FoundModel, whole: Whole, code: Code, words: str) -> Diagnostic
         )
         for wanted in (names, None)
     )
-    listed = ", ".join(folded({found.tree.address(pattern): {"style": "replicate"} for pattern in patterns}))
+    listed = ", ".join(joined({found.tree.address(pattern): {"style": "replicate"} for pattern in patterns}))
     return Diagnostic(
         code=code,
         severity=Severity.WARNING,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from shardplan.compiler.layout.solver.draft import Options, Rules, listed, section_documents
+from shardplan.core.by_key import by_key
+from shardplan.core.folded_names import Row, braced, folded
 from shardplan.core.tree import ModuleTree
 from shardplan.language.plan_texts import value_text, word_text
 from shardplan.styles import NONE, STYLES
@@ -88,7 +89,7 @@ def section_lines(section: str, rules: Rules, tree: ModuleTree | None, written: 
     """
     parameters = frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
     ordered = in_order(rules, tree) if tree is not None else rules
-    return [f"{section}:", *_rules(folded(ordered, parameters), set() if written is None else written)]
+    return [f"{section}:", *_rules(joined(ordered, parameters), set() if written is None else written)]
 
 
 def plan_document(
@@ -129,50 +130,25 @@ def _pattern(tree: ModuleTree, name: str) -> str:
     return tree.address(tree.pattern(name))
 
 
-def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
+def joined(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
     """Join equal rules whose patterns differ in one segment to one rule with `{a,b}` as this segment, at the position of the first.
 
     Args:
         parameters: the patterns that match parameters; they are not joined with patterns of modules.
     """
-    keyed = [(number, p, (value_text(o), p in parameters)) for number, (p, o) in enumerate(rules.items())]
-    placed: list[tuple[int, str, Options]] = []
-    for wanted in dict.fromkeys(key for _, _, key in keyed):
-        rows = {tuple(p.split(".")): number for number, p, key in keyed if key == wanted}
-        options = next(rules[p] for _, p, key in keyed if key == wanted)
-        for position in reversed(range(max(map(len, rows)))):
-            rows = _fold(rows, position)
-        placed += [(number, ".".join(parts), options) for parts, number in rows.items()]
+    order = {pattern: number for number, pattern in enumerate(rules)}
+    equal = by_key(((value_text(options), pattern in parameters), pattern) for pattern, options in rules.items())
+    placed = [
+        (min(order[patterns[number]] for number in numbers), text, rules[patterns[0]])
+        for patterns in equal.values()
+        for text, numbers in folded(patterns, _joins, braced).items()
+    ]
     return {pattern: options for _, pattern, options in sorted(placed, key=itemgetter(0))}
 
 
-def _fold(rows: Mapping[tuple[str, ...], int], position: int) -> dict[tuple[str, ...], int]:
-    """Join rows (segments -> position) that differ only in the segment at `position`."""
-    alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
-    for row, number in rows.items():
-        foldable = 0 < position < len(row) and not row[position].isdigit() and row[position] != "*"
-        key = (*row[:position], "", *row[position + 1 :]) if foldable else row
-        alike.setdefault(key, []).append((row[position] if foldable else "", number))
-    return {
-        tuple(braced([word for word, _ in members]) if part == "" else part for part in key): min(
-            number for _, number in members
-        )
-        for key, members in alike.items()
-    }
-
-
-def braced(words: Sequence[str]) -> str:
-    """Join words: q_proj, k_proj and v_proj become `{q,k,v}_proj`. What they share up to an underscore or a number is written once."""
-    if len(words) == 1 or any("{" in word for word in words):
-        return words[0] if len(words) == 1 else f"{{{','.join(words)}}}"
-    head, tail = os.path.commonprefix(words), os.path.commonprefix([word[::-1] for word in words])[::-1]
-    if not all(word[len(head) :].isdigit() for word in words):
-        head = head[: head.rfind("_") + 1]
-    tail = tail[tail.find("_") :] if "_" in tail else ""
-    inner = [word[len(head) : len(word) - len(tail)] for word in words]
-    if not all(inner):
-        return f"{{{','.join(words)}}}"
-    return f"{head}{{{','.join(inner)}}}{tail}"
+def _joins(row: Row, at: int) -> bool:
+    """Whether patterns may differ in a segment: not in the first, and not in numbers of layers."""
+    return at > 0 and not row[at].isdigit() and row[at] != "*"
 
 
 def _rules(rules: Rules, written: set[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -10,9 +9,11 @@ from itertools import zip_longest
 from operator import itemgetter
 
 from shardplan.core.diagnostics import Location
+from shardplan.core.folded_names import braced, folded
 from shardplan.core.layout import P
 from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section, section_at, stated_options
 from shardplan.core.tree import ancestors, block, full_name
+from shardplan.language.globs import parse_glob
 from shardplan.language.plan_texts import value_text
 from shardplan.styles import STYLES, Style
 from shardplan.styles.kept_options import KEPT, with_kept
@@ -112,20 +113,9 @@ def combined(one: Repair, other: Repair) -> Repair | None:
     """Both changes as one rule, if they declare the same for names that differ in one place; else None."""
     if (one.section, one.old, one.new, one.also) != (other.section, other.old, other.new, other.also):
         return None
-    first, second = one.pattern.split("."), other.pattern.split(".")
-    differing = [i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
-    if len(first) != len(second) or len(differing) != 1:
-        return None
-    a, b = first[differing[0]], second[differing[0]]
-    inner, tail = re.fullmatch(r"(?:\{(.*)\}|([^{}_]*))((?:_.*)?)", a), re.fullmatch(r"([^_]*)((?:_.*)?)", b)
-    if inner and tail and inner[3] == tail[2]:
-        word = f"{{{inner[1] or inner[2]},{tail[1]}}}{tail[2]}"
-    elif "{" not in a:
-        word = f"{{{a},{b}}}"
-    else:
-        return None
-    pattern = ".".join((*first[: differing[0]], word, *first[differing[0] + 1 :]))
-    return Repair(pattern, (*one.names, *other.names), one.old, one.new, one.section, one.also)
+    texts = (text for pattern in (one.pattern, other.pattern) for text in parse_glob(pattern).texts)
+    patterns = list(folded(texts, lambda row, at: True, braced))
+    return replace(one, pattern=patterns[0], names=(*one.names, *other.names)) if len(patterns) == 1 else None
 
 
 def together(changes: Iterable[Repair]) -> Repair:
