@@ -7,7 +7,6 @@ import torch
 
 from shardplan.core.expressions import names, parse_expression
 from shardplan.model.reduced.fields import TABLE
-from shardplan.model.reduced.forms import OPTIONS
 from shardplan.model.reduced.images import RECIPES
 from shardplan.model.reduced.pictures import BATCH, FORMS, arrays, facts_of
 from shardplan.model.reduced.shrink import SHRINK
@@ -44,9 +43,17 @@ def test_each_form_of_models_that_read_no_text_uses_what_is_known(table):
     for form in table.get("forms", ()):
         tried = {one["each"] for one in (table, form) if "each" in one}
         assert tried <= FORMS["candidates"].keys() and {*form.get("lacks", ())} <= FORMS["numbers"].keys()
-        for text in (text for name, text in form.items() if name not in OPTIONS):
+        for text in (text for name, text in form.items() if name not in ("each", "lacks")):
             known = FORMS["numbers"].keys() | tried | {"batch", "seq", "hidden"}
             assert {*names(parse_expression(text.partition("(")[2].rpartition(")")[0].replace(",", "+")))} <= known
+
+
+@pytest.mark.parametrize("table", FORMS["beside"], ids=lambda table: list(table)[-1])
+def test_what_is_given_next_to_text_has_the_shape_of_the_ids(table):
+    texts, ids = {name: text for name, text in table.items() if name != "each"}, (BATCH, 2, 9)
+    made = arrays(texts, {table.get("each", ""): 5}, 0, ids)
+    assert {value.shape[:3] for value in made.values()} == {ids}
+    assert all(len(value.unique()) > 1 for value in made.values()), "tokens differ"
 
 
 def test_sound_has_the_samples_that_the_convolutions_read():

@@ -4,7 +4,7 @@ cross-attention, and token types."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from shardplan.model.config_numbers import config_value, text_config
+from shardplan.model.config_numbers import text_config
 
-from .forms import Form, forms_of
+from .forms import Form, filled, forms_of
 from .outcome import loss_of
-from .pictures import BATCH, FORMS
-from .scale import hidden_size
+from .pictures import BATCH, FORMS, arrays
 
 Extra = Callable[[Tensor, int], dict[str, Any]]  # (input_ids [batch, (choices,) sequence], seed) -> arguments
 
@@ -32,7 +31,7 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
         inputs: text.
     """
     taken = inspect.signature(type(model).forward).parameters
-    candidates = [(name, extra) for name, extra in _candidates(config) if name in taken]
+    candidates = list(_beside(config, taken))
     media = [name for name in FORMS["media"] if name in taken]
     if not candidates and not media:
         return {}, False
@@ -56,35 +55,22 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
     return found, False
 
 
-def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
-    text = text_config(config)
-    widths = [config_value(text, name) for name in FORMS["encoder_widths"]] + [hidden_size(text)]
-    for width in dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0):
-        yield "encoder_hidden_states", partial(_states, width=width)
-        yield "encoder_outputs", partial(_outputs, width=width)
-    yield "token_type_ids", _types
+def _beside(config: PreTrainedConfig, taken: Container[str]) -> Iterator[tuple[str, Extra]]:
+    """The arguments of plans/inputs.toml that may be given next to text, in each form, as far as a model's forward accepts them."""
+    for table in FORMS["beside"]:
+        for texts, known in filled(table, text_config(config), {}):
+            if (name := next(iter(texts))) in taken:
+                yield name, partial(_made, texts, known)
+
+
+def _made(texts: Mapping[str, str], facts: Mapping[str, int], ids: Tensor, seed: int) -> dict[str, Any]:
+    made = arrays(texts, facts, seed, ids.shape)
+    return {name: (value,) if name in FORMS["wrapped"] else value for name, value in made.items()}
 
 
 def _media(form: Form) -> Extra:
     """Pictures and sounds without tokens of their own."""
     return lambda ids, seed: {**form(seed)}
-
-
-def _random_states(ids: Tensor, seed: int, width: int) -> Tensor:
-    return torch.randn(*ids.shape, width, generator=torch.Generator().manual_seed(seed))
-
-
-def _states(ids: Tensor, seed: int, width: int) -> dict[str, Any]:
-    return {"encoder_hidden_states": _random_states(ids, seed, width)}
-
-
-def _outputs(ids: Tensor, seed: int, width: int) -> dict[str, Any]:
-    return {"encoder_outputs": (_random_states(ids, seed, width),)}
-
-
-def _types(ids: Tensor, seed: int) -> dict[str, Any]:
-    """Token types: the first part of each row has one type, the rest another."""
-    return {"token_type_ids": (torch.arange(ids.shape[-1]) >= ids.shape[-1] // 3).long().expand_as(ids).contiguous()}
 
 
 def _unreached(model: nn.Module, inputs: Mapping[str, Any]) -> set[str] | None:

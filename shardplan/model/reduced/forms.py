@@ -28,7 +28,6 @@ KINDS: Mapping[str, str] = FORMS[
 TOWER: Mapping[str, Sequence[str]] = FORMS["tower"]  # the arguments' names in towers, where whole models use others
 GRIDS = TOWER["image_grid_thw"]
 SPOKEN = 3  # tokens of a transcript
-OPTIONS = ("each", "lacks")
 NAMES = re.compile(r"[a-z_]+")
 
 
@@ -66,8 +65,8 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
     for table in FORMS["alone"]:
         if not {main, KINDS[main]} & {*table["of"]}:
             continue
-        for form, known in _filled(table, config, first, facts):
-            texts = {_accepted(name, main, mask, accepted): text for name, text in form.items() if name not in OPTIONS}
+        for form, known in filled(table, config, facts, first):
+            texts = {_accepted(name, main, mask, accepted): text for name, text in form.items() if name != "lacks"}
             marks = texts.pop(mask, "") if "mask" in form else ""
             if next(iter(texts)) != main or "" in texts or any(name in known for name in form.get("lacks", ())):
                 continue
@@ -79,18 +78,22 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
     return [*plain, *masked]
 
 
-def _filled(
-    form: Mapping[str, Any], config: PreTrainedConfig, first: int | None, facts: dict[str, int]
+def filled(
+    form: Mapping[str, Any], config: PreTrainedConfig, facts: dict[str, int], first: int | None = None
 ) -> Iterator[tuple[Mapping[str, Any], dict[str, int]]]:
-    """The arrays of a table of plans/inputs.toml, with the facts for each."""
+    """The arrays of a table of plans/inputs.toml, with the facts for each.
+
+    Args:
+        first: the features that the model's first matrix reads.
+    """
     if form.get("image"):
         yield from ((r.arrays, facts) for r in RECIPES if r.kind == "image" and not r.reads and r.suits(config))
     for number in _candidates(form["each"], config, first) if "each" in form else (None,):
         known = facts if number is None else facts | {form["each"]: number}
         for one in form.get("forms", ()):
-            yield from _filled(one, config, first, known)
-        if "main" in form:
-            yield form, known
+            yield from filled(one, config, known, first)
+        if "forms" not in form and not form.get("image"):
+            yield {name: text for name, text in form.items() if name != "each"}, known
 
 
 def _candidates(name: str, config: PreTrainedConfig, first: int | None = None) -> list[int]:

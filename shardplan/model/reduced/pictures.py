@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -58,6 +59,8 @@ MAKERS: Mapping[str, Callable[..., Tensor]] = {
     "boxes": lambda g, rows, columns: _boxes(rows, columns),
     "pooled": lambda g, rows, columns: _pooled(rows, columns),
     "placed": _placed,
+    # Zeros, and ones after a third of each row.
+    "halves": lambda g, *shape: (torch.arange(shape[-1]) >= shape[-1] // 3).long().expand(shape).contiguous(),
 }
 
 
@@ -77,13 +80,14 @@ FOLDS: Mapping[str, Callable[..., int]] = {
 }
 
 
-def arrays(texts: Mapping[str, str], facts: Mapping[str, int], seed: int) -> dict[str, Tensor]:
+def arrays(texts: Mapping[str, str], facts: Mapping[str, int], seed: int, ids: Sequence[int] = ()) -> dict[str, Tensor]:
     """An array for each argument.
 
     Args:
         texts: the arguments -> a function of MAKERS, with expressions over the facts.
         facts: those about the reduced model's configuration, and further ones.
         seed: each seed gives other random values.
+        ids: the shape for which an expression writes `ids`.
 
     Raises:
         EvaluationError: an expression needs a fact that is not there.
@@ -92,7 +96,9 @@ def arrays(texts: Mapping[str, str], facts: Mapping[str, int], seed: int) -> dic
     for name, text in texts.items():
         call = CALL.fullmatch(text)
         assert call is not None, text
-        made[name] = MAKERS[call[1]](generator, *(evaluate(parse_expression(one), facts) for one in call[2].split(",")))
+        sizes = (one.strip() for one in call[2].split(","))
+        numbers = (ids if one == "ids" else (evaluate(parse_expression(one), facts),) for one in sizes)
+        made[name] = MAKERS[call[1]](generator, *chain.from_iterable(numbers))
     return made
 
 
