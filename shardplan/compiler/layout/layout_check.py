@@ -25,7 +25,7 @@ from .drawing_operands import DrawingOperand
 from .edits import edits_of
 from .finding import Finding
 from .layout_diagnostics import diagnostic
-from .mergeable_sums import SeenSum, SharedSum
+from .mergeable_sums import SharedSum
 from .outside_reads import outside_repairs
 from .read_results import read_in_any
 from .reads import SharedRead, agreed
@@ -157,46 +157,35 @@ def check_layout(
     diagnostics: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
-    incoming: dict[str, Layout] = {}
-    reads: list[SharedRead] | None = None
-    sums: list[SharedSum] | None = None
-    shared: list[Mapping[str, str | None]] = []
-    through: dict[tuple[SummedOutputs, str], None] = {}
-    summed: list[SeenSum] = []
-    operands: set[DrawingOperand] = set()
+    proofs = []
     for recorded in recorded_models:
         proof = prove(resolved, recorded)
+        proofs.append(proof)
         first, fixed, following = _explain(resolved, recorded, proof, search, help)
         for one, change in zip(first, fixed, strict=True):
             if one not in diagnostics:
                 diagnostics.append(replace(one, edits=edits_of(resolved, change)))
                 changes.append(change)
         secondary += [one for one in following if one not in secondary]
-        incoming = {**proof.incoming, **incoming}
-        reads = [read for read in proof.reads if reads is None or read in reads]
-        sums = [one for one in proof.sums if sums is None or one in sums]
-        shared.append(proof.shared_reads)
-        through.update(((seen.sum, name), None) for seen in proof.declared for name in seen.through)
-        summed.extend(proof.declared)
-        operands.update(proof.operands)
         if not proof.findings:
             unsummed = [one for one in undeclared(proof.declared) if one not in diagnostics]
             diagnostics += unsummed
             changes += [None] * len(unsummed)
+    declared = [seen for proof in proofs for seen in proof.declared]
     return LayoutReport(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
-        incoming=incoming,
+        incoming={name: layout for proof in reversed(proofs) for name, layout in proof.incoming.items()},
         cross_module_reads=_joined(recorded.cross_module_reads for recorded in recorded_models),
         repairs=tuple(changes),
-        reads=tuple(reads or ()),
-        sums=tuple(sums or ()),
-        shared_reads=agreed(shared),
+        reads=tuple(one for one in proofs[-1].reads if all(one in proof.reads for proof in proofs)),
+        sums=tuple(one for one in proofs[-1].sums if all(one in proof.sums for proof in proofs)),
+        shared_reads=agreed(proof.shared_reads for proof in proofs),
         same_arguments=recorded_models[0].same_arguments,
         read_results=read_in_any(recorded.read_results for recorded in recorded_models),
-        through=tuple(through),
-        summed=holding(summed),
-        operands=frozenset(operands),
+        through=tuple(dict.fromkeys((seen.sum, name) for seen in declared for name in seen.through)),
+        summed=holding(declared),
+        operands=frozenset(operand for proof in proofs for operand in proof.operands),
     )
 
 

@@ -98,9 +98,30 @@ class _Carrying:
                 reduced.__class__ = plain_class(own)
             except TypeError as error:
                 raise NotBound(str(error)) from error
-        self._parameters(own, plain, reduced)
-        self._buffers(own, plain, reduced)
-        self._children(own, plain, reduced)
+        others = len(plain._modules)
+        if isinstance(own, nn.ModuleList) and len(own._modules) != others:
+            raise NotBound(f"has {len(own._modules)} modules, but {others} by class and configuration")
+        self._fill(own, plain, reduced)
+
+    def _fill(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
+        """Give a module the parameters, buffers and children that the live one has otherwise than the plain one."""
+        makers: dict[str, Callable[[str, Any], Any]] = {
+            "_parameters": self._parameter,
+            "_buffers": lambda leaf, buffer: self._tensor(f"the buffer {leaf}", buffer),
+            "_modules": lambda leaf, child: self._made(child),
+        }
+        for kind, make in makers.items():
+            mine, new = vars(own)[kind], vars(reduced)[kind]
+            others = {} if plain is None else vars(plain)[kind]
+            for leaf, value in mine.items():
+                other = others.get(leaf)
+                if value is None:
+                    new[leaf] = None
+                elif other is None or (isinstance(value, Tensor) and value.shape != other.shape):
+                    new[leaf] = make(leaf, value)
+            for leaf in new.keys() - mine.keys():
+                del new[leaf]
+        reduced._non_persistent_buffers_set = set(own._non_persistent_buffers_set)
 
     def _attributes(self, own: nn.Module, plain: nn.Module, reduced: nn.Module) -> None:
         here, there = plain_attributes(own), plain_attributes(plain)
@@ -166,17 +187,6 @@ class _Carrying:
             shape.append(next(iter(known)))
         return tuple(shape)
 
-    def _parameters(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
-        others = plain._parameters if plain is not None else {}
-        for leaf, parameter in own._parameters.items():
-            other = others.get(leaf)
-            if parameter is None:
-                reduced._parameters[leaf] = None
-            elif other is None or parameter.shape != other.shape:
-                reduced._parameters[leaf] = self._parameter(leaf, parameter)
-        for leaf in reduced._parameters.keys() - own._parameters.keys():
-            del reduced._parameters[leaf]
-
     def _parameter(self, leaf: str, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter of the reduced size, with values of about the same magnitude. The same parameter always gives the same result."""
         if id(parameter) not in self.counterparts:
@@ -191,30 +201,6 @@ class _Carrying:
             self.counterparts[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
         return self.counterparts[id(parameter)]
 
-    def _buffers(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
-        others = plain._buffers if plain is not None else {}
-        for leaf, buffer in own._buffers.items():
-            other = others.get(leaf)
-            if buffer is None:
-                reduced._buffers[leaf] = None
-            elif other is None or buffer.shape != other.shape:
-                reduced._buffers[leaf] = self._tensor(f"the buffer {leaf}", buffer)
-        for leaf in reduced._buffers.keys() - own._buffers.keys():
-            del reduced._buffers[leaf]
-        reduced._non_persistent_buffers_set = set(own._non_persistent_buffers_set)
-
-    def _children(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
-        others = plain._modules if plain is not None else {}
-        if isinstance(own, nn.ModuleList) and len(own._modules) != len(others):
-            raise NotBound(f"has {len(own._modules)} modules, but {len(others)} by class and configuration")
-        for leaf, child in own._modules.items():
-            if child is None:
-                reduced._modules[leaf] = None
-            elif others.get(leaf) is None:
-                reduced._modules[leaf] = self._made(child)
-        for leaf in reduced._modules.keys() - own._modules.keys():
-            del reduced._modules[leaf]
-
     def _made(self, child: nn.Module) -> nn.Module:
         """A module that class and configuration do not build, in the reduced model's sizes."""
         if id(child) in self.counterparts:
@@ -222,10 +208,7 @@ class _Carrying:
         new = plain_class(child).__new__(plain_class(child))
         nn.Module.__init__(new)
         self.counterparts[id(child)] = new
-        self._parameters(child, None, new)
-        self._buffers(child, None, new)
-        for leaf, inner in child._modules.items():
-            new._modules[leaf] = None if inner is None else self._made(inner)
+        self._fill(child, None, new)
         self.made.append((child, new))
         if hasattr(child, "config") and not is_float8(child):
             new.config = self.counterparts.get(id(child.config), self.target.config)
