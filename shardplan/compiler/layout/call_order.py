@@ -14,15 +14,11 @@ def block_calls(model: ModelLayouts) -> tuple[str, tuple[tuple[str, int], ...]]:
     recorded = model.recorded_models[0]
     blocks = repeated_blocks(recorded.tree)
     calls: dict[str, dict[str, int]] = {}
-    running: list[str] = []
-    for event in recorded.reference.events:
-        if event.kind == "enter":
-            for block in (one for one in blocks if f"{event.module}.".startswith(f"{one}.")):
-                inside = calls.setdefault(block, {})
-                if below := event.module[len(block) + 1 :]:
-                    inside.setdefault(below, sum(one.startswith(f"{block}.") for one in running))
-            running.append(event.module)
-        elif event.kind == "leave":
-            running.pop()
+    for event, running in recorded.reference.with_running():
+        around = next((one for one in blocks if f"{event.module}.".startswith(f"{one}.")), None)
+        if event.kind == "enter" and around is not None:
+            inside = calls.setdefault(around, {})
+            if below := event.module[len(around) + 1 :]:
+                inside.setdefault(below, sum(one.startswith(f"{around}.") for one in running[:-1]))
     ran = [block for block in blocks if block in calls]
     return (ran[-1], tuple(calls[ran[-1]].items())) if ran else ("", ())

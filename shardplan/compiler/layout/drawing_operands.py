@@ -57,12 +57,7 @@ def drawing_operands(run: Trace, typed: TypedRun) -> tuple[DrawingOperand, ...]:
 def own_values(run: Trace, typed: TypedRun, spreads: Spreads, modules: Collection[str]) -> Iterator[DrawingOperand]:
     """How the values in the modules' own code are spread: arguments, parameters, and results of operations and of
     called modules. Code that draws only under a condition that is false in this run can read nothing else."""
-    running = [""]
-    for event in run.events:
-        if event.kind == "enter":
-            running.append(event.module)
-        elif event.kind == "leave":
-            running.pop()
+    for event, running in run.with_running():
         scope = event.module if event.kind in ("op", "read") else running[-1] if running else ""
         if scope not in modules or event.kind == "crash":
             continue

@@ -88,14 +88,10 @@ def _calls(
     """Block -> for each of its calls, the members of its sums that ran."""
     blocks = {one.block for one in by_member.values()}
     calls: dict[str, list[_Call]] = {name: [] for name in blocks}
-    running: list[str] = []
-    for event in run.events:
-        if event.kind == "enter":
-            running.append(event.module)
-            if event.module in blocks:
-                calls[event.module].append([])
+    for event, running in run.with_running():
+        if event.kind == "enter" and event.module in blocks:
+            calls[event.module].append([])
         elif event.kind == "leave":
-            running.pop()
             one = by_member.get(event.module)
             if one is not None and one.block in running:
                 value = event.outputs[0] if event.outputs and (event.outputs[0], event.module) in outputs else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from shardplan.core.by_key import by_key
 from shardplan.core.layout import Layout
 from shardplan.core.tree import ModuleTree, block, element, starred
 
@@ -33,18 +34,14 @@ class Alike:
         of the reduced model. If nothing is known of a kind of block, the facts about all kinds."""
         if self._same:
             return {name: (fact,) for name, fact in facts.items() if name in self.tree.modules}
-        known: dict[Key, dict[T, None]] = {}
-        of_all: dict[str, dict[T, None]] = {}
-        for name, fact in facts.items():
-            key = self._key(self._reduced, name)
-            known.setdefault(key, {})[fact] = None
-            of_all.setdefault(key[0], {})[fact] = None
+        keyed = [(self._key(self._reduced, name), fact) for name, fact in facts.items()]
+        known, of_all = by_key(keyed), by_key((pattern, fact) for (pattern, _), fact in keyed)
         kinds = {kind for _, kind in known}
         found: dict[str, tuple[T, ...]] = {}
         for name in self.tree.modules:
             pattern, kind = self._key(self.tree, name)
             if here := known.get((pattern, kind)) if kind in kinds else of_all.get(pattern):
-                found[name] = tuple(here)
+                found[name] = tuple(dict.fromkeys(here))
         return found
 
     def _key(self, tree: ModuleTree, name: str) -> Key:

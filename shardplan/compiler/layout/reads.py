@@ -42,13 +42,10 @@ def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]
     """
     known, around = set(moving), homes(tree, dict.fromkeys(name for _, name in moving))
     calls: Counter[str] = Counter()
-    running: list[str] = []
     moved: dict[tuple[str, int, int], str] = {}
     found: dict[str, str | None] = {}
-    for event in run.events:
-        if event.kind == "leave":
-            running.pop()
-        elif event.kind == "enter":
+    for event, running in run.with_running():
+        if event.kind == "enter":
             for number in dict.fromkeys(event.inputs):
                 if (number, event.module) in known:
                     home = around.get(event.module)
@@ -58,7 +55,6 @@ def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]
                         first = moved.get(key)
                         moved.setdefault(key, event.module)
                     found[event.module] = found.get(event.module, first) and first
-            running.append(event.module)
             calls[event.module] += 1
     return found
 

@@ -3,13 +3,14 @@ token's experts at a time. Its call in the unsharded run is repeated the way the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.tree import named
 from shardplan.model.model_findings import reason
 from shardplan.model.rebinding import copied
@@ -31,24 +32,24 @@ def token_findings(plan: ResolvedPlan, recorded_models: Iterable[RecordedModel],
         ranks: the number of ranks that share the experts.
     """
     distributed = {name: one.experts.count for name, one in bound_modules(plan).items() if one.experts is not None}
-    found: dict[tuple[int, str], list[str]] = {}
-    for recorded in recorded_models:
-        for name, event, result in _calls(recorded, distributed):
-            call = (event.place, distributed[name], ranks)
-            if call not in recorded.token_wise:
-                module = recorded.model.get_submodule(name)
-                recorded.token_wise[call] = _reason(recorded, module, event, result, distributed[name], ranks)
-            why = recorded.token_wise[call]
-            names = found.setdefault((id(plan.modules[name].rule), why), []) if why else []
-            if name not in names:
-                names.append(name)
-    return tuple(_finding(plan, why, names) for (_, why), names in found.items())
+    reasons = (
+        ((plan.modules[name].rule, why), name)
+        for recorded in recorded_models
+        for name, why in _reasons(recorded, distributed, ranks)
+        if why
+    )
+    return tuple(_finding(rule, why, tuple(dict.fromkeys(names))) for (rule, why), names in by_key(reasons).items())
 
 
-def _calls(recorded: RecordedModel, names: Iterable[str]) -> Iterator[tuple[str, Event, Tensor | None]]:
+def _reasons(recorded: RecordedModel, distributed: Mapping[str, int], ranks: int) -> Iterator[tuple[str, str]]:
+    """Each call of a module of experts, with the reason; both are remembered for other variants of a plan."""
     for event in recorded.reference.events:
-        if event.kind == "enter" and event.module in names:
-            yield event.module, event, recorded.reference.result(event.module, event.place[1])
+        if event.kind == "enter" and event.module in distributed:
+            count, result = distributed[event.module], recorded.reference.result(event.module, event.place[1])
+            if (call := (event.place, count, ranks)) not in recorded.token_wise:
+                module = recorded.model.get_submodule(event.module)
+                recorded.token_wise[call] = _reason(recorded, module, event, result, count, ranks)
+            yield event.module, recorded.token_wise[call]
 
 
 def _reason(
@@ -91,13 +92,12 @@ def _of_rank(module: nn.Module, count: int, ranks: int, rank: int) -> nn.Module:
     return own
 
 
-def _finding(plan: ResolvedPlan, why: str, names: list[str]) -> Diagnostic:
-    rule = plan.modules[names[0]].rule
+def _finding(rule: Rule, why: str, names: tuple[str, ...]) -> Diagnostic:
     return Diagnostic(
         code=TOKENS,
         severity=Severity.ERROR,
         message=f"the experts of {named(names)} cannot be distributed: {why}",
         primary=Label(rule.location, "distributes them"),
         help="remove the rule: tensor parallelism splits the stacks of experts",
-        modules=tuple(names),
+        modules=names,
     )

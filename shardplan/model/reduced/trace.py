@@ -144,6 +144,17 @@ class Trace:
                 queue += more
                 seen.update(more)
 
+    def with_running(self) -> Iterator[tuple[Event, list[str]]]:
+        """Each event, with the modules whose forwards run there, outermost first; a module runs at its "enter", and no longer at its
+        "leave"."""
+        running: list[str] = []
+        for event in self.events:
+            if event.kind == "leave":
+                running.pop()
+            elif event.kind == "enter":
+                running.append(event.module)
+            yield event, running
+
     def as_trained(self) -> Trace:
         """The run as if all parameters were trained, and nothing were detached: values computed from them require a gradient. The same
         trace where all of them do."""
