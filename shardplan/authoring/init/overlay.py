@@ -19,6 +19,7 @@ from shardplan.compiler.layout.solver.draft import (
     partial_gradients,
 )
 from shardplan.compiler.layout.solver.flow import Flow
+from shardplan.core.by_key import by_key
 from shardplan.core.layout import R
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
@@ -212,12 +213,9 @@ class Overlay:
             left = {
                 n: e.module for e in self.flow.run.events if e.kind == "leave" and e.module in parts for n in e.outputs
             }
-            readers: dict[str, list[str]] = {}
-            for event in self.flow.run.events:
-                if event.kind == "enter" and event.module in parts:
-                    for source in (left[number] for number in event.inputs if number in left):
-                        readers.setdefault(source, []).append(event.module)
-            for source, own in readers.items():
+            entered = (e for e in self.flow.run.events if e.kind == "enter" and e.module in parts)
+            readers = ((left[number], event.module) for event in entered for number in event.inputs if number in left)
+            for source, own in by_key(readers).items():
                 if self._is_norm(source) and len(own) > 1 and all(map(self._needs_all, own)):
                     patterns = [self.tree.pattern(one) for one in (source, *own)]
                     found[patterns[0]] = {p: self.within[p] for p in patterns if p in self.within}

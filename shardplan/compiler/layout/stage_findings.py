@@ -97,17 +97,29 @@ def _order(facts: CutFacts, order: tuple[int, ...], label: Label | None, severit
 
 def _parameters(facts: CutFacts, label: Label | None, severity: Severity) -> Iterator[Diagnostic]:
     ends = facts.ends
-    for names, what, help in (
-        (ends.unread, "no run reads", "name it in `first` or `last` of pipeline_parallel"),
-        (ends.inside, "is read between pipeline stages, while a block runs or between two:", WITHOUT),
-        (ends.both, "is read before the blocks and after them, so by two pipeline stages:", WITHOUT),
+    if ends.unread:
+        yield unread(ends.unread, label, severity)
+    for names, what in (
+        (ends.inside, "is read between pipeline stages, while a block runs or between two"),
+        (ends.both, "is read before the blocks and after them, so by two pipeline stages"),
     ):
-        if not names:
-            continue
-        message = f"{what} {named(names)}" if names is ends.unread else f"{named(names)} {what.rstrip(':')}"
-        if names is ends.unread:
-            message += ": its pipeline stage is not known"
-        yield Diagnostic(code=NOWHERE, severity=severity, message=message, primary=label, help=help, modules=names)
+        if names:
+            message = f"{named(names)} {what}"
+            yield Diagnostic(
+                code=NOWHERE, severity=severity, message=message, primary=label, help=WITHOUT, modules=names
+            )
+
+
+def unread(names: tuple[str, ...], label: Label | None, severity: Severity) -> Diagnostic:
+    """The finding about parameters that no run reads."""
+    return Diagnostic(
+        code=NOWHERE,
+        severity=severity,
+        message=f"no run reads {named(names)}: its pipeline stage is not known",
+        primary=label,
+        help="name it in `first` or `last` of pipeline_parallel",
+        modules=names,
+    )
 
 
 def _crossings(

@@ -10,12 +10,12 @@ from shardplan.compiler.check.field_places import field_label
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.stages import HandedOn
-from shardplan.core.tree import ModuleTree, full_name, named
+from shardplan.core.tree import ModuleTree, full_name
 from shardplan.torchlib.modes import reduced_runs
 
 from .model import ModelLayouts, unproven
 from .stage_check import CutFacts, cut_facts
-from .stage_findings import NOWHERE, stage_findings
+from .stage_findings import stage_findings, unread
 from .stage_reads import StageParts, stage_root
 
 
@@ -136,15 +136,4 @@ def _moved(handed: Mapping[str, HandedOn], tree: ModuleTree, resolved: ResolvedP
 
 
 def _unknown(resolved: ResolvedPlan, names: tuple[str, ...], severity: Severity) -> tuple[Diagnostic, ...]:
-    if not names:
-        return ()
-    return (
-        Diagnostic(
-            code=NOWHERE,
-            severity=severity,
-            message=f"no run reads {named(names)}: its pipeline stage is not known",
-            primary=field_label(resolved.pipeline_parallel, "layers"),
-            help="name it in `first` or `last` of pipeline_parallel",
-            modules=names,
-        ),
-    )
+    return (unread(names, field_label(resolved.pipeline_parallel, "layers"), severity),) if names else ()

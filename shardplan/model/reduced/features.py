@@ -89,9 +89,5 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
 def _labels(form: Labels, config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
     if form == "spoken":  # the first token is the id for none
         return torch.randint(1, int(config.vocab_size), (BATCH, SPOKEN), generator=generator)
-    return _classes(config, generator)
-
-
-def _classes(config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
     count = getattr(config, "num_labels", None)
     return torch.randint(count, (BATCH,), generator=generator) if isinstance(count, int) and count > 1 else None

@@ -16,7 +16,7 @@ from shardplan.model.found import Inputs
 
 from .extras import extras_of
 from .features import Features, features_of
-from .forms import boxes, code_books, coded, first_running, shares
+from .forms import boxes, code_books, coded, first_running, runs, shares
 from .images import Fitting, fitting
 from .model_inputs import Padding, code_inputs, image_inputs, labels_of, text_inputs
 from .own_copies import checked
@@ -82,7 +82,7 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
     candidates = [tokens_in(codes, boxed) for codes in (0, *code_books(config)) for boxed in placed]
     tokens = candidates[0] if images else first_running(model, candidates)
 
-    needed = bool(images) and not _runs(model, tokens(0, None))
+    needed = bool(images) and not runs(model, tokens(0, None))
     extras, needed = ({}, True) if needed else extras_of(model, config, tokens(0, None))
 
     def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _images(model: nn.Module, config: PreTrainedConfig, made: WithImages) -> tup
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             inputs = made(0, None, images)
             dtype = next(model.parameters()).dtype
-            model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})
+            model(**{name: cast(value, dtype) for name, value in inputs.items()})
 
     for kind in ("image", "video", "audio"):
         images = fitting(model, config, kind, tries)
@@ -170,12 +170,3 @@ def _images(model: nn.Module, config: PreTrainedConfig, made: WithImages) -> tup
         elif images:
             unseen.append(f"{kind}s: {images}")
     return found, "; ".join(unseen)
-
-
-def _runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(**inputs)
-    except Exception:  # raised by the modelling code, which needs images too
-        return False
-    return True

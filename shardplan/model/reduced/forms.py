@@ -17,6 +17,7 @@ from shardplan.model.config_numbers import config_value
 from .images import RECIPES
 from .outcome import results_of
 from .pictures import FORMS, arrays, facts_of, parts
+from .precision import cast
 from .scale import hidden_size, is_size
 
 Arrays = dict[str, Tensor]
@@ -42,7 +43,7 @@ def first_running(model: nn.Module, candidates: Sequence[Make]) -> Make:
 def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Whether a model runs with these inputs and gives finite results."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    given = {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
+    given = {name: cast(value, dtype) for name, value in inputs.items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return all(bool(result.isfinite().all()) for result in results_of(model(**given)).values())
