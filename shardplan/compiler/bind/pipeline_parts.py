@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import SECTIONS, PlanFile
 from shardplan.core.sections import PipelineParallel
-from shardplan.language.globs import parse_glob
-from shardplan.language.limits import MAX_FINDINGS
 
 from .dead import dead
 from .matching import Names
-from .section_globs import elements, entry_place
+from .section_globs import elements, entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +47,24 @@ def pipeline_parts(
         return PipelineParts(), ()
     wrong: list[Diagnostic] = []
 
-    def found(field: str, patterns: tuple[str, ...], *, parameters: bool) -> tuple[str, ...]:
+    def found(field: str, *, parameters: bool) -> tuple[str, ...]:
         matched: set[str] = set()
-        for i, pattern in enumerate(patterns):
-            if len(wrong) > MAX_FINDINGS:  # no more are shown
-                break
-            glob = parse_glob(pattern)
-            reached = names.reach(glob)
+        for glob, reached, location in entries(section, field, names, wrong):
             matched.update(reached.modules, reached.parameters if parameters else ())
             if not (reached.modules or (parameters and reached.parameters)):
-                if field == "carry" and pattern in optional:
+                if field == "carry" and glob.pattern in optional:
                     continue
-                location = entry_place(section, field, i)
                 if field == "layers":  # no list
                     location = replace(location, path=location.path[:-1])
                 wrong.append(dead(names, glob, location, modules_only=not parameters, listed=True))
         tree = names.tree
         return tuple(name for name in (*tree.modules, *tree.parameters) if name in matched)
 
-    blocks = found("layers", (section.layers,) if section.layers is not None else (), parameters=False)
+    blocks = found("layers", parameters=False)
     parts = PipelineParts(
         blocks=tuple(elements(blocks, names.tree)),
-        first=found("first", section.first, parameters=True),
-        last=found("last", section.last, parameters=True),
-        carried=found("carry", section.carry, parameters=False),
+        first=found("first", parameters=True),
+        last=found("last", parameters=True),
+        carried=found("carry", parameters=False),
     )
     return parts, tuple(wrong)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, Section
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
-from shardplan.language.globs import parse_glob
+from shardplan.language.globs import Glob, parse_glob
 from shardplan.language.limits import MAX_FINDINGS
 
 from .dead import dead
-from .matching import Names
+from .matching import Names, Reached
 
 PARAMETERS = Code("SP207")
 
@@ -30,20 +30,27 @@ def expand(
         return (), ()
     found: set[str] = set()
     wrong: list[Diagnostic] = []
-    for i, pattern in enumerate(getattr(section, field)):
-        if len(wrong) > MAX_FINDINGS:  # no more are shown
-            break
-        glob = parse_glob(pattern)
-        reached = names.reach(glob)
+    for glob, reached, location in entries(section, field, names, wrong):
         found.update(_each(every, tuple(elements(reached.modules, names.tree)), names))
         if not reached.modules:
-            location = entry_place(section, field, i)
             wrong.append(
-                _parameters(pattern, location, reached.parameters)
+                _parameters(glob.pattern, location, reached.parameters)
                 if reached.parameters
                 else dead(names, glob, location, modules_only=True)
             )
     return tuple(name for name in names.tree.modules if name in found), tuple(wrong)
+
+
+def entries(
+    section: Section, field: str, names: Names, wrong: Sequence[Diagnostic]
+) -> Iterator[tuple[Glob, Reached, Location]]:
+    """The globs of a section's field, what each matches, and its place; it ends after more findings than are shown."""
+    patterns = getattr(section, field) or ()
+    for i, pattern in enumerate((patterns,) if isinstance(patterns, str) else patterns):
+        if len(wrong) > MAX_FINDINGS:
+            return
+        glob = parse_glob(pattern)
+        yield glob, names.reach(glob), entry_place(section, field, i)
 
 
 def entry_place(section: Section, field: str, index: int) -> Location:

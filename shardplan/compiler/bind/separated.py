@@ -9,14 +9,12 @@ from typing import Literal, get_args
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import NO_OVERLAYS, MatrixParts, ResolvedPlan
 from shardplan.core.tree import full_name, named
-from shardplan.language.globs import parse_glob
-from shardplan.language.limits import MAX_FINDINGS
 from shardplan.styles.separate_matrices import LEAST, separate_matrices
 
 from .assignments import assign, layers
 from .dead import dead
 from .matching import Names, Reached
-from .section_globs import entry_place
+from .section_globs import entries
 
 UNFIT = Code("SP211")
 Field = Literal["parts", "heads"]
@@ -41,11 +39,7 @@ def separated(plan: ResolvedPlan, names: Names) -> tuple[Mapping[str, MatrixPart
     wrong: list[Diagnostic] = []
     fields: tuple[Field, ...] = get_args(Field)
     for field in fields:
-        for i, pattern in enumerate(getattr(section, field)):
-            if len(wrong) > MAX_FINDINGS:  # no more are shown
-                break
-            glob, place = parse_glob(pattern), entry_place(section, field, i)
-            reached = names.reach(glob)
+        for glob, reached, place in entries(section, field, names, wrong):
             if not reached:
                 wrong.append(dead(names, glob, place, listed=True))
                 continue

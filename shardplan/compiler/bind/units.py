@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.sections import DataParallel
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, ParameterInfo, ancestors, parent
-from shardplan.language.globs import parse_glob
-from shardplan.language.limits import MAX_FINDINGS
 from shardplan.styles.backends import BACKENDS
 
 from .dead import dead
 from .matching import Names
+from .section_globs import entries
 
 
 def ignored(section: DataParallel | None, names: Names) -> tuple[frozenset[str], tuple[Diagnostic, ...]]:
@@ -23,17 +22,12 @@ def ignored(section: DataParallel | None, names: Names) -> tuple[frozenset[str],
     tree = names.tree
     found = {n for n, (_, p) in tree.parameters.items() if section.frozen == "replicated" and not p.requires_grad}
     wrong: list[Diagnostic] = []
-    for i, pattern in enumerate(section.ignored):
-        if len(wrong) > MAX_FINDINGS:  # no more are shown
-            break
-        glob = parse_glob(pattern)
-        reached = names.reach(glob)
+    for glob, reached, place in entries(section, "ignored", names, wrong):
         modules = frozenset(reached.modules)
         found.update(reached.parameters)
         found.update(n for n, (m, _) in tree.parameters.items() if modules & {m.name, *ancestors(m.name)})
         if not (reached.modules or reached.parameters):
-            place = section.given.get("ignored") or section.location or Location("<arguments>", ("ignored",))
-            wrong.append(dead(names, glob, Location(place.file, (*place.path, i), "value"), modules_only=True))
+            wrong.append(dead(names, glob, place, modules_only=True))
     return frozenset(found), tuple(wrong)
 
 
