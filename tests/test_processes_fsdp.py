@@ -130,8 +130,48 @@ def of_two_dtypes() -> None:
     assert all(run[1][name].dtype == value.dtype for name, value in reference[1].items())
 
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    **{f"{part}_head_dim": 8 for part in ("qk_rope", "qk_nope", "v")},
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+
+def routers_in_another_dtype() -> None:
+    """transformers 5.24 makes routers and biases of scores in float32, whatever dtype the model has: they keep theirs, and so do their gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+    def build() -> nn.Module:
+        model = small_model("llama", **DEEPSEEK)
+        model.model.layers[1].mlp.gate.double()
+        return model
+
+    model = build()
+    shardplan.apply_plan(model, mesh, "auto")
+    step(model, batch(mesh.get_local_rank("dp_shard")))
+    gradients = {
+        name: value for name, _, value in shardplan.full_parameters(model, gradients=True) if value is not None
+    }
+    equal((0.0, gradients), step(build(), batch(0), batch(1)))
+    assert {name for name, value in gradients.items() if value.dtype == torch.float64} == {
+        "model.layers.1.mlp.gate.weight"
+    }
+
+
 def test_a_unit_of_two_dtypes_becomes_two():
     on_ranks(4, of_two_dtypes)
+
+
+def test_routers_may_have_another_dtype():
+    on_ranks(4, routers_in_another_dtype)
 
 
 # Gathering ahead
