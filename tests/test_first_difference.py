@@ -109,3 +109,9 @@ RIGHT = torch.tensor([[1.0, 2.0], [3.0, 5.0], [8.0, 13.0]])
 )
 def test_the_form_of_a_wrong_tensor_is_told(values: list[Tensor], form: str) -> None:
     assert form_of(values, RIGHT) == form
+
+
+def test_the_form_of_a_large_table_is_not_looked_for_among_all_pairs_of_rows() -> None:
+    """2^36 pairs of numbers do not fit: a table of positions of pictures (HY-V4-VL) has as many rows, and differed between two dtypes."""
+    table = torch.arange(2.0**18).unsqueeze(1)
+    assert form_of([table.flip(0)], table) == ""

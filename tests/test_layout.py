@@ -11,12 +11,13 @@ from torch import nn
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.layout import LayoutReport, RecordedModel, check_layout
-from shardplan.compiler.layout.spread import Spread, spread_of
+from shardplan.compiler.layout.spread import Spread, indices_of, spread_of
 from shardplan.compiler.layout.spreads import Spreads
 from shardplan.compiler.lower import lower
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.language import parse_plan
 from shardplan.model import find_model
 from shardplan.model.build_tree import tree_of
@@ -513,3 +514,12 @@ SHARDED = ParameterStyle("out", "V")
 )
 def test_records_that_lack_something_are_refused(fields: dict, reason: str) -> None:
     assert reason in missing(replace(Style(name="new", summary=""), **fields))
+
+
+def test_slices_are_found_in_parts_as_at_once(monkeypatch):
+    """What all pairs of slices take does not fit where a table has many."""
+    table = torch.arange(60.0).view(12, 5)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    assert indices_of(table[order], table, 0, 1e-6) == tuple(order.tolist())
+    monkeypatch.setattr("shardplan.compiler.layout.spread.BOUNDS", replace(BOUNDS, compared=30))
+    assert indices_of(table[order], table, 0, 1e-6) == tuple(order.tolist())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardplan.compiler.layout.spread import SUM, indices_of, spread_of
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
 
 
@@ -31,7 +32,8 @@ def form_of(values: Sequence[Tensor], reference: Tensor) -> str:
     if times and all(relative_error(value, times * reference) <= TOLERANCE[reference.dtype] for value in values):
         return f"{times:.3g} times the right one"
     tolerance = TOLERANCE[reference.dtype] * magnitude(reference)
-    for dim in range(min(2, reference.ndim)):
+    few = [dim for dim in range(min(2, reference.ndim)) if reference.shape[dim] ** 2 <= BOUNDS.compared]
+    for dim in few:
         orders = [indices_of(value, reference, dim, tolerance) for value in values]
         if all(order is not None and sorted(order) == list(range(reference.shape[dim])) for order in orders):
             return f"the right one with its slices along dim {dim} in another order"

@@ -244,7 +244,9 @@ def indices_of(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> 
     samples = min(64, max(4, BOUNDS.compared // pairs))  # enough elements to tell one slice from another
     step = max(1, rows.shape[1] // samples)
     wide = torch.promote_types(rows.dtype, torch.float32)  # cdist takes no half precision
-    nearest = torch.cdist(rows[:, ::step].to(wide), columns[:, ::step].to(wide), p=math.inf).argmin(1)
+    few, among = rows[:, ::step].to(wide), columns[:, ::step].to(wide)
+    parts = few.split(max(1, BOUNDS.compared // among.shape[0]))  # a table of 2^18 rows has 2^36 pairs
+    nearest = torch.cat([torch.cdist(part, among, p=math.inf).argmin(1) for part in parts])
     if not close(rows, columns[nearest], tolerance):
         return None
     return tuple(nearest.tolist())
