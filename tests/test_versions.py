@@ -9,7 +9,6 @@ from tests.versions.__main__ import _without
 from tests.versions.environment import ROOT, Pair, constraints, unmet
 from tests.versions.passed import RIGHT, Passed
 from tests.versions.table import HEAD, written
-from tests.versions.types import main as types
 
 ROW = ("2026-11-26", "3.11", "2.13.0+cpu", "5.24.0", "Linux", "`make judge`: all")
 
@@ -74,8 +73,11 @@ def test_what_a_release_needs_and_the_environment_has_not(tmp_path):
     assert unmet(tmp_path) == ["no-such-x"]
 
 
+@pytest.mark.torch
 def test_what_passed_is_noted_until_our_code_changes(tmp_path, monkeypatch, capsys):
     """A judge that was ended goes on where it was."""
+    from tests.versions.types import main as types
+
     code = tmp_path / "shardplan" / "code.py"
     code.parent.mkdir()
     code.write_text("a = 1")
