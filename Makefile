@@ -91,7 +91,9 @@ zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most 
 	run tests.zoo.other_types --table reports/other-types.md; \
 	run tests.zoo --checkpoints --table reports/model-types.md; \
 	run tests.zoo --experts --table reports/model-types.md; \
+	run tests.zoo --pipelines --table reports/model-types.md; \
 	run tests.zoo --context --table reports/model-types.md; \
+	run tests.zoo --init --table reports/model-types.md; \
 	run tests.zoo.expert_types --table reports/expert-types.md; \
 	run tests.zoo.diffusion --table reports/diffusion-types.md; \
 	exit $$wrong
