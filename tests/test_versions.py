@@ -44,9 +44,22 @@ def test_a_row_is_added_once():
     assert written(first, ("2026-12-01", *ROW[1:])) == first.replace("2026-11-26", "2026-12-01")
 
 
-def test_other_words_for_the_same_releases_stay():
-    page = f"{HEAD}| d | 3.11 | 2.13.0+cpu | 5.24.0 | Linux | `make test-all` |\n"
-    assert written(page, ROW) == f"{page}| {' | '.join(ROW)} |\n"
+def test_runs_of_the_same_releases_are_one_row():
+    def page(date: str, what: str) -> str:
+        return f"{HEAD}| {' | '.join((date, *ROW[1:5], what))} |\n"
+
+    def ran(before: str, date: str, what: str) -> str:
+        return written(before, (date, *ROW[1:5], what))
+
+    first = page("2026-11-26, 27", "`make test-all`, `make test`")
+    second = ran(first, "2026-11-28", "`--only names`: names")
+    assert second == page("2026-11-26 to 2026-11-28", "`make test-all`, `make test`; `--only names`: names")
+    third = ran(second, "2026-11-28", "`--only names quick`: names, `make quick`")
+    assert third == second.replace("names |", "names; `--only names quick`: names, `make quick` |")
+    assert ran(second, "2026-11-28", "`--only names`: more") == second.replace(": names", ": more")
+    assert ran(third, "2026-11-29", ROW[5]) == page(
+        "2026-11-26 to 2026-11-29", f"`make test-all`, `make test`; {ROW[5]}"
+    )
 
 
 def test_what_a_release_needs_and_the_environment_has_not(tmp_path):
