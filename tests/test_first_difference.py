@@ -57,6 +57,12 @@ def test_a_wrong_module_is_the_first_difference(
     assert missed(name, sequence_parallel, monkeypatch) == []
 
 
+@pytest.mark.slow
+def test_a_latent_whose_last_features_are_partial_sums_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of what `mla_kv_a_proj` returns is whole but for the rotary part."""
+    assert missed("deepseek_v3", False, monkeypatch) == []
+
+
 @pytest.mark.exhaustive
 def test_the_place_is_right_in_nine_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of attention, experts, latents and states, drawn by a seed."""

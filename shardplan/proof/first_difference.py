@@ -73,14 +73,23 @@ def _first(whole: WatchedModel, ranks: Sequence[WatchedModel], program: Program)
 def spreads_of(
     whole: WatchedModel, ranks: Sequence[WatchedModel], program: Program
 ) -> Iterator[tuple[Place, Spread | None]]:
-    """How the ranks' tensors make up the unsharded model's, in the order of its run, where all ranks have a tensor."""
+    """How the ranks' tensors make up the unsharded model's, in the order of its run, where all ranks have a tensor. A right gradient whose
+    last features alone are partial sums is left out."""
     exchanged = tuple(full_name(name, "") for name, one in program.modules.items() if one.experts is not None)
     # Readers outside of a block add complete gradients to the block's partial sums.
     outside = {name for name, one in program.modules.items() if one.outside is not None}
+    tails = {name: one.tail for name, one in program.modules.items() if one.tail}
     for place, reference in whole.seen.items():
         parts = [rank.seen[place] for rank in ranks if place in rank.seen]
         mixed = place.gradient and place.module in outside
-        if len(parts) == len(ranks) and not mixed and not place.module.startswith(exchanged):
+        if len(parts) < len(ranks) or mixed or place.module.startswith(exchanged):
+            continue
+        if place.gradient and place.side == "result" and (tail := tails.get(place.module)):
+            pieces = ([one[..., cut] for one in parts] for cut in (slice(-tail), slice(-tail, None)))
+            wholes = reference.tensor_split((reference.shape[-1] - tail,), -1)
+            if any(spread_of(own, one) is None for own, one in zip(pieces, wholes, strict=True)):
+                yield place, None
+        else:
             yield place, spread_of(parts, reference)
 
 
