@@ -87,6 +87,7 @@ def refuse_changes(model: nn.Module) -> None:
             setattr(model, name, partial(_refuse, getattr(model, name), name, instead))
     if isinstance(model, FSDPModule):
         model.__dict__["__deepcopy__"] = partial(_refuse_copy, type(model).__name__)
+        model.__dict__["__reduce_ex__"] = partial(_refuse_pickling, type(model).__name__)
 
 
 def refuse_adapter_changes(model: nn.Module, inner: nn.Module) -> None:
@@ -154,4 +155,11 @@ def _refuse_copy(name: str, memo: dict) -> Any:
     raise RuntimeError(
         f"a {name} under FSDP2 cannot be copied: copy it before apply_plan, or build a second one, apply the plan to it, and "
         "load this one's state_dict() into it"
+    )
+
+
+def _refuse_pickling(name: str, protocol: int) -> Any:
+    raise RuntimeError(
+        f"a {name} under FSDP2 cannot be pickled (pickle, torch.save): each rank has its shards alone. Call "
+        "shardplan.save_checkpoint(model, folder), or save model.state_dict() with torch.distributed.checkpoint"
     )
