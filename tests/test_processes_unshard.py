@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -171,6 +172,38 @@ def nested_and_broken() -> bool:
     return True
 
 
+def evaluated_in_front_of_a_step() -> bool:
+    """A forward without gradients leaves units gathered; the next step and the next forward have the shards all the same."""
+    recipe = Recipe({"dp_shard": 2, "tp": 2}, "all_but_last")
+    model, models = recipe.model, (recipe.model, recipe.reference)
+    steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    for step, around in enumerate((nullcontext, unshard)):
+        for share in range(2):
+            ids = batch(step, share)
+            (log_probabilities(recipe.reference(input_ids=ids).logits, ids, shift=True).mean() / 2).backward()
+        recipe.logs(model, step).mean().backward()
+        with torch.no_grad(), around(model):
+            recipe.check_logs(step)
+            assert not sharded(model)
+            late = torch.optim.SGD(model.parameters(), lr=0.1)
+            with pytest.raises(ValueError, match="created after a forward without gradients, which left .* gathered"):
+                late.step()
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            recipe.check_logs(step + 1)
+    changed = {name: parameter * 1.1 for name, parameter in model.named_parameters()}
+    before = [whole(p).clone() for p in model.parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"in the place of the parameter model\.\S+ .* FSDP2 would compute with its own"
+    ):
+        torch.func.functional_call(model, changed, (), {"input_ids": batch(0)})
+    assert all(torch.equal(whole(p), old) for p, old in zip(model.parameters(), before, strict=True))
+    recipe.check_training(3, 2)
+    recipe.check_logs(4)
+    return True
+
+
 def plain_models() -> bool:
     """FSDP2 without a plan: grouped modules, CPU offload is torch's; and what is refused."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
@@ -196,6 +229,7 @@ def on_all_ranks() -> bool:
         inference_between_steps({"dp_shard": 2, "tp": 2}, True, False),
         inference_between_steps({"dp_replicate": 2, "dp_shard": 2}, True, True),
         nested_and_broken(),
+        evaluated_in_front_of_a_step(),
         plain_models(),
     ])  # fmt: skip
 

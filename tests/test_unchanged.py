@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -191,7 +192,6 @@ RIGHT: Mapping[str, Change] = {
     "hidden states are recorded": lambda m: m(input_ids=IDS, output_hidden_states=True),
     "a hook of a parameter": lambda m: m.model.norm.weight.register_post_accumulate_grad_hook(lambda p: None),
     "a checkpoint around a module": checkpointed,
-    "a parameter that is stored alike": put_alike,
     "the same class": at("model.norm", lambda m: setattr(m, "__class__", type(m))),
     "without gradients": lambda m: torch.no_grad()(lambda: m(input_ids=IDS))(),
     "a forward of the model": lambda m: setattr(m, "forward", m.forward),
@@ -203,6 +203,16 @@ def test_what_is_right_passes(model: nn.Module, what: str) -> None:
     run(model)
     RIGHT[what](model)
     for _ in range(2):
+        run(model)
+
+
+def test_a_parameter_that_is_stored_alike(model: nn.Module) -> None:
+    """FSDP2 takes it over in its first forward; afterwards it would compute with the earlier one."""
+    put_alike(model)
+    run(model)
+    put_alike(model)
+    managed = isinstance(model, FSDPModule)
+    with pytest.raises(RuntimeError, match="FSDP2 would compute with its own") if managed else nullcontext():
         run(model)
 
 

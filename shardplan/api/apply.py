@@ -203,6 +203,7 @@ def apply_plan(
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.failed_steps import Ranks
+    from shardplan.runtime.apply.gathered_steps import step_shards
     from shardplan.runtime.apply.mixed_tensors import explain_uncaught
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
@@ -242,6 +243,7 @@ def apply_plan(
             module, layout, program, stages.micro_batches, stages.loss_fn, compare=check_inputs, **how
         )
     originals.refuse_optimizers(result)
+    step_shards(result)
     explain_uncaught()
     if patch_is_packed_sequence:
         patch_packed()

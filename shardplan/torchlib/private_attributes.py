@@ -74,6 +74,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
         "FSDPParamGroup",
         (
             "_partial_reduce_output",
+            "_reset_sharded_params",
             "_to_sharded",
             "_training_state",
             "fsdp_params",
@@ -85,7 +86,17 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     ),
     Attributes(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup", ("_partial_reduce_output_layout",), _UNITS, ("2.15.0",)),
     Attributes(
-        f"{_FSDP}._fsdp_param", "FSDPParam", ("_unsharded_param", "sharded_param", "init_unsharded_param"), _UNITS
+        f"{_FSDP}._fsdp_param",
+        "FSDPParam",
+        (
+            "_module_info",
+            "_param_fqn",
+            "_sharded_post_forward_param",
+            "_unsharded_param",
+            "init_unsharded_param",
+            "sharded_param",
+        ),
+        _UNITS,
     ),
     Attributes(
         "torch.distributed.device_mesh",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
-from shardplan.runtime.parallel.fsdp_units import units_of
+from shardplan.runtime.parallel.fsdp_units import groups_in
 from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.torchlib.gathering import of_all
 
@@ -38,7 +38,7 @@ def same_kinds(watched: Watched) -> Looks:
         return {}
     # tp ranks compare too: if they got different batches, some data-parallel groups would raise and others go on.
     axes = [one for one in meshes.values() if one.size() > 1]
-    groups = [found.group for unit in units_of(model.modules()) for found in unit.groups]
+    groups = groups_in(model.modules())
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = named_arguments(args, kwargs)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import ancestors, full_name, parent
+from shardplan.runtime.parallel.fsdp_units import groups_in, replaced
 from shardplan.runtime.parallel.whole_values import whole_values
 from shardplan.torchlib.private import private
 
@@ -47,6 +48,8 @@ def unchanged(watched: Watched) -> Looks:
         checks = [_Modules(watched).check, _Parameters(watched).check, _Frozen(watched, split=split).check]
     elif watched.split:
         checks = [_Frozen(watched, split=False).check]
+    if watched.split and isinstance(watched.outer, FSDPModule):
+        checks.append(partial(_refuse_replaced, groups_in(watched.outer.modules())))
 
     def look(*_: Any) -> None:
         for check in checks:
@@ -55,6 +58,14 @@ def unchanged(watched: Watched) -> Looks:
     if watched.regime is not None:
         watched.regime.look = look
     return dict.fromkeys((watched.outer, watched.inner), look) if checks else {}
+
+
+def _refuse_replaced(groups: list[Any]) -> None:
+    if names := replaced(groups):
+        raise RuntimeError(
+            f"another tensor is in the place of the parameter {names[0]} ({len(names)} in all), by torch.func.functional_call or an assignment: "
+            "FSDP2 would compute with its own ones. Copy the values into those, `with torch.no_grad(): parameter.copy_(values)`"
+        )
 
 
 class _Modules:

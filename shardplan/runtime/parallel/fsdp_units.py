@@ -88,6 +88,10 @@ def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
     return list(units.values())
 
 
+def groups_in(modules: Iterable[nn.Module]) -> list[Any]:
+    return [found.group for unit in units_of(modules) for found in unit.groups]
+
+
 def left_half_way(root: FSDPModule) -> Literal["", "forward", "backward"]:
     """Which pass over the outermost unit's model an exception left half-way, if any; call it outside of forward and backward."""
     context = root._get_fsdp_state()._state_ctx
@@ -105,7 +109,7 @@ def reset(root: FSDPModule, *, drop: bool) -> bool:
     Returns:
         Whether it dropped gradients that may come from backwards before the last one.
     """
-    groups = [found.group for unit in units_of(cast(nn.Module, root).modules()) for found in unit.groups]
+    groups = groups_in(cast(nn.Module, root).modules())
     kept = [(owner, name, getattr(owner, name)) for group in groups for owner, name in _gradients(group)]
     layouts = [(group, dict(_layout(group))) for group in groups]
     dropped = drop and sum(_drop_gradients(group) for group in groups) > 0
@@ -147,6 +151,43 @@ def _drop_gradients(group: Any) -> bool:
         found |= getattr(owner, name) is not None and not (begun and id(owner) in gathered)
         setattr(owner, name, None)
     return found
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a unit: the shard that a model shows and an optimizer steps, and the gathered one in its place; None before the first."""
+
+    name: str
+    group: Any
+    shard: Tensor
+    gathered: Tensor | None
+
+
+def parameters_of(groups: Iterable[Any]) -> Iterator[Parameter]:
+    for group in groups:
+        for one in group.fsdp_params:
+            place = one._module_info
+            name = one._param_fqn or f"{place.param_name} of a {type(place.module).__name__}"
+            yield Parameter(name, group, one.sharded_param, getattr(one, "_unsharded_param", None))
+
+
+def replaced(groups: Iterable[Any]) -> list[str]:
+    """The names of parameters in whose place is another tensor than FSDP2's own. It computes with its own, once the first forward began."""
+    places = ((one, one._module_info) for group in groups if group._reset_sharded_params for one in group.fsdp_params)
+    return [
+        one._param_fqn
+        for one, place in places
+        if (now := place.module._parameters.get(place.param_name)) is not one.sharded_param
+        and now is not getattr(one, "_unsharded_param", None)
+        and now is not getattr(one, "_sharded_post_forward_param", None)
+    ]
+
+
+def shard_again(groups: Iterable[Any]) -> None:
+    """Free what is gathered; call it outside of forward and backward."""
+    for group in groups:
+        if group.is_unsharded:
+            group._to_sharded()
 
 
 def keep_requires_grad(modules: Iterable[nn.Module]) -> None:
