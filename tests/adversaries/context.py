@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .adversary import Adversary
 from .afterwards import CHANGES, SAID, change, unfreeze
+from .branches import RARE, asking, larger
 from .calls import Looked, ids
 from .live import OPTIONS, llama
 from .meshes import gpt_oss, mixtral, rows
@@ -563,6 +564,10 @@ CASES = (
             sequence_parallel=True,
         )
         for how in ("cumsum", "gradient_norm", "index")
+    ),
+    *(
+        of("asks_for_norm", mesh, partial(asking, "norm"), "wrong", SLICE, plan(ENDS, MLP), larger, seeds=RARE)
+        for mesh in ("cp", "cp_tp")
     ),
     of("loose", "cp_dp", blocks, "wrong", "attention sees a slice", plan(ENDS)),
     *(

@@ -16,7 +16,7 @@ has that type. None of this depends on the operation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -56,6 +56,8 @@ class Operations:
     ):
         self.typed, self.plan, self.spreads, self.units, self.parts = typed, plan, spreads, units, parts
         self.doubts: dict[Place, tuple[int, ...]] = {}
+        # Values without a gradient that are computed from values that have one; and those of them that are a rank's own (the largest of a slice).
+        self.detached, self.apart = set[int](), set[int]()
 
     def op(self, event: Event) -> None:
         """A torch call, or a whole look-up or matrix multiplication."""
@@ -74,7 +76,8 @@ class Operations:
             spread = self.spreads.of(event, index)
             if not self.typed.run.requires_grad[output]:
                 self.typed.set_type(output, Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else FREE)
-                self._compared(event, spread, output)
+                self._note_detached(event, spread, output)
+                self._agreed(event, spread, output)
             elif spread == "?" or (spread is None and unfilled):
                 self.typed.set_type(output, Type("?", sources=frozenset(sources)))
             elif spread is None:
@@ -148,18 +151,21 @@ class Operations:
         on_all = found.kind == "V" and spread.kind == "whole" and found.spread.copies == len(self.spreads.runs)
         return "R" if on_all else found.kind
 
-    def _acting(self, event: Event, spread: Spread) -> list[int] | None:
+    def _acting(self, event: Event, spread: Spread, apart: Collection[int] = ()) -> list[int] | None:
         """The operands that a result hides: partial sums and slices in one that seems whole, partial sums in one that seems
-        split. Only a tolerance or a closed gate makes it seem so. None if it is unknown which operands contribute."""
+        split, and those of `apart`. Only a tolerance or a closed gate makes it seem so. None if it is unknown which operands contribute."""
         if event.kind != "op":
             return None
         hiding = {"whole": ("P", "V"), "split": ("P",), "sum": ()}[spread.kind]
         found = {
             position: number
             for position, number in enumerate(event.inputs)
-            if (kind := self._kind(number, spread)) in hiding
-            and (self.typed.run.requires_grad[number] or kind == "P")
-            and self.typed.run.values[number].is_floating_point()
+            if number in apart
+            or (
+                (kind := self._kind(number, spread)) in hiding
+                and (self.typed.run.requires_grad[number] or kind == "P")
+                and self.typed.run.values[number].is_floating_point()
+            )
         }
         known = self.parts.get(event.place, {})
         unknown = tuple(position for position in found if position not in known)
@@ -168,11 +174,24 @@ class Operations:
             return None
         return [number for position, number in found.items() if known[position]]
 
-    def _compared(self, event: Event, spread: Spread | str | None, output: int) -> None:
-        """Note a comparison that a partial sum decides: ranks agree on its result only by chance. Counts of a rank's own tokens do not matter."""
-        if isinstance(spread, Spread) and spread.kind == "whole" and self.typed.run.values[output].dtype == torch.bool:
-            acting = self._acting(event, spread) or ()
-            if any(self.typed.type_of(i).kind == "P" and self.typed.run.requires_grad[i] for i in acting):
+    def _note_detached(self, event: Event, spread: Spread | str | None, output: int) -> None:
+        run = self.typed.run
+        sources = (i for i in event.inputs if run.requires_grad[i] or i in self.detached)
+        if run.values[output].is_floating_point() and any(run.values[i].is_floating_point() for i in sources):
+            self.detached.add(output)
+            if spread is None:
+                self.apart.add(output)
+
+    def _agreed(self, event: Event, spread: Spread | str | None, output: int) -> None:
+        """Note a comparison or a bound that a partial sum or a rank's own value decides: ranks agree on its result only by chance. Counts of a
+        rank's own tokens do not matter."""
+        decides = self.typed.run.values[output].dtype == torch.bool or output in self.detached
+        if decides and isinstance(spread, Spread) and spread.kind == "whole":
+            acting = self._acting(event, spread, self.apart) or ()
+            summed = (i for i in acting if self.typed.type_of(i).kind == "P")
+            if self.apart.intersection(acting) or any(
+                self.typed.run.requires_grad[i] or i in self.detached for i in summed
+            ):
                 self._hidden(event, [*acting], output)
 
     def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
