@@ -52,7 +52,7 @@ def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDiff
         whole = watch(unsharded, names)
         try:
             with common_to_ranks(unsharded), DrawnAlike() if run.references[0].drew else nullcontext():
-                run_steps(unsharded, run.batches[0], lambda results: next(given))
+                run_steps(unsharded, run.batches[0], lambda results: next(given), own_loss=run.references[0].size == 1)
             found = results_on_ranks(
                 run, program, on_ranks, lambda rank, model: ranks.update({rank: watch(model, names)})
             )

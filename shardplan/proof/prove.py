@@ -45,7 +45,7 @@ from .processes import Case, Recipe, check_sendable, run_processes
 from .rank import Left
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import Run, simulate
-from .steps import Batch, Steps, averaged, cast, reference_of
+from .steps import LOUD, Batch, Steps, averaged, cast, is_linear, reference_of
 from .threads import OnRanks, rank_threads
 
 
@@ -246,8 +246,9 @@ def reduced_for(reduced: ModelLayouts, mesh: MeshSizes) -> ModelLayouts:
 
 
 EAGER: Mapping[str, Override] = {"compile": False}  # compiling takes long, and changes no number
-_Of = tuple[str, torch.dtype, int, tuple[str, ...] | None, Checkpointed]
+_Of = tuple[str, torch.dtype, int, tuple[str, ...] | None, Checkpointed, float]
 _REFERENCES: WeakKeyDictionary[ReducedModel, dict[_Of, tuple[Sequence[Batch], Steps]]] = WeakKeyDictionary()
+_LINEAR: WeakKeyDictionary[ReducedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
 def steps_of(
@@ -258,6 +259,7 @@ def steps_of(
     *,
     only: Collection[str] | None = None,
     under: Checkpointed = NOTHING,
+    size: float = 1.0,
 ) -> tuple[Sequence[Batch], Steps]:
     """The batches of a data-parallel rank and the unsharded steps on them; each is run once for a reduced model.
 
@@ -266,15 +268,26 @@ def steps_of(
         index: the rank.
         only: the changes to the plain call; None: all changes that are tried.
         under: the plan's checkpoints: calls that do not run under them are left out. The steps themselves run without.
+        size: as of `Steps`.
     """
     known = _REFERENCES.setdefault(reduced_model, {})
-    key = (kind, dtype, index, None if only is None else tuple(only), under)
+    key = (kind, dtype, index, None if only is None else tuple(only), under, size)
     if key not in known:
         with reduced_model.running():
             calls = calls_of(reduced_model, kind, under, only)
             batches = [cast(batch, dtype) for batch in calls.batches(index)]
-            known[key] = batches, reference_of(partial(_built, reduced_model, dtype), batches)
+            known[key] = batches, reference_of(partial(_built, reduced_model, dtype), batches, size)
     return known[key]
+
+
+def _is_linear(reduced_model: ReducedModel, kind: str) -> bool:
+    """`is_linear` for a kind of input, asked once for a reduced model."""
+    known = _LINEAR.setdefault(reduced_model, {})
+    if kind not in known:
+        batch = steps_of(reduced_model, kind, torch.float32)[0][0]
+        with reduced_model.running():
+            known[kind] = is_linear(_built(reduced_model, torch.float32), batch)
+    return known[kind]
 
 
 def _rounds(reduced_model: ReducedModel, under: Checkpointed) -> bool:
@@ -355,9 +368,10 @@ class Trial:
         """For each kind of input: what makes the model, and for each data-parallel rank its batches and the unsharded steps."""
         for kind in self.reduced_model.kinds:
             of = partial(steps_of, self.reduced_model, kind, dtype, only=only, under=checkpointed_by(self.program))
-            made = [of(index) for index in range(self.program.resolved.sizes.replicas)]
-            references = averaged([steps for _, steps in made])
-            yield Run(partial(_built, self.reduced_model, dtype), [batches for batches, _ in made], references)
+            for size in (1.0,) if _is_linear(self.reduced_model, kind) else (1.0, LOUD):
+                made = [of(index, size=size) for index in range(self.program.resolved.sizes.replicas)]
+                references = averaged([steps for _, steps in made])
+                yield Run(partial(_built, self.reduced_model, dtype), [batches for batches, _ in made], references)
 
     def first_difference(self) -> FirstDifference | None:
         """Where the first difference is, by one more run; None for processes, where ranks of cp and of tp split one value, and where a

@@ -95,7 +95,7 @@ def rank_steps(
     written = writes_to(model)
     with CheckedSizes(), DrawnAlike() if reference.drew else nullcontext():
         call = OwnTokens(mesh, reference) if returns_tokens(program.resolved.on_cp) else plain_call
-        outputs = run_steps(model, batches, lambda results: next(given), call)
+        outputs = run_steps(model, batches, lambda results: next(given), call, own_loss=reference.size == 1)
     packed = packed_parameters(program)
 
     def made(name: str, value: Tensor) -> Tensor:

@@ -17,10 +17,12 @@ from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.precision import cast as in_precision
 from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.parallel.fused_logits import FusedLogits
+from shardplan.torchlib.equality import TOLERANCE, relative_error
 from shardplan.torchlib.private import private
 
 from .exact import in_precision_of
 
+LOUD = 2.0**20  # a power of two, so that a linear backward rounds alike
 STEPS = 2  # the second step reads a buffer that the first forward changes
 
 Batch = Mapping[str, Any]
@@ -42,6 +44,7 @@ class Steps:
         written: the parameters that a forward changed.
         zero: the parameters whose gradient is exactly zero.
         drew: whether the model draws random numbers.
+        size: the factor of the directions. Where it is not 1, the first step too differentiates all outputs.
     """
 
     outputs: Sequence[Mapping[str, Tensor]]
@@ -52,6 +55,7 @@ class Steps:
     written: frozenset[str] = frozenset()
     zero: frozenset[str] = frozenset()
     drew: bool = False
+    size: float = 1.0
 
 
 def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
@@ -59,26 +63,26 @@ def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
     return private("tree_map")(lambda x: in_precision(x, dtype), dict(inputs))
 
 
-def reference_of(build: Callable[[], nn.Module], batches: Sequence[Batch]) -> Steps:
+def reference_of(build: Callable[[], nn.Module], batches: Sequence[Batch], size: float = 1.0) -> Steps:
     """Run the unsharded model. If it draws random numbers, it is made once more, and runs with the ranks' draws."""
-    steps = reference_steps(build(), batches)
+    steps = reference_steps(build(), batches, size)
     if not steps.drew:
         return steps
     with DrawnAlike():
-        return replace(reference_steps(build(), batches), drew=True)
+        return replace(reference_steps(build(), batches, size), drew=True)
 
 
-def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
+def reference_steps(model: nn.Module, batches: Sequence[Batch], size: float = 1.0) -> Steps:
     """Run the unsharded model."""
     before = torch.get_rng_state()
     made: list[Directions] = []
 
     def directions(results: Mapping[str, Tensor]) -> Directions:
-        made.append({name: direction_of(name, result, len(made)) for name, result in results.items()})
+        made.append({name: size * direction_of(name, result, len(made)) for name, result in results.items()})
         return made[-1]
 
     written = writes_to(model)
-    outputs = run_steps(model, batches, directions)
+    outputs = run_steps(model, batches, directions, own_loss=size == 1)
     gradients = {
         name: parameter.grad.detach()
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -88,7 +92,32 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     drew = not torch.equal(before, torch.get_rng_state())
-    return Steps(outputs, made, gradients, buffers, parameters, written(), zero, drew)
+    return Steps(outputs, made, gradients, buffers, parameters, written(), zero, drew, size)
+
+
+def is_linear(model: nn.Module, batch: Batch) -> bool:
+    """Whether all gradients of a call grow as the objective does. Else code of the backward (a hook, an autograd function) looks at how
+    large they are, and may act on larger ones than those of the steps alone.
+
+    Args:
+        model: unsharded; it is used up.
+    """
+    with in_precision_of(model):
+        results = made(plain_call(model, own_copy(batch), 0))
+        objective = objective_of(results, {name: direction_of(name, result, 0) for name, result in results.items()})
+        found: list[dict[str, Tensor]] = []
+        for size in (LOUD**0.5, LOUD):
+            model.zero_grad()
+            try:
+                (size * objective).backward(retain_graph=True)
+            except RuntimeError:  # from an autograd function that runs once
+                return False
+            found.append({n: p.grad.clone() / size for n, p in model.named_parameters() if p.grad is not None})
+    quiet, loud = found
+    return all(
+        not bool(value.isfinite().all()) or relative_error(value, quiet[name]) <= TOLERANCE[torch.float32]
+        for name, value in loud.items()
+    )
 
 
 def seed_of(step: int, index: int) -> int:
@@ -122,6 +151,8 @@ def run_steps(
     batches: Sequence[Batch],
     directions: Callable[[Mapping[str, Tensor]], Directions],
     call: Call = plain_call,
+    *,
+    own_loss: bool = True,
 ) -> list[Mapping[str, Tensor]]:
     """Run forward and backward for each batch; gradients accumulate. Returns the detached outputs of each batch.
 
@@ -131,13 +162,14 @@ def run_steps(
     Args:
         directions: the factors of a step's outputs.
         call: how the model is called.
+        own_loss: whether the first step differentiates the model's own loss.
     """
     outputs: list[Mapping[str, Tensor]] = []
     for i, batch in enumerate(batches):
         with in_precision_of(model):
             results = made(call(model, own_copy(batch), i))
             given = directions(results)
-            if i or "loss" not in results:
+            if i or "loss" not in results or not own_loss:
                 objective_of(results, given).backward()
             else:
                 results["loss"].backward()

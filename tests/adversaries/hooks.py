@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_full_backward_pre_hook,
 )
 
-from .adversary import Adversary, document
+from .adversary import Adversary, document, squares
 from .parts import MLP, MLP_DOOR, MLP_SEQUENCE, Mlp, MlpBlock, Stack, features
 
 
@@ -118,6 +118,8 @@ class Hooked(Mlp):
             return grad / grad.norm()
         if self.change == "centre":
             return grad - grad.mean(-1, keepdim=True)
+        if self.change == "limit":
+            return grad * (10 / grad.norm()).clamp(max=1)
         return grad * 0.5
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,6 +211,16 @@ def _adversary(name: str, build, verdict: str, why: str, rules=MLP, **options) -
     return Adversary(name, build, features, document(rules, overlay), verdict, why, **options)
 
 
+def large(output: Any) -> Tensor:
+    """A loss whose gradients are longer than the hooks' limit, which those of a proof are not."""
+    return 3e3 * squares(output)
+
+
+def small_steps(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-5)
+
+
+LARGE = {"loss": large, "optimizer": small_steps}
 HOOK, LIVE = ("SP525",), ("SP524",)
 CASES = (
     _adversary("parameter_hook/split", halved_gradient, "refused", "it is lost with the parameter", codes=HOOK),
@@ -241,6 +253,16 @@ CASES = (
             ("clip", "wrong", "each rank clips its own summand"),
             ("unit", "wrong", "each rank divides by the length of its own summand"),
             ("centre", "right", "centring is linear, and over a dim that is whole"),
+        )
+    ),
+    *(
+        _adversary(
+            f"tensor_hook/limit_{where}", partial(hooked, "limit", where != "split"), verdict, why, **more, **LARGE
+        )
+        for where, verdict, why, more in (
+            ("split", "wrong", "each rank limits the length of its own slice", {}),
+            ("partial", "wrong", "each rank limits the length of its own summand", {"rules": MLP_DOOR}),
+            ("whole", "right", "the gradient there is complete", {}),
         )
     ),
     _adversary("patched_forward/right", partial(patched, _squared), "right", "split as the class's own", codes=LIVE),
