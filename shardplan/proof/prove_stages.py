@@ -36,7 +36,7 @@ from .pipelined import NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows
 from .proof_findings import unreached
 from .prove import EAGER, compile_for, settle, simulated_sizes, steps_of
 from .reach import unreached_parameters
-from .remembered_proofs import digest_of, known, remember
+from .remembered_proofs import ModelNow, digest_of, known, remember
 from .section_dtype import LowerDtypes
 from .simulate import with_data_parallel
 from .stage import EARLIER, NOW, Question
@@ -148,7 +148,7 @@ def _digest(asked: Question, staged: StagedPlan, on: Overlays, schedule: Schedul
         for mesh in _meshes(asked, staged, multiple=schedule.multiple):
             reduced, cut, ran = _cut_for(asked, staged, mesh, schedule)
             (program,) = _programs(replace(asked, reduced=reduced), (on,), replace(mesh, pp=1))
-            digest = digest_of(reduced, program, asked.allow_unproven, (mesh,), lower)
+            digest = digest_of(ModelNow(reduced), program, asked.allow_unproven, (mesh,), lower)
             if digest is None:
                 return None
             parts.append(f"{digest} {cut} {ran}")

@@ -26,7 +26,7 @@ from .other_sides import other_sides
 from .pipelined import Scheduled
 from .proof_findings import UNREACHED, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
-from .remembered_proofs import digest_of, known, remember
+from .remembered_proofs import ModelNow, digest_of, known, remember
 from .section_dtype import DtypeTrial, LowerDtypes, lower_dtypes
 
 # Descriptions of how a proof is known.
@@ -115,9 +115,10 @@ def prove_stage(
         more = DtypeTrial(of_mesh.reduced_model, programs, dtypes).findings()
         found = {**found, **{on: (*found[on], *about) for on, about in more.items()}}
         proof = replace(proof, once_in=dtypes.shown)
+    now = ModelNow(asked.reduced)
     for on, program in proven.programs.items():
         meshes = meshes_of(asked.reduced, asked.plan, asked.sizes, on)
-        remember(digest_of(asked.reduced, program, asked.allow_unproven, meshes, lower[on]), found[on])
+        remember(digest_of(now, program, asked.allow_unproven, meshes, lower[on]), found[on])
     return proof, found
 
 
@@ -170,7 +171,7 @@ def prove_whole_in_lower(asked: Question, on: Overlays) -> tuple[Diagnostic, ...
         program = program_of(compile_for(asked.reduced, asked.plan, one, (on,)), on, sections=EAGER)
     except PlanError:  # the plan does not fit the reduced model
         return ()
-    digest = digest_of(asked.reduced, program, asked.allow_unproven, (), lower)
+    digest = digest_of(ModelNow(asked.reduced), program, asked.allow_unproven, (), lower)
     if (found := known(digest)) is None:
         found = DtypeTrial(asked.reduced.reduced_model, {on: program}, lower).whole_findings()
         remember(digest, found)
@@ -198,7 +199,7 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
         told = next(one for one in meshes if on_mesh(on, one) == on)
         compiled = compile_for(reduced_for(asked.reduced, told), asked.plan, told, {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
-        found = known(digest_of(asked.reduced, program, asked.allow_unproven, meshes, asked.lower_dtypes(on)))
+        found = known(digest_of(ModelNow(asked.reduced), program, asked.allow_unproven, meshes, asked.lower_dtypes(on)))
         if found is not None:
             return found, EARLIER
         return prove_stage(asked, (on,), bound={told: compiled})[1][on], NOW
