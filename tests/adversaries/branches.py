@@ -68,12 +68,14 @@ class Side(Stack):
 
 
 # Whether hidden values are small, asked of all of them; each is a number of the values on a rank.
-SMALL: dict[str, Callable[[Tensor], Tensor]] = {
+SMALL: dict[str, Callable[[Tensor], Tensor | bool]] = {
     "hidden": lambda h: h.sum() < 300,
     "sum": lambda h: h.detach().sum() < 300,
     "norm": lambda h: h.detach().norm() < 35,
     "mean": lambda h: h.detach().mean() < 0.9,
     "largest": lambda h: h.detach().abs().amax() < 7.8,
+    "asked": lambda h: h.detach().norm().item() < 35,
+    "floats": lambda h: max(1.0, float(h.detach().abs().amax()) / 7.8) == 1.0,
     "bound": lambda h: (h.detach().norm() / 35).clamp(min=1) < 1.001,
 }
 
@@ -95,6 +97,19 @@ class Asking(MlpBlock):
 
 def asking(of: str) -> nn.Module:
     return Stack(Asking(of), Asking(of))
+
+
+class Showing(Mlp):
+    """Keeps numbers of its hidden values to show them; it does not compute with them."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        self.shown = {"norm": h.detach().norm().item(), "largest": float(h.detach().amax())}
+        return h
+
+
+def showing() -> nn.Module:
+    return Stack(MlpBlock(Showing()), MlpBlock(Showing()))
 
 
 class Later(Mlp):
@@ -278,11 +293,12 @@ CASES = (
             ("hidden", "wrong", "in a rare batch ranks take other branches: each has a summand"),
             *(
                 (how, "wrong", "in a rare batch ranks take other branches: each asks its own values")
-                for how in ("sum", "norm", "mean", "largest", "bound")
+                for how in ("sum", "norm", "mean", "largest", "bound", "asked", "floats")
             ),
             ("output", "right", "the sum of what is whole"),
         )
     ),
+    Adversary("shows_numbers/right", showing, features, document(MLP), "right", "nothing depends on them"),
     Adversary("flag/right", Side, flagged, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary("flag/wrong", Side, flagged, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary(

@@ -16,7 +16,7 @@ has that type. None of this depends on the operation.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -56,8 +56,9 @@ class Operations:
     ):
         self.typed, self.plan, self.spreads, self.units, self.parts = typed, plan, spreads, units, parts
         self.doubts: dict[Place, tuple[int, ...]] = {}
-        # Values without a gradient that are computed from values that have one; and those of them that are a rank's own (the largest of a slice).
-        self.detached, self.apart = set[int](), set[int]()
+        # Values without a gradient that are computed from values that have one; and those of them that are a rank's own (the largest of a
+        # slice), or a partial sum, each with the operation that made it.
+        self.detached, self.apart, self.own = set[int](), set[int](), dict[int, Event]()
 
     def op(self, event: Event) -> None:
         """A torch call, or a whole look-up or matrix multiplication."""
@@ -181,6 +182,18 @@ class Operations:
             self.detached.add(output)
             if spread is None:
                 self.apart.add(output)
+            if spread is None or (isinstance(spread, Spread) and spread.kind == "sum"):
+                self.own[output] = event
+
+    def asked(self, decides: Callable[[int], bool]) -> None:
+        """Note the numbers that code asks for where a rank has its own one, and computes or decides with: to show it would be right.
+
+        Args:
+            decides: whether one of `Trace.answers` changes what the model returns.
+        """
+        for place, number in enumerate(self.typed.run.answers):
+            if number in self.own and not self.typed.in_doubt(number) and decides(place):
+                self._hidden(self.own[number], [number], number)
 
     def _agreed(self, event: Event, spread: Spread | str | None, output: int) -> None:
         """Note a comparison or a bound that a partial sum or a rank's own value decides: ranks agree on its result only by chance. Counts of a

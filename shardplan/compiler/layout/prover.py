@@ -48,6 +48,7 @@ class Prover:
         stop: whether nothing after a finding matters.
         drawing: modules whose own code draws random numbers.
         results: as for `Crossings`.
+        decides: as for `Operations.asked`.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Prover:
         stop: Callable[[Finding], bool] = lambda finding: False,
         drawing: Collection[str] = (),
         results: Sequence[Layout] = (I,),
+        decides: Callable[[int], bool] = lambda place: False,
     ):
+        self.decides = decides
         self.drawing = drawing
         self.plan, self.runs, self.run = plan, spreads.runs, provenance.run
         self.typed = TypedRun(provenance, stop)
@@ -74,6 +77,7 @@ class Prover:
         try:
             self._parameters()
             self._walk()
+            self.operations.asked(self.decides)
         except Stopped:
             return Proof(tuple(typed.findings), crossings.incoming, (), (), typed.operations, stopped=True)
         taken = (name for name, one in self.plan.items() if one.boundary.inputs or one.boundary.output is not None)

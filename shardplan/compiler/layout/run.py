@@ -28,6 +28,7 @@ from .randomness import DrawnAlike, acting_sites
 from .rank_run import run_rank
 from .read_results import find_read_results
 from .reads import first_readers, same_arguments
+from .spread import same
 from .spreads import Spreads
 from .typed_modules import boundaries
 from .typing_result import Proof
@@ -69,6 +70,23 @@ class RecordedModel:
         self.same_arguments = same_arguments(model, self.reference)
         self.read_results = find_read_results(self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
+        self._decides: dict[int, bool] = {}
+
+    def decides(self, place: int) -> bool:
+        """Whether a number that the model's code asks for changes what the model returns: one of `Trace.answers` of its run."""
+        if place not in self._decides:
+            with DrawnAlike() if self.random else nullcontext():
+                ways = (lambda x: 1e4 * abs(x) + 1, lambda x: -1e4 * abs(x) - 1)
+                self._decides[place] = any(not self._returns_alike({place: way}) for way in ways)
+        return self._decides[place]
+
+    def _returns_alike(self, answers: Mapping[int, Callable[[float], float]]) -> bool:
+        try:
+            again = record(copied(self.model), self.inputs, self.atoms, answers)
+        except Exception:  # from the model's code, of which the number is a part
+            return False
+        pairs = zip(again.results, self.reference.results, strict=False)
+        return len(again.results) == len(self.reference.results) and all(same(a, b) for a, b in pairs)
 
     @cached_property
     def unlabelled(self) -> RecordedModel:
@@ -112,7 +130,17 @@ def prove(
         # Data parallelism adds up gradients over other axes.
         results = (I,) if plan.axis is Axis.TP else (R, V(SEQUENCE)) if returns_tokens(plan) else (R,)
         return Prover(
-            recorded.model, bound, spreads, provenance, gathers, plan.fsdp_units, parts, stop, drawing, results
+            recorded.model,
+            bound,
+            spreads,
+            provenance,
+            gathers,
+            plan.fsdp_units,
+            parts,
+            stop,
+            drawing,
+            results,
+            recorded.decides,
         ).prove()
 
     while True:

@@ -38,6 +38,9 @@ TELLING = frozenset(
     "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
 
+# Those that are answered with one number.
+NUMBERED = frozenset(("item", "__float__", "__int__"))
+
 # The rounding of operations in half precision, relative to the result.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -49,14 +52,20 @@ class OperationRecorder(TorchFunctionMode):
         model: the model that runs.
         atoms: modules that count as one event; their operations and the modules inside them are not recorded.
         probes: operation -> the operands for which `Trace.parts` reports whether they contribute to its result.
+        answers: which of `Trace.answers` are changed, and how.
     """
 
     def __init__(
-        self, model: nn.Module, atoms: Iterable[str] = (), probes: Mapping[Place, Iterable[int]] = MappingProxyType({})
+        self,
+        model: nn.Module,
+        atoms: Iterable[str] = (),
+        probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
+        answers: Mapping[int, Callable[[float], float]] = MappingProxyType({}),
     ):
         super().__init__()
         self.trace = Trace()
         self.probes = probes
+        self.answers = answers
         self.model = model
         self.atoms = frozenset(atoms)
         self._is_wrapped = private("is_functorch_wrapped")
@@ -167,7 +176,8 @@ class OperationRecorder(TorchFunctionMode):
         if self._inside or (name in QUIET and name != "__get__"):
             if not self._inside and name in TELLING:
                 self._told(*tensors_in(args), *tensors_in(kwargs))
-            return self._guarded(func, args, kwargs, name)
+            answer = self._guarded(func, args, kwargs, name)
+            return self._answered(args, answer) if not self._inside and name in NUMBERED else answer
         if func is ATTENTION:  # it multiplies matrices and splits heads in one call: recorded step by step
             with self:
                 return attention_of_heads(*args, **kwargs)
@@ -181,6 +191,11 @@ class OperationRecorder(TorchFunctionMode):
             if name in ("_base", "grad"):
                 return result
         return self._record(func, name, args, kwargs)
+
+    def _answered(self, args: tuple, answer: float) -> float:
+        place = len(self.trace.answers)
+        self.trace.answers.append(self._numbers.get(id(args[0]), (0, -1))[1])
+        return type(answer)(self.answers[place](answer)) if place in self.answers else answer
 
     def _guarded(self, func: Any, args: tuple, kwargs: dict, name: str) -> Any:
         if self._mapped is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -168,13 +169,18 @@ class Recorder(OperationRecorder):
             self._numbers.clear()
 
 
-def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = ()) -> Trace:
-    """Run a model once and record it.
+def record(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    atoms: Iterable[str] = (),
+    answers: Mapping[int, Callable[[float], float]] = MappingProxyType({}),
+) -> Trace:
+    """Run a model once and record it. The arguments are those of `OperationRecorder`.
 
     Raises:
         Exception: what the model raises.
     """
-    recorder, written = Recorder(model, atoms), writes_to(model)
+    recorder, written = Recorder(model, atoms, answers=answers), writes_to(model)
     recorder.run(inputs)
     recorder.trace.written = written()
     if recorder.trace.crash is not None:

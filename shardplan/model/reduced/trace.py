@@ -84,6 +84,7 @@ class Trace:
         parameters: value -> full name, for values that are parameters; `later`: the same for parameters that the forward has changed.
         at: place -> event.
         kept: values that code read as numbers, or kept after the run (in an attribute); results are not among them.
+        answers: the values of which code asked for one number (`item()`, `float()`), in order; -1 for others.
         written: the parameters that the run changed, by full name.
         drew: whether the model's code drew random numbers, from any generator.
     """
@@ -97,6 +98,7 @@ class Trace:
     later: dict[int, str] = field(default_factory=dict)
     at: dict[Place, Event] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
+    answers: list[int] = field(default_factory=list)
     written: frozenset[str] = frozenset()
     drew: bool = False
 
@@ -170,8 +172,12 @@ class Trace:
     @property
     def finite(self) -> bool:
         """Whether all values that the model returned are finite."""
-        results = (self.values[number] for event in self.events[-1:] for number in event.inputs)
-        return all(bool(value.isfinite().all()) for value in results if value.is_floating_point())
+        return all(bool(value.isfinite().all()) for value in self.results if value.is_floating_point())
+
+    @property
+    def results(self) -> list[Tensor]:
+        """The tensors that the model returned."""
+        return [self.values[number] for event in self.events[-1:] for number in event.inputs]
 
     @cached_property
     def empty(self) -> frozenset[str]:
