@@ -139,6 +139,8 @@ def another(folder: Path, make: Callable[[Path], None]) -> None:
     make(folder / CHECKSUMS)
 
 
+DEEP = b"\x85" * 200_000  # tuples of one; Python's code for hashes calls itself
+CLASS = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
 FORM = b"\x80\x02ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 IN_VALUES = ("code as a value", "a value without an end", "a tensor without an end")
 ATTACKS: dict[str, Callable[[Path, Path], None]] = {
@@ -169,6 +171,9 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a key of a tuple named twice at once": file(".metadata", lambda _: b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s."),
     "a set without an end": file(".metadata", lambda _: b"\x80\x04\x8f(" + body(nested(())) + b"\x90."),
     "a fixed set without an end": file(".metadata", lambda _: b"\x80\x04(" + body(nested(())) + b"\x91."),
+    "a deep key": file(".metadata", lambda _: b"\x80\x02})" + DEEP + b"K\x01s."),
+    "a value by a number in text": file(".metadata", lambda _: b"\x80\x02)q\x00" + b"g0\ng0\n\x86q\x00" * 60 + b"}q\x01h\x00K\x01s."),
+    "a class that is to be changed": file(".metadata", lambda _: CLASS + b"N}X\x01\x00\x00\x00aK\x01s\x86b."),
     "a place without an end": first("key", lambda one: object.__setattr__(one, "fqn", nested(()))),
     "a place of a part without an end": first("key", lambda one: object.__setattr__(one, "offset", (nested(()),))),
     "a number of a form without an end": file(".metadata", lambda _: FORM + body(nested([])) + b"\x85R."),
@@ -181,6 +186,7 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a part without an end": first("tensor", lambda one: setattr(one.chunks[0], "sizes", nested([]))),
     "another storage_meta": lambda folder, _: metadata(folder, lambda found: setattr(found, "storage_meta", "x")),
     "a key without an end in extra": file("extra.pt", lambda _: saved(Keyed())),
+    "a deep key in extra": file("extra.pt", lambda _: changed(DEEP + b"q\x01}h\x01K\x01s")),
     "a list without an end in extra": file("extra.pt", lambda _: saved({"a": nested([])})),
     "a list in itself in extra": file("extra.pt", lambda _: saved({"a": endless()})),
     "a tuple named twice at once in extra": file("extra.pt", lambda _: changed(b"2\x86" * 60)),

@@ -1,22 +1,30 @@
-"""How large the values of a pickle are when they are written out: a few hundred bytes can name a tuple twice in a tuple, sixty times over,
-and whoever hashes or prints it never ends. torch's reader of data runs no code, and does both."""
+"""How large and how deep the values of a pickle are when they are written out. A few hundred bytes can name a tuple twice in a tuple, sixty
+times over, and whoever hashes or prints it never ends; of one in a hundred thousand others Python's own code for hashes ends the process. No
+reader of data looks at this before it hashes, calls and prints."""
 
 from __future__ import annotations
 
 import pickle
 from io import SEEK_SET, BufferedReader, RawIOBase
-from pickletools import genops
+from pickletools import anyobject, genops, opcodes
 from typing import IO, Any
 from zipfile import ZIP_STORED, ZipFile
 
 from shardplan.torchlib.private import private
 
 MOST, TIMES = 10_000_000, 10  # values, written out, and how many for each byte, where these are more
+DEEPEST = 200  # values in values
 _MAGIC = b"PK\x03\x04"  # by which torch tells the archives that `torch.save` writes from its older forms
 # Of so many values; None is all since the last mark.
 _NEW = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1}
+_NEW |= {"EMPTY_LIST": 0, "EMPTY_DICT": 0, "EMPTY_SET": 0}
 _INTO = {"APPEND": 1, "APPENDS": None, "SETITEM": 2, "SETITEMS": None, "BUILD": 1}  # the value below them
-_SILENT = {"PROTO", "FRAME", "STOP"}
+_GLOBAL = {"GLOBAL": 0, "STACK_GLOBAL": 2}
+_PUT, _GET, _SILENT = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}, {"PROTO", "FRAME", "STOP"}
+# A number, a text, bytes or None: no instruction that gives any object.
+_LEAVES = {
+    one.name for one in opcodes if not one.stack_before and one.stack_after and one.stack_after[0] is not anyobject
+} - {"MARK", *_NEW}
 _LEAF = 0  # the number of every value that holds none
 
 
@@ -61,42 +69,27 @@ def check_archive(stream: IO[bytes] | RawIOBase) -> None:
 
 
 def check_pickle(content: bytes) -> None:
-    """Raise UnpicklingError where a pickle holds itself, or more values than may be read."""
-    held = _held(content)
-    sizes = [0] * len(held)  # 0 is unknown, -1 a value whose parts are being counted
-    sizes[_LEAF] = 1
-    below = {part for parts in held for part in parts}
-    for top in range(len(held)):
-        path = [top]
-        while path:
-            one = path[-1]
-            if sizes[one] > 0:
-                path.pop()
-            elif sizes[one] < 0:
-                sizes[one] = 1 + sum(sizes[part] for part in held[one])
-            else:
-                sizes[one] = -1
-                unknown = [part for part in held[one] if sizes[part] <= 0]
-                if any(sizes[part] < 0 for part in unknown):
-                    raise pickle.UnpicklingError("it has a value that holds itself")
-                path += unknown
-    if sum(size for one, size in enumerate(sizes) if one not in below) > max(MOST, TIMES * len(content)):
-        raise pickle.UnpicklingError(
-            "it names the same values again and again, and is too large when they are written out"
-        )
+    """Follow a pickle as a reader makes its values, and make none.
 
-
-def _held(content: bytes) -> list[list[int]]:
-    """The values that each value holds, by their numbers, as torch's reader makes them."""
-    held: list[list[int]] = [[]]
+    Raises:
+        UnpicklingError: it has a value that holds itself, values that are deeper or more than may be read, or an instruction that torch
+            does not write.
+        Exception: it is damaged.
+    """
+    sizes, depths, is_in_another = [1], [0], bytearray(1)
     memo: dict[Any, int] = {}
     stack, marked = list[int](), list[list[int]]()
     for code, argument, _ in genops(content):
         name = code.name
-        if name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
+        if name in _LEAVES:
+            stack.append(_LEAF)
+        elif name in _GET:
             stack.append(memo[argument])
+        elif name in _PUT:
+            place = len(memo) if name == "MEMOIZE" else int(argument or 0)
+            if place > len(content):  # Python's reader in C has room for all places below the largest
+                raise pickle.UnpicklingError(f"it remembers a value as number {place}")
+            memo[place] = stack[-1]
         elif name == "MARK":
             marked.append(stack)
             stack = []
@@ -104,19 +97,30 @@ def _held(content: bytes) -> list[list[int]]:
             if (count := _NEW.get(name, _INTO.get(name))) is None:
                 parts, stack = stack, marked.pop()
             else:
-                parts = [stack.pop() for _ in range(count)]
+                parts = stack[len(stack) - count :]
+                del stack[len(stack) - count :]
             if name in _NEW:
-                stack.append(len(held) if parts else _LEAF)
-                held += [parts] if parts else []
-            elif stack[-1] == _LEAF:
-                raise pickle.UnpicklingError("it puts values into one that can hold none")
-            else:
-                held[stack[-1]] += parts
-        elif name.startswith("EMPTY_") and name != "EMPTY_TUPLE":
-            held.append([])
-            stack.append(len(held) - 1)
-        elif not code.stack_before and len(code.stack_after) == 1:
+                stack.append(len(sizes))
+                sizes.append(1)
+                depths.append(0)
+                is_in_another.append(False)
+            one = stack[-1]
+            for part in parts:
+                is_in_another[part] = True
+            if one == _LEAF or is_in_another[one]:
+                raise pickle.UnpicklingError("it has a value that holds itself, or one that can hold none")
+            sizes[one] += sum([sizes[part] for part in parts])
+            depths[one] = max([depths[one], *[1 + depths[part] for part in parts]])
+            if depths[one] > DEEPEST:
+                raise pickle.UnpicklingError(f"it has values in values, more than {DEEPEST} deep")
+        elif name in _GLOBAL:
+            del stack[len(stack) - _GLOBAL[name] :]
             stack.append(_LEAF)
         elif name not in _SILENT:
-            raise pickle.UnpicklingError(f"it has the instruction {name}, which torch.save does not write")
-    return held
+            raise pickle.UnpicklingError(f"it has the instruction {name}, which torch does not write")
+    if sum(size for size, inner in zip(sizes, is_in_another, strict=True) if not inner) > max(
+        MOST, TIMES * len(content)
+    ):
+        raise pickle.UnpicklingError(
+            "it names the same values again and again, and is too large when they are written out"
+        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable
-from enum import Enum
+from collections.abc import Collection
 from io import BytesIO
 from pathlib import Path
 from types import NoneType
@@ -25,7 +24,7 @@ from torch.futures import Future
 
 from shardplan.torchlib.private import NAMES, private
 
-from .pickles import Part, check_archive
+from .pickles import Part, check_archive, check_pickle
 
 METADATA = ".metadata"
 _PUBLIC = (
@@ -39,8 +38,6 @@ _PUBLIC = (
     torch.Size,
 )
 _PRIVATE = ("stored_place", "stored_form", "layout_of")
-_UNUSED = ("DUP", "INST", "OBJ", "NEWOBJ_EX", "EMPTY_SET", "ADDITEMS", "FROZENSET")
-_FLAT = (int, float, str, NoneType, torch.dtype, torch.layout, Enum)
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # the writer's paths; they are not used
 
 
@@ -131,59 +128,7 @@ class StatePlanner(DefaultLoadPlanner):
         holder[last] = found
 
 
-def _check_keys(keys: Iterable[object]) -> None:
-    """Texts, and places of tensors."""
-    for key in keys:
-        parts = (key.fqn, *(key.offset or ()), key.index) if type(key) is MetadataIndex else (key,)
-        if type(parts[0]) is not str:
-            raise pickle.UnpicklingError(f"a {type(parts[0]).__name__} is a key")
-        _check_flat(parts)
-
-
-def _check_call(arguments: Iterable[object]) -> None:
-    for one in arguments:
-        _check_flat(one if isinstance(one, tuple) else (one,))
-
-
-def _check_flat(parts: Iterable[object]) -> None:
-    for one in parts:
-        if not isinstance(one, _FLAT):
-            raise pickle.UnpicklingError(f"a {type(one).__name__} is in the place of a number or a text")
-
-
-def _dispatch() -> dict[int, Callable[[Any], None]]:
-    checks: dict[bytes, Callable[[list[Any]], None]] = {
-        pickle.SETITEM: lambda stack: _check_keys(stack[-2:-1]),
-        pickle.SETITEMS: lambda stack: _check_keys(stack[::2]),
-        pickle.REDUCE: lambda stack: _check_call(stack[-1]),
-        pickle.NEWOBJ: lambda stack: _check_call(stack[-1]),
-        pickle.BUILD: lambda stack: _check_flat(() if isinstance(stack[-1], dict) else stack[-1]),
-    }
-    found: dict[int, Callable[[Any], None]] = vars(pickle._Unpickler)["dispatch"]
-
-    def checked(code: int, check: Callable[[list[Any]], None]) -> Callable[[Any], None]:
-        def load(reader: Any) -> None:
-            check(reader.stack)
-            found[code](reader)
-
-        return load
-
-    def refused(name: str) -> Callable[[Any], None]:
-        def load(reader: Any) -> None:
-            raise pickle.UnpicklingError(f"it has the instruction {name}, which torch does not write")
-
-        return load
-
-    unused = {getattr(pickle, name)[0]: refused(name) for name in _UNUSED}
-    return found | unused | {code[0]: checked(code[0], check) for code, check in checks.items()}
-
-
-class _Unpickler(pickle._Unpickler):
-    """Python's own: the memo of the faster one grows to any index that a file names. What is hashed, called or printed while it reads has
-    no depth, as a tuple can name another twice, and that a third."""
-
-    dispatch = _dispatch()
-
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = {(one.__module__, one.__name__): one for one in _PUBLIC}
         allowed |= {place: private(key) for key in _PRIVATE for place in NAMES[key].places}
@@ -203,8 +148,9 @@ def _as_text(*parts: object) -> str:
 def _metadata(folder: Path) -> Metadata:
     path = folder / METADATA
     try:
-        with path.open("rb") as stream:
-            found = _Unpickler(stream).load()
+        content = path.read_bytes()
+        check_pickle(content)
+        found = _Unpickler(BytesIO(content)).load()
     except Exception as error:  # a pickle can raise any exception
         raise foreign(path, _first_line(error)) from error
     if not isinstance(found, Metadata):
