@@ -49,7 +49,8 @@ class FakeTensors(_Mode):
         super().__init__(*args, **kwargs)
         self._fields: dict[torch.device, dict[str, Any]] = {}
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, *of_call: Any) -> Any:
+        # The operator and its arguments; from torch 2.15 on the arguments alone.
         known = entry.metadata
         if (
             known is None
@@ -59,14 +60,16 @@ class FakeTensors(_Mode):
             or known.is_neg
             or known.device not in self._fields
         ):
-            made: Any = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            made: Any = super()._get_output_tensor_from_cache_entry(state, entry, key, *of_call)
             if known is not None and entry.inplace_idx is None:
                 self._fields.setdefault(known.device, dict(vars(made)))
             return made
         with _in_kernel(self):
             inner = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-            if func.is_view:
-                inner.set_(args[entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
+            if entry.view_idx is not None:
+                inner.set_(
+                    of_call[-1][entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride
+                )
         made = torch.Tensor._make_subclass(
             _Fake, inner, known.requires_grad, dispatch_device=True, device_for_backend_keys=known.device
         )
