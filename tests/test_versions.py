@@ -1,6 +1,7 @@
 """The environments of pairs of releases, and the row that says what passed."""
 
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +102,8 @@ def test_what_passed_is_noted_until_our_code_changes(tmp_path, monkeypatch, caps
     noted.note("llama", RIGHT)
     noted.note("llama4", "SP301: 8 heads")
     assert Passed.of("pair").said("llama") == RIGHT and Passed.of("pair").said("llama4") == "SP301: 8 heads"
+    noted.note("jamba", "refused: SP401")
+    assert _without(["jamba", "llama"], noted) == ", refused jamba"
     assert _without(["llama", "llama4"], noted) == ", without a verdict on llama4" and _without(["llama"], noted) == ""
     monkeypatch.setattr("tests.versions.types.judged", lambda name: (name != "gpt2", name))
     assert types(["llama", "gpt2", "opt", "--passed", str(noted.file)]) == 1
@@ -108,3 +111,17 @@ def test_what_passed_is_noted_until_our_code_changes(tmp_path, monkeypatch, caps
     assert noted.said("opt") == "opt" and noted.said("gpt2") == ""
     code.write_text("a = 2")
     assert Passed.of("pair").said("llama") == ""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("release", "codes", "fits"),
+    [("5.20.0", ["SP401"], True), ("5.20.0", ["SP401", "SP404"], False), ("5.21.0", ["SP401"], False)],
+)
+def test_what_no_plan_fits_is_refused_in_older_releases_alone(release, codes, fits, monkeypatch):
+    from tests.versions import types
+
+    found = [SimpleNamespace(code=code, message="wrong", is_error=True) for code in codes]
+    monkeypatch.setattr(types, "validate", lambda *_, **__: SimpleNamespace(diagnostics=found))
+    monkeypatch.setattr(types, "version", lambda _: release)
+    assert types.judged("jamba") == (fits, "refused: SP401" if fits else "wrong: SP401: wrong")

@@ -86,8 +86,10 @@ def _of(types: list[str], differ: list[str]) -> str:
 
 def _without(types: list[str], passed: Passed) -> str:
     """Those that nothing is wrong with and that were not proven."""
-    names = [name for name in types if passed.said(name) != RIGHT]
-    return f", without a verdict on {', '.join(names)}" if names else ""
+    refused = [name for name in types if passed.said(name).startswith("refused")]
+    names = [name for name in types if passed.said(name) != RIGHT and name not in refused]
+    said = (("refused", refused), ("without a verdict on", names))
+    return "".join(f", {words} {', '.join(found)}" for words, found in said if found)
 
 
 def _types(pair: Pair) -> list[str]:
