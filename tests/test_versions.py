@@ -122,6 +122,6 @@ def test_what_no_plan_fits_is_refused_in_older_releases_alone(release, codes, fi
     from tests.versions import types
 
     found = [SimpleNamespace(code=code, message="wrong", is_error=True) for code in codes]
-    monkeypatch.setattr(types, "validate", lambda *_, **__: SimpleNamespace(diagnostics=found))
+    monkeypatch.setattr(types, "validate", lambda *_, **__: SimpleNamespace(diagnostics=found, ok=False, proven=False))
     monkeypatch.setattr(types, "version", lambda _: release)
     assert types.judged("jamba") == (fits, "refused: SP401" if fits else "wrong: SP401: wrong")
