@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shardplan.compiler.compare_programs import bound_fields, module_facts, own_layer
 from shardplan.compiler.pipeline import Given, look_up
 from shardplan.compiler.user_inputs import Model
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import AXES, MeshSizes, named_sizes
 from shardplan.core.plan import variant_name
@@ -182,9 +183,7 @@ def _facts(program: Program) -> Facts:
 
 
 def _folded(said: Mapping[str, _T]) -> dict[str, _T]:
-    groups: dict[_T, list[str]] = {}
-    for name, value in said.items():
-        groups.setdefault(value, []).append(name)
+    groups = by_key((value, name) for name, value in said.items())
     return {name or "(model)": value for value, names in groups.items() for name in fold_names(names)}
 
 

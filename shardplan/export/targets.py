@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shardplan.compiler.lower import Program
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, ResolvedPlan, stated_options
 
@@ -72,9 +73,8 @@ def lower_to(target: Target, program: Program, own: Mapping[str, str]) -> Lowere
         own: the target's own plan for the model. Its entries stay in force where an export does not replace them.
     """
     resolved, made = program.resolved, Lowered()
-    alike: dict[str, list[str]] = {}
-    for name in (*resolved.tree.modules, *resolved.tree.parameters):
-        alike.setdefault(resolved.tree.pattern(name), []).append(name)
+    names_of_all = (*resolved.tree.modules, *resolved.tree.parameters)
+    alike = by_key((resolved.tree.pattern(name), name) for name in names_of_all)
     regions = _regions(resolved)
     assigned = {one.name: one for each in resolved.assignments.values() for one in [_moving(each, resolved, regions)]}
     for pattern, names in alike.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardplan.core.by_key import by_key
 from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
 from shardplan.core.plan_changes import FieldChange, RuleChange, Said
 from shardplan.core.sum_outputs import SumRule
@@ -20,11 +21,9 @@ def compare_rules(old: PlanFile, new: PlanFile) -> tuple[RuleChange, ...]:
     parent's of the same pattern. Which of two different patterns applies to a module is not known without a model.
     """
     before, after = effective_rules(old), effective_rules(new)
-    groups: dict[tuple[Section, tuple[Said, ...], tuple[Said, ...]], list[str]] = {}
-    for section, pattern in dict.fromkeys((*before, *after)):
-        pair = before.get((section, pattern), ()), after.get((section, pattern), ())
-        if pair[0] != pair[1]:
-            groups.setdefault((section, *pair), []).append(pattern)
+    keys = dict.fromkeys((*before, *after))
+    said = (((section, before.get((section, p), ()), after.get((section, p), ())), p) for section, p in keys)
+    groups = by_key(one for one in said if one[0][1] != one[0][2])
     return tuple(RuleChange(section, tuple(names), *pair) for (section, *pair), names in groups.items())
 
 

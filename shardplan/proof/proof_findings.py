@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.model import UNPROVEN_HELP
 from shardplan.compiler.lower import Program
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.first_few import first_few
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
@@ -113,9 +114,7 @@ def unreached(
     missing: Sequence[str], program: Program, reduced: ModelLayouts, allow_unproven: bool
 ) -> Iterator[Diagnostic]:
     """SP421 where the plan touches parts that no run reached."""
-    by_rule: dict[Assignment | None, list[str]] = {}
-    for name in touched(missing, program, reduced):
-        by_rule.setdefault(_rule_of(program.resolved, name), []).append(name)
+    by_rule = by_key((_rule_of(program.resolved, name), name) for name in touched(missing, program, reduced))
     for assignment, names in by_rule.items():
         yield Diagnostic(
             code=UNREACHED,

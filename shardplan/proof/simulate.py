@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardplan.compiler.lower.program import Program
+from shardplan.core.by_key import by_key
 from shardplan.core.mesh import Axis
 from shardplan.core.report import Comparison
 from shardplan.core.sections import DataParallel
@@ -176,9 +177,7 @@ def _put_together(
     ]
     cuts.sort(key=lambda cut: (not hasattr(cut[1], "split_factor"), -cut[0]))
     for axis, placement in cuts:
-        rows: dict[tuple[int, ...], list[Tensor]] = {}
-        for place in sorted(parts):
-            rows.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(parts[place])
+        rows = by_key(((*place[:axis], 0, *place[axis + 1 :]), parts[place]) for place in sorted(parts))
         parts = {place: torch.cat(row, placement.dim) if len(row) > 1 else row[0] for place, row in rows.items()}
     (whole,) = parts.values()
     if packed is None or tp == 1 or whole.shape != value.shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.core.by_key import by_key
 from shardplan.core.plan import variant_words
 from shardplan.core.plan_changes import ModuleChange, PlanDiff, RuleChange
 
@@ -63,10 +64,7 @@ def _sides(change: RuleChange) -> tuple[str]:
 
 def by_section(changes: tuple[RuleChange, ...]) -> dict:
     """Variant -> its changes."""
-    groups: dict = {}
-    for change in changes:
-        groups.setdefault(change.section, []).append(change)
-    return groups
+    return by_key((change.section, change) for change in changes)
 
 
 def _fields(diff: PlanDiff, paint: Paint, width: int | None) -> Iterator[str]:

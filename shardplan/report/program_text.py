@@ -9,6 +9,7 @@ from itertools import zip_longest
 from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.describe import leaving, placement, share, slicing
 from shardplan.compiler.lower.expected_collectives import COLLECTIVES, expected_collectives
+from shardplan.core.by_key import by_key
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
@@ -130,12 +131,12 @@ def first_names(tree: ModuleTree) -> dict[str, str]:
 
 def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Join rows that differ only in the numbers of their names to one row with the sums."""
-    groups: dict[Row, list[Row]] = {}
-    for row in rows:
-        template = ".".join("#" if part.isdecimal() else part for part in row.name.split("."))
-        groups.setdefault(replace(row, name=template), []).append(row)
+
+    def template(row: Row) -> Row:
+        return replace(row, name=".".join("#" if part.isdecimal() else part for part in row.name.split(".")))
+
     folded = []
-    for group in groups.values():
+    for group in by_key((template(row), row) for row in rows).values():
         names = fold_names(row.name for row in group)
         if len(names) > 1:  # the names are not a product of ranges: each row keeps its own numbers
             folded += group

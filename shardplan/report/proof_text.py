@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from shardplan.core.by_key import by_key
 from shardplan.core.plan import variant_words
 from shardplan.core.report import Comparison, NumericProof, PipelineProof, VariantProof, Verdict
 
@@ -36,10 +37,8 @@ def proof_text(proof: NumericProof, *, color: bool, all_rows: bool = False, widt
 
 def fold_rows(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
     """Join rows of repeated layers with the same verdict to one row, with their worst error."""
-    groups: dict[tuple[str, ...], list[Comparison]] = {}
-    for row in rows:
-        template = re.sub(r"(?<![^.])\d+(?![^.])", "#", row.name)
-        groups.setdefault((row.kind, row.verdict, row.dtype, template), []).append(row)
+    named = ((re.sub(r"(?<![^.])\d+(?![^.])", "#", row.name), row) for row in rows)
+    groups = by_key(((row.kind, row.verdict, row.dtype, template), row) for template, row in named)
     return tuple(folded for group in groups.values() for folded in _fold(group))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Span
 from shardplan.core.sources import SourceFile
 
@@ -46,9 +47,7 @@ def gutter_width(marks: Iterable[Mark]) -> int:
 def snippet(source: SourceFile, marks: Iterable[Mark], width: int, paint: Paint) -> list[str]:
     """The marked lines in order, each with its marks below it; `...` is shown for lines that are left out
     between them."""
-    by_line: dict[int, list[Mark]] = {}
-    for mark in sorted(marks, key=lambda mark: mark.span.line):
-        by_line.setdefault(mark.span.line, []).append(mark)
+    by_line = by_key((mark.span.line, mark) for mark in sorted(marks, key=lambda mark: mark.span.line))
     bar = paint("gutter", " " * width + " |")
     lines: list[str] = []
     previous = None
