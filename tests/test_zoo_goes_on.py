@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.zoo import judged_with, workers
+from tests.zoo.differences import differences
 from tests.zoo.workers import each
 
 
@@ -87,3 +88,16 @@ def test_the_rooms_that_do_not_count_are_imported_by_no_judgement():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=judged_with.ROOT)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_what_two_judgements_say_otherwise_is_listed():
+    """A verdict that one of them lacks is not compared, and neither is a row that one of them lacks."""
+    right = {"verdicts": {"tp2": "right", "sp2": "right"}, "inputs": ["text"]}
+    before = [{"name": name, **right} for name in "abc"]
+    after = [
+        {"name": "a", "verdicts": {"tp2": "right", "tp4": "wrong"}, "inputs": ["text"]},
+        {"name": "b", "verdicts": {"tp2": "refused", "sp2": "right"}, "inputs": ["image"]},
+        {"name": "d", **right},
+    ]
+    expected = ("b", "tp2 right, inputs ['text']", "tp2 refused, inputs ['image']")
+    assert differences(before, after) == (2, [expected])
