@@ -132,6 +132,31 @@ def call_sharded() -> None:
         model.model.layers[0].mlp(hidden(model)[1])
 
 
+def call_gathered(kind: str, sizes: dict[str, int]) -> None:
+    """Data parallelism alone, and with experts: values are whole everywhere."""
+    reference = small_model(kind, dtype=torch.float64).train()
+    model = planned(reference, {}, **sizes)
+    for name in (
+        "the trunk",
+        "the head",
+        "the head in chunks",
+        "the head alone",
+        "the last norm",
+        "the embedding",
+        "a step after an error",
+    ):
+        for one in (reference, model):
+            one.zero_grad()
+            LOSSES[name](one).backward()
+        assert_same_gradients(model, reference, f"{kind}: {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", {"dp_shard": 2}), ("mixtral", {"dp_shard": 2, "ep": 2})])
+def test_parts_are_right_where_values_are_whole_everywhere(kind: str, sizes: dict[str, int]) -> None:
+    on_ranks(2, call_gathered, kind, sizes)
+
+
 def refuse() -> None:
     model = planned(small_model("qwen3"), SETTINGS["sp"])
     states = [state.detach() for state in hidden(model)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.check.parameter_hooks import hooked, replaces
@@ -18,11 +19,11 @@ from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
-from shardplan.runtime.parallel.direct_calls import OwnForward, hooks_of_parts
+from shardplan.runtime.parallel.direct_calls import OwnForward, hooks_of_parts, hooks_outside_of_units
 from shardplan.runtime.parallel.failures import module_of
 from shardplan.runtime.parallel.forward import wrap_forward
 from shardplan.runtime.parallel.random_streams import Streams
-from shardplan.runtime.parallel.regime import Shared
+from shardplan.runtime.parallel.regime import Regime, Shared
 from shardplan.runtime.parallel.whole_scalars import meshes_of, store_scalars
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.hook_order import order_hooks
@@ -69,6 +70,7 @@ class Work:
     draws: ByVariant = field(default_factory=dict)  # whose random numbers each module draws
     streams: Streams | None = None
     parts: Looks = field(default_factory=dict)
+    calls: Regime | None = None  # which forward runs, where no values move and FSDP2 gathers parameters
     steps: list[str] = field(default_factory=list)
     bare: bool = False
 
@@ -82,6 +84,14 @@ class Work:
         """Whether values move between modules: over tp or over cp."""
         return self.split or self.program.resolved.context_parallel
 
+    @property
+    def gathered_over(self) -> DeviceMesh | None:
+        """The mesh over which FSDP2 shards parameters; None where it does not."""
+        section = self.program.resolved.data_parallel
+        if section is None or not BACKENDS[section.backend].fully_shard:
+            return None
+        return self.mesh.data_parallel(BACKENDS[section.backend])
+
 
 def _fused_heads(work: Work) -> bool:
     return fuse_heads(work.inner, work.program, work.mesh.tp if work.split else None)
@@ -89,6 +99,9 @@ def _fused_heads(work: Work) -> bool:
 
 def _tensor_parallel(work: Work) -> bool:
     work.ties = tied_groups(work.inner)
+    if not work.moves and work.gathered_over is not None:
+        work.calls = Regime("")
+        wrap_forward(work.inner, OwnForward(work.calls))
     if not work.moves and not work.program.experts:
         return False
     work.shared = shard(work.inner, work.mesh, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
@@ -114,11 +127,8 @@ def _checkpoints(work: Work) -> bool:
 def _scalars(work: Work) -> bool:
     """Wrap forwards that read scalars: outside of compiled forwards, and inside of checkpoints, whose second run reads the scalars again."""
     resolved = work.program.resolved
-    section = resolved.data_parallel
-    if section is None or not BACKENDS[section.backend].fully_shard:
-        return False
-    mesh = work.mesh.data_parallel(BACKENDS[section.backend])
-    if mesh is None:
+    section, mesh = resolved.data_parallel, work.gathered_over
+    if section is None or mesh is None:
         return False
     around = frozenset((*resolved.fsdp_units, *resolved.ac_modules))
 
@@ -209,6 +219,8 @@ def _parts(work: Work) -> None:
 def _refusals(work: Work) -> bool:
     if work.moves:
         _parts(work)
+    elif work.calls is not None:
+        work.parts = hooks_outside_of_units(work.inner, work.model, work.calls)
     if work.split:
         refuse_full_tensor(work.inner, packed_parameters(work.program))
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):

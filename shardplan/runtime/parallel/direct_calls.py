@@ -55,6 +55,21 @@ def hooks_of_parts(
     return hooks
 
 
+def hooks_outside_of_units(model: nn.Module, outer: nn.Module, regime: Regime) -> dict[nn.Module, _Part]:
+    """The hooks of the parts that are not inside of a unit of FSDP2, for a model whose values are whole everywhere: the root's parameters are
+    gathered for a direct call. A unit gathers its own.
+
+    Args:
+        regime: one without variants.
+    """
+    units = {name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)}
+    return {
+        module: _Part(name, "", regime.variant, regime, outer)
+        for name, module in model.named_modules()
+        if name and units.isdisjoint(ancestors(name)) and next(module.parameters(), None) is not None
+    }
+
+
 class OwnForward:
     """Wraps the model's forward: modules called in it are called by the model itself."""
 
