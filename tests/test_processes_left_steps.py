@@ -14,6 +14,7 @@ from processes import on_ranks
 from small_models import batch, small_model
 from test_processes_parts import assert_same_gradients, planned
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -27,6 +28,14 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "fsdp2": ({}, {"dp_shard": 2, "tp": 1}),
     "fsdp2, tp": ({"sequence_parallel": True}, {"tp": 2}),
 }
+
+
+RESETS = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.13 on
+
+
+def refused() -> Any:
+    """What the next step raises where torch cannot reset FSDP2's state."""
+    return pytest.raises(RuntimeError, match="half-way, and torch .* cannot put FSDP2's state right")
 
 
 def loss_of(model: nn.Module, seed: int = 3) -> Tensor:
@@ -74,12 +83,16 @@ def skip_a_batch(mesh: str) -> None:
     for where in ("forward", "backward"):
         reference = copy.deepcopy(start)
         inner = planned(start, settings, **sizes)
+        if "fsdp2" in mesh and not RESETS:
+            with refused():
+                train(inner, inner, where)
+            continue
         for one in (reference, inner):
             train(one, one, where)
         after = dict(shardplan.full_parameters(inner))
         for name, parameter in reference.named_parameters():
             assert relative_error(after[name], parameter.detach()) < TOLERANCE[torch.float64], (where, name)
-    if "fsdp2" in mesh:
+    if "fsdp2" in mesh and RESETS:
         inner = planned(start, settings, **sizes)
         with pytest.raises(RuntimeError, match="ended a backward of this model half-way.*begin it again"):
             train(inner, inner, "backward", zero=False)
@@ -112,6 +125,10 @@ def accumulate(kind: str) -> None:
             elif one is inner and kind == "of a replica":
                 one.set_requires_all_reduce(step == 3)
             failing = patch.object(activation, "forward", side_effect=MemoryError) if step == 2 else nullcontext()
+            if one is inner and step == 3 and not RESETS:
+                with refused():
+                    loss_of(one, step)
+                return
             with suppress(MemoryError), failing:
                 loss_of(one, step).backward()
     assert_same_gradients(inner, reference, kind)

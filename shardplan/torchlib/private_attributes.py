@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SEEN = {
-    "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
+    "torch": ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     "transformers": ("5.17.0", "5.23.0", "5.24.0"),
     "accelerate": ("1.15.0",),
     "argparse": ("3.11", "3.12", "3.13", "3.14"),
@@ -52,7 +52,7 @@ ATTRIBUTES: tuple[Attributes, ...] = (
         "a shape, a dtype and a device without memory (torchlib/hollow.py, runtime/parallel/fused_logits.py)",
     ),
     Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
-    Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0", "2.14.1", "2.15.0")),
+    Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.12.1", "2.13.0", "2.14.1", "2.15.0")),
     # In torch 2.13 this is a property, which raises if there are several groups.
     Attributes(*_STATE, ("_fsdp_param_group",), _UNITS),
     Attributes(
