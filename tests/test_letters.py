@@ -90,6 +90,7 @@ def compared(
     )
     with rank_threads(2) as on_ranks:
         watched.first_difference(run, program, on_ranks)
+    assert [place for place, spread in spreads.items() if spread is None] == [], "a right plan has no first difference"
     return {place: (typed[place], letter) for place, letter in shown(spreads) if place in typed}
 
 

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from shardplan.compiler.layout.randomness import DrawnAlike
-from shardplan.compiler.layout.spread import Spread, spread_of
+from shardplan.compiler.layout.spread import SUM, Spread, spread_of
 from shardplan.compiler.lower import Program
-from shardplan.core.tree import full_name, parent
+from shardplan.core.tree import ancestors, full_name, parent
 from shardplan.model.forward_code import argument_names
 
 from .simulate import Run, common_to_ranks, results_on_ranks
@@ -39,7 +42,7 @@ class FirstDifference:
 def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDifference | None:
     """Run the steps once more on all ranks, and look at what crosses the boundaries of modules. The arguments are those of `simulate`.
 
-    Ranks of the first batch are compared. Inside of experts that exchange tokens, ranks have each other's rows.
+    Ranks of the first batch are compared. Values inside of experts, and of tables of a rank's own rows, are left out.
 
     Returns:
         None where every such tensor is whole, split or a partial sum, so that only a parameter's own gradient is wrong, and for a model
@@ -75,13 +78,17 @@ def spreads_of(
 ) -> Iterator[tuple[Place, Spread | None]]:
     """How the ranks' tensors make up the unsharded model's, in the order of its run, where all ranks have a tensor. A right gradient whose
     last features alone are partial sums is left out."""
-    exchanged = tuple(full_name(name, "") for name, one in program.modules.items() if one.experts is not None)
+    # Inside of experts that get other ranks' tokens, and of tables that look up only their own rows, values are a rank's own.
+    apart = (name for name, one in program.modules.items() if one.experts is not None or one.vocabulary is not None)
+    exchanged = tuple(full_name(name, "") for name in apart)
     # Readers outside of a block add complete gradients to the block's partial sums.
     outside = {name for name, one in program.modules.items() if one.outside is not None}
     tails = {name: one.tail for name, one in program.modules.items() if one.tail}
+    waiting = frozenset(_waiting(program))
+    shared: dict[Place, Spread] = {}  # gradient -> how its value is spread, where several ranks have the same slices
     for place, reference in whole.seen.items():
         parts = [rank.seen[place] for rank in ranks if place in rank.seen]
-        mixed = place.gradient and place.module in outside
+        mixed = place.module in (outside if place.gradient else waiting)
         if len(parts) < len(ranks) or mixed or place.module.startswith(exchanged):
             continue
         if place.gradient and place.side == "result" and (tail := tails.get(place.module)):
@@ -89,8 +96,38 @@ def spreads_of(
             wholes = reference.tensor_split((reference.shape[-1] - tail,), -1)
             if any(spread_of(own, one) is None for own, one in zip(pieces, wholes, strict=True)):
                 yield place, None
-        else:
-            yield place, spread_of(parts, reference)
+            continue
+        found, copied = spread_of(parts, reference), shared.get(place)
+        if found is None and copied is not None:
+            found = _added_up(parts, reference, copied)
+        elif found is not None and found.copies > 1 and not place.gradient:
+            shared[place._replace(gradient=True)] = found
+        yield place, found
+
+
+def _waiting(program: Program) -> Iterator[str]:
+    """The modules that hand on sums which the last of a block's `sum_outputs` reduces: what each returns is not its own."""
+    tree = program.resolved.tree
+    for one in program.resolved.sums:
+        prefix = full_name(one.block, "")
+        yield from (name for member in one.members for name in (member, *ancestors(member)) if name.startswith(prefix))
+        yield from (
+            name for name, module in tree.modules.items() if module.kind == "dropout" and name.startswith(prefix)
+        )
+
+
+def _added_up(parts: Sequence[Tensor], reference: Tensor, value: Spread) -> Spread | None:
+    """How the gradients of a value make up the whole, where several ranks have the same of its slices and add them up."""
+    assert value.dim is not None and value.order is not None, value
+    if value.joined:
+        parts, reference = (
+            [one.flatten(value.dim, value.dim + 1) for one in parts],
+            reference.flatten(value.dim, value.dim + 1),
+        )
+    whole = torch.zeros_like(reference)
+    for own, indices in zip(parts, value.order, strict=True):
+        whole.index_add_(value.dim, torch.tensor(indices), own)
+    return None if spread_of([whole], reference) is None else SUM
 
 
 def _told(place: Place, whole: WatchedModel, spreads: Mapping[Place, Spread | None]) -> FirstDifference:
