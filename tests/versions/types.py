@@ -23,7 +23,8 @@ SIZES = ("SP301", "SP302", "SP303", "SP304", "SP305")  # not at this size, with 
 NO_VERDICT = ("SP5", "SP421")
 # Types whose code in older releases of transformers no plan fits yet -> since which release one does, and what `validate` says until then.
 # Jamba's block computes weights from the router's logits, which the auxiliary loss reads: one value has a partial and a complete gradient.
-REFUSED = {"jamba": ("5.21", "SP401")}
+# The first result of LongCat's router is the logits, which a plan says are read outside; it was the weights, with no sign of it in the structure.
+REFUSED = {"jamba": ("5.21", "SP401"), "longcat_flash": ("5.19", "SP401")}
 
 
 def judged(name: str) -> tuple[bool, str]:
