@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardplan.compiler.layout.randomness import DrawnAlike
-from shardplan.compiler.layout.spread import SUM, Spread, spread_of
+from shardplan.compiler.layout.spread import SUM, Spread, scale, spread_of
 from shardplan.compiler.lower import Program
 from shardplan.core.tree import ancestors, full_name, parent
 from shardplan.model.forward_code import argument_names
@@ -22,6 +22,7 @@ from .watched_model import Place, WatchedModel, watching
 
 BEGINS = "the first difference is"
 FIRST = "0"  # the key of a result that is one tensor
+ROUNDING = 16  # units in the last place of the largest gradient
 LAST = 2  # operands that a message names
 FORMS = {"whole": "complete", "split": "a part", "sum": "a partial sum"}
 
@@ -86,7 +87,10 @@ def spreads_of(
     tails = {name: one.tail for name, one in program.modules.items() if one.tail}
     waiting = frozenset(_waiting(program))
     shared: dict[Place, Spread] = {}  # gradient -> how its value is spread, where several ranks have the same slices
+    largest = max((scale(gradient) for place, gradient in whole.seen.items() if place.gradient), default=0.0)
     for place, reference in whole.seen.items():
+        if place.gradient and scale(reference) <= ROUNDING * torch.finfo(reference.dtype).eps * largest:
+            continue  # zero, but for rounding
         parts = [rank.seen[place] for rank in ranks if place in rank.seen]
         mixed = place.module in (outside if place.gradient else waiting)
         if len(parts) < len(ranks) or mixed or place.module.startswith(exchanged):
