@@ -23,6 +23,7 @@ PLAN = {
 OVER_DP = {"dp_shard": 2, "ep": 2, "tp": 1}
 ABOVE_TP = {"dp_shard": 2, "ep": 4, "tp": 2}
 BESIDE_TP = {"dp_shard": 2, "ep": 2, "tp": 2}
+BELOW_TP = {"ep": 2, "tp": 4}  # two ranks have the same experts, and FSDP2 adds up their gradients
 
 
 def hooked(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -136,7 +137,9 @@ def test_running_means_of_the_tokens_of_experts_differ(mesh: Mapping[str, int]) 
     }
 
 
-@pytest.mark.parametrize("mesh", [OVER_DP, ABOVE_TP, BESIDE_TP], ids=["over_dp", "above_tp", "beside_tp"])
+@pytest.mark.parametrize(
+    "mesh", [OVER_DP, ABOVE_TP, BESIDE_TP, BELOW_TP], ids=["over_dp", "above_tp", "beside_tp", "below_tp"]
+)
 def test_what_each_rank_does_with_its_own_rows_is_right(mesh: Mapping[str, int]) -> None:
     for model in (blocks(), blocks(of_each_row), blocks(kind=Balancing)):
         assert looked_at(model, mesh).proven

@@ -52,9 +52,11 @@ def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
     """A mesh over all ranks. All ranks call it together.
 
     Args:
-        axes: its axes other than tp, of any size. A data-parallel axis is left out where dp_shard, which FSDP2 needs, is not among them.
+        axes: its axes other than tp, of any size. With a data-parallel axis dp_shard is there too, which FSDP2 needs, and where several ranks
+            have the same experts, whose gradients FSDP2 adds up.
     """
-    there = {*axes, Axis.TP} | ({Axis.DP_SHARD} if {*axes} & {*DATA_PARALLEL} else set())
+    sharded = bool({*axes} & {*DATA_PARALLEL}) or sizes.ep_shard > 1
+    there = {*axes, Axis.TP} | ({Axis.DP_SHARD} if sharded else set())
     names = [axis for axis in Axis if axis in there and axis is not Axis.EP]
     shape = tuple(map(sizes.of, names))
     return read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=tuple(axis.value for axis in names)), ep=sizes.ep)
