@@ -55,7 +55,7 @@ def mesh_of(sizes: MeshSizes, axes: Collection[Axis]) -> PlanMesh:
         axes: its axes other than tp, of any size. With a data-parallel axis dp_shard is there too, which FSDP2 needs, and where several ranks
             have the same experts, whose gradients FSDP2 adds up.
     """
-    sharded = bool({*axes} & {*DATA_PARALLEL}) or sizes.ep_shard > 1
+    sharded = bool({*axes} & {*DATA_PARALLEL}) or (sizes.ep > 1 and sizes.ep_shard > 1)
     there = {*axes, Axis.TP} | ({Axis.DP_SHARD} if sharded else set())
     names = [axis for axis in Axis if axis in there and axis is not Axis.EP]
     shape = tuple(map(sizes.of, names))
