@@ -94,6 +94,11 @@ def metadata(folder: Path, change: Callable[[Any], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
+def renumbered(values: dict[Any, Any]) -> None:
+    """A number in the place of the first key."""
+    values[3] = values.pop(next(iter(values)))
+
+
 def renamed(name: str) -> Callable[[Path, Path], None]:
     def change(folder: Path, marker: Path) -> None:
         metadata(folder, lambda found: [setattr(one, "relative_path", name) for one in found.storage_data.values()])
@@ -172,6 +177,10 @@ ATTACKS: dict[str, Callable[[Path, Path], None]] = {
     "a set without an end": file(".metadata", lambda _: b"\x80\x04\x8f(" + body(nested(())) + b"\x90."),
     "a fixed set without an end": file(".metadata", lambda _: b"\x80\x04(" + body(nested(())) + b"\x91."),
     "a deep key": file(".metadata", lambda _: b"\x80\x02})" + DEEP + b"K\x01s."),
+    "a number for a tensor's name": lambda folder, _: metadata(folder, lambda found: renumbered(found.state_dict_metadata)),
+    "a number for a place": lambda folder, _: metadata(folder, lambda found: renumbered(found.storage_data)),
+    "a number for a place's name": first("key", lambda one: object.__setattr__(one, "fqn", 3)),
+    "a number for a planned name": lambda folder, _: metadata(folder, lambda found: renumbered(found.planner_data)),
     "a value by a number in text": file(".metadata", lambda _: b"\x80\x02)q\x00" + b"g0\ng0\n\x86q\x00" * 60 + b"}q\x01h\x00K\x01s."),
     "a class that is to be changed": file(".metadata", lambda _: CLASS + b"N}X\x01\x00\x00\x00aK\x01s\x86b."),
     "a place without an end": first("key", lambda one: object.__setattr__(one, "fqn", nested(()))),

@@ -16,8 +16,8 @@ MOST, TIMES = 10_000_000, 10  # values, written out, and how many for each byte,
 DEEPEST = 200  # values in values
 _MAGIC = b"PK\x03\x04"  # by which torch tells the archives that `torch.save` writes from its older forms
 # Of so many values; None is all since the last mark.
-_NEW = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1}
-_NEW |= {"EMPTY_LIST": 0, "EMPTY_DICT": 0, "EMPTY_SET": 0}
+_NEW = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1,
+        "EMPTY_LIST": 0, "EMPTY_DICT": 0, "EMPTY_SET": 0}  # fmt: skip
 _INTO = {"APPEND": 1, "APPENDS": None, "SETITEM": 2, "SETITEMS": None, "BUILD": 1}  # the value below them
 _GLOBAL = {"GLOBAL": 0, "STACK_GLOBAL": 2}
 _PUT, _GET, _SILENT = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}, {"PROTO", "FRAME", "STOP"}

@@ -161,8 +161,11 @@ def _metadata(folder: Path) -> Metadata:
 def _check_places(folder: Path, metadata: Metadata, files: Collection[str]) -> None:
     """Compare all that torch looks at, and may print, with what it writes."""
     path, places, tensors = folder / METADATA, metadata.storage_data, metadata.state_dict_metadata
-    if not isinstance(places, dict) or not isinstance(tensors, dict) or not all(map(_is_form, tensors.values())):
+    planned = {} if metadata.planner_data is None else metadata.planner_data
+    if not all(isinstance(one, dict) for one in (places, tensors, planned)) or not all(map(_is_form, tensors.values())):
         raise ValueError(f"{path} is damaged: it has no places of tensors")
+    if not all(_has(key, MetadataIndex, fqn=str) for key in places) or {*map(type, (*tensors, *planned))} - {str}:
+        raise ValueError(f"{path} is damaged: it has a key that is no name")
     if type(metadata.storage_meta) not in (NoneType, StorageMeta):
         raise ValueError(f"{path} is damaged: it has another storage_meta")
     for place in places.values():
