@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardplan.core.first_few import in_a_row
-from shardplan.runtime.parallel.fsdp_units import groups_in, parameters_of, shard_again
+from shardplan.runtime.parallel.fsdp_units import groups_in, parameters_of, units_of
 from shardplan.torchlib.private import private
 
 from .model_parts import Parted, parts_of
@@ -27,24 +27,27 @@ def step_shards(model: nn.Module | Parted) -> None:
 
     torch calls the hook for the optimizers of all models. It is removed when the model is freed.
     """
-    groups = list(map(weakref.ref, groups_in(module for part in parts_of(model) for module in part.modules())))
-    if not groups:
+    units = [
+        weakref.ref(unit.module) for unit in units_of(module for part in parts_of(model) for module in part.modules())
+    ]
+    if not units:
         return
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        alive = [group for one in groups if (group := one()) is not None]
+        alive = [unit for one in units if (unit := one()) is not None]
         if not alive:
             # torch iterates over its list of hooks here: it is removed after the step.
             optimizer.register_step_post_hook(lambda *_: handle.remove())
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = list(parameters_of(alive))
-        if gathered := [one.name for one in own if id(one.gathered) in held]:
+        own = list(parameters_of(groups_in(alive)))
+        if gathered := [one.name for one in own if not held.isdisjoint(map(id, one.others))]:
             raise ValueError(_message(gathered, len(held)))
         # An optimizer may step inside of a backward, from hooks of parameters: what is gathered there is needed.
         if _current_graph_task_id() == -1 and not held.isdisjoint(id(one.shard) for one in own):
-            shard_again(alive)
+            for unit in alive:
+                unit.reshard()
 
     handle = register_optimizer_step_pre_hook(check)
 

@@ -78,7 +78,7 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
+def units_of(modules: Iterable[nn.Module | FSDPModule]) -> list[Unit]:
     """The FSDP2 units of these modules, each once: several modules may be one unit."""
     units: dict[int, Unit] = {}
     for module in modules:
@@ -88,7 +88,7 @@ def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
     return list(units.values())
 
 
-def groups_in(modules: Iterable[nn.Module]) -> list[Any]:
+def groups_in(modules: Iterable[nn.Module | FSDPModule]) -> list[Any]:
     return [found.group for unit in units_of(modules) for found in unit.groups]
 
 
@@ -155,12 +155,12 @@ def _drop_gradients(group: Any) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a unit: the shard that a model shows and an optimizer steps, and the gathered one in its place; None before the first."""
+    """A parameter of a unit: the tensor in its place now, the shard that an optimizer steps, and what FSDP2 puts in its place for forwards."""
 
     name: str
-    group: Any
+    now: Tensor | None
     shard: Tensor
-    gathered: Tensor | None
+    others: tuple[Tensor | None, ...]
 
 
 def parameters_of(groups: Iterable[Any]) -> Iterator[Parameter]:
@@ -168,26 +168,14 @@ def parameters_of(groups: Iterable[Any]) -> Iterator[Parameter]:
         for one in group.fsdp_params:
             place = one._module_info
             name = one._param_fqn or f"{place.param_name} of a {type(place.module).__name__}"
-            yield Parameter(name, group, one.sharded_param, getattr(one, "_unsharded_param", None))
+            others = getattr(one, "_unsharded_param", None), getattr(one, "_sharded_post_forward_param", None)
+            yield Parameter(name, place.module._parameters.get(place.param_name), one.sharded_param, others)
 
 
 def replaced(groups: Iterable[Any]) -> list[str]:
     """The names of parameters in whose place is another tensor than FSDP2's own. It computes with its own, once the first forward began."""
-    places = ((one, one._module_info) for group in groups if group._reset_sharded_params for one in group.fsdp_params)
-    return [
-        one._param_fqn
-        for one, place in places
-        if (now := place.module._parameters.get(place.param_name)) is not one.sharded_param
-        and now is not getattr(one, "_unsharded_param", None)
-        and now is not getattr(one, "_sharded_post_forward_param", None)
-    ]
-
-
-def shard_again(groups: Iterable[Any]) -> None:
-    """Free what is gathered; call it outside of forward and backward."""
-    for group in groups:
-        if group.is_unsharded:
-            group._to_sharded()
+    found = parameters_of(group for group in groups if group._reset_sharded_params)
+    return [one.name for one in found if all(one.now is not own for own in (one.shard, *one.others))]
 
 
 def keep_requires_grad(modules: Iterable[nn.Module]) -> None:
