@@ -284,8 +284,8 @@ def _is_linear(reduced_model: ReducedModel, kind: str) -> bool:
     """`is_linear` for a kind of input, asked once for a reduced model."""
     known = _LINEAR.setdefault(reduced_model, {})
     if kind not in known:
-        batch = steps_of(reduced_model, kind, torch.float32)[0][0]
         with reduced_model.running():
+            batch = cast(calls_of(reduced_model, kind, only=()).batches()[0], torch.float32)
             known[kind] = is_linear(_built(reduced_model, torch.float32), batch)
     return known[kind]
 
