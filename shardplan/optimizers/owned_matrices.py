@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardplan.core.by_key import by_key
+
 from .assignment import assign
 from .matrix_shards import Box, Range, Stack
 
@@ -62,10 +64,7 @@ class Owned:
 def owned(stacks: Iterable[Stack]) -> list[Owned]:
     """All matrices, each with its owner. All ranks of a group compute the same result."""
     found: list[Owned] = []
-    by_group: dict[ProcessGroup | None, list[Stack]] = {}
-    for stack in stacks:
-        by_group.setdefault(stack.group, []).append(stack)
-    for members in by_group.values():
+    for members in by_key((stack.group, stack) for stack in stacks).values():
         pieces = [piece for stack in members for piece in _pieces(stack)]
         alone, shared = [one for one in pieces if one.alone], [one for one in pieces if not one.alone]
         busy = [0] * len(members[0].boxes)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.by_key import by_key
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.torchlib.gathering import of_all
 
@@ -203,9 +204,8 @@ def refit(
         dist.broadcast_object_list(text, src=first)
         arrived, sources = pickle.loads(text[0])
     with all_or_none(None, "preparing a refit"):
-        by_wants: dict[tuple[Want, ...], list[_Fill]] = {}
-        for fill in _fills(engine, into, sources, fused or {}, round_bytes, alike=alike):
-            by_wants.setdefault(fill.wants(into[fill.number].local, arrived), []).append(fill)
+        fillings = _fills(engine, into, sources, fused or {}, round_bytes, alike=alike)
+        by_wants = by_key((fill.wants(into[fill.number].local, arrived), fill) for fill in fillings)
         units = [unit_of(wants, wholes, rank, rank + i) for i, wants in enumerate(by_wants)]
         least = [sum(fill.least(into[fill.number].tensor.dtype) for fill in fills) for fills in by_wants.values()]
         bound = sum(min(amounts(unit, rank).total(), size) for unit, size in zip(units, least, strict=True))

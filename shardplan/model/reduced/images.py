@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from shardplan.model.model_findings import reason
 
 from .pictures import BATCH, FORMS, arrays, facts_of, parts
+from .precision import cast
 
 Kind = Literal["image", "video", "audio"]
 OPTIONS = ("placed", "reads", "tiled")
@@ -153,10 +154,7 @@ def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfi
     accepted = inspect.signature(features).parameters
     loose = any(p.kind is p.VAR_POSITIONAL for p in accepted.values())  # a wrapper around another function
     dtype = next(model.parameters()).dtype
-    made = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in arrays(recipe.arrays, facts_of(config), 0).items()
-    }
+    made = {name: cast(value, dtype) for name, value in arrays(recipe.arrays, facts_of(config), 0).items()}
     given = {name: value for name, value in made.items() if loose or name in accepted}
     needed = {n for n, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     if needed - given.keys():

@@ -16,6 +16,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from shardplan.core.by_key import by_key
+
 Place = tuple[str, int, int | str]  # module, call number, position or boundary ("in.hidden_states", "out.0")
 
 
@@ -117,11 +119,7 @@ class Trace:
     @cached_property
     def readers(self) -> Mapping[int, Sequence[Event]]:
         """The events that read each value, in order."""
-        found: dict[int, list[Event]] = {}
-        for event in self.events:
-            for number in dict.fromkeys(event.inputs):
-                found.setdefault(number, []).append(event)
-        return found
+        return by_key((number, event) for event in self.events for number in dict.fromkeys(event.inputs))
 
     @cached_property
     def producers(self) -> Mapping[int, Event]:

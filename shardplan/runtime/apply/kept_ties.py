@@ -5,14 +5,13 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import parent
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The names of parameters that are the same object."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = by_key((id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False))
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from shardplan.core.by_key import by_key
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
 from shardplan.runtime.parallel.fsdp_units import groups_in
 from shardplan.runtime.parallel.process_groups import named_ranks
@@ -81,9 +82,7 @@ def _compare(names: tuple[str, ...], axes: Sequence[DeviceMesh]) -> None:
 
 
 def _message(by_rank: Mapping[int, tuple[str, ...]]) -> str:
-    ranks: dict[tuple[str, ...], list[int]] = {}
-    for rank, names in sorted(by_rank.items()):
-        ranks.setdefault(names, []).append(rank)
+    ranks = by_key((names, rank) for rank, names in sorted(by_rank.items()))
     common = set.intersection(*map(set, ranks))
     listed = [
         f"{named_ranks(those, ('was given', 'were given'))} "

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ancestors
 
 from .process_groups import named_ranks
@@ -44,9 +45,7 @@ class Turn:
         """
         if len(set(said)) == 1:
             return
-        where: dict[int, list[int]] = {}
-        for rank, number in enumerate(said):
-            where.setdefault(number, []).append(rank)
+        where = by_key((number, rank) for rank, number in enumerate(said))
         listed = [
             f"ep {named_ranks(ranks, verbs)} {self.names[max(number, ~number)]}"
             for number, ranks in where.items()

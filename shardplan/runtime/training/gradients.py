@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardplan.core.by_key import by_key
 from shardplan.runtime.apply.model_parts import Parted, refuse_parts
 from shardplan.torchlib.gathering import full_tensor
 from shardplan.torchlib.private import private
@@ -166,10 +167,7 @@ class _Norm:
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Lists of one device and dtype, as foreach functions need them."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
+    return by_key(((tensor.device, tensor.dtype), tensor) for tensor in tensors).values()
 
 
 def _counted(parameters: Parameters) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from shardplan.core.by_key import by_key
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.apply.label_counts import predicts_next_token, tokens_of
@@ -201,9 +202,7 @@ def _by_rank(number: int, groups: Sequence[dist.ProcessGroup]) -> str:
         boxes: list[Any] = [None] * group.size()
         dist.all_gather_object(boxes, every, group=group)
         every = {rank: own for box in boxes for rank, own in box.items()}
-    ranks: dict[int, list[int]] = {}
-    for rank, own in sorted(every.items()):
-        ranks.setdefault(own, []).append(rank)
+    ranks = by_key((own, rank) for rank, own in sorted(every.items()))
     return "; ".join(
         f"{own} on {named_ranks(those)}" for own, those in sorted(ranks.items(), key=lambda pair: len(pair[1]))
     )
