@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -216,3 +218,44 @@ on_threads(2, read)
 def test_no_collection_begins_while_a_rank_reads_the_state_of_random_numbers():
     """It would run finalizers while torch holds the generator's lock, and the ranks would wait for ever: so in a process that can be ended."""
     subprocess.run([sys.executable, "-c", READERS], check=True, timeout=120)
+
+
+def test_ranks_run_one_after_the_other():
+    """Each until it waits for others: in a collective, for a message, for a group."""
+    running, most = [0], [0]
+
+    def busy() -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.005)  # another thread may have the interpreter
+        running[0] -= 1
+
+    def run(rank: int) -> None:
+        for _ in range(3):
+            busy()
+            dist.all_reduce(torch.zeros(2))
+        busy()
+        if rank == 0:
+            dist.send(torch.zeros(2), 1)
+        elif rank == 1:
+            received()
+        busy()
+        dist.new_group([0, 1, 2])
+        busy()
+
+    on_threads(3, run)
+    assert most == [1]
+
+
+def test_ranks_that_wait_for_each_other_in_ways_of_their_own_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardplan.torchlib.rank_group.LONG", 0.05)
+    here = threading.Barrier(2)
+
+    def run(rank: int) -> int:
+        here.wait(30)
+        value = torch.tensor([rank + 1])
+        dist.all_reduce(value)
+        here.wait(30)
+        return int(value)
+
+    assert on_threads(2, run) == [3, 3]

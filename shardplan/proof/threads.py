@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shardplan.torchlib.fakes import keep_device_guard
 from shardplan.torchlib.private import private
-from shardplan.torchlib.rank_group import BACKEND, RankGroup, compared_collectives
+from shardplan.torchlib.rank_group import BACKEND, RankGroup, Turn, compared_collectives
 
 T = TypeVar("T")
 OFTEN = 0.1  # seconds between checks whether ranks wait for a rank that has ended
@@ -47,9 +47,9 @@ def rank_threads(ranks: int) -> Iterator[OnRanks]:
     calls: list[Calls] = [SimpleQueue() for _ in range(ranks)]
     keep_device_guard()  # DTensor makes tensors without memory
     with _threaded_groups():
-        store = dist.HashStore()
+        store, turn = dist.HashStore(), Turn()
         threads = [
-            threading.Thread(target=_serve, args=(rank, ranks, store, calls[rank]), name=f"rank {rank}")
+            threading.Thread(target=_serve, args=(rank, ranks, store, calls[rank], turn), name=f"rank {rank}")
             for rank in range(ranks)
         ]
         for thread in threads:
@@ -69,15 +69,16 @@ def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
         return on_ranks(function)
 
 
-def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls) -> None:
+def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls, turn: Turn) -> None:
     """One rank: runs calls."""
     try:
         while (call := calls.get()) is not None:
             function, result = call
             try:
-                if not dist.is_initialized():
-                    dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=store)
-                result.set_result(function(rank))
+                with turn.taken():
+                    if not dist.is_initialized():
+                        dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=store)
+                    result.set_result(function(rank))
             except BaseException as error:  # from a rank that waited for one that raised: SystemExit
                 RankGroup.exception_handle(error)
                 result.set_exception(error)
