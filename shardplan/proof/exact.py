@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardplan.runtime.apply.model_parts import Parted
+from shardplan.torchlib.modes import CHECKED, CheckedSizes, check_sizes
 from shardplan.torchlib.private import private
 
 LOWER = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -21,9 +22,11 @@ STARTS = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.gra
 
 
 class _Doubled(TorchFunctionMode):
-    """Replaces lower precisions by float64 in every call, also in calls of a backward."""
+    """Replaces lower precisions by float64 in every call, also in calls of a backward. Sizes are checked as by `CheckedSizes`."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in CHECKED:
+            check_sizes(func, args, kwargs or {})
         if _AS_WRITTEN:
             return func(*args, **(kwargs or {}))
         if func in STARTS:
@@ -89,7 +92,7 @@ def in_precision_of(model: nn.Module | Parted) -> Iterator[None]:
     """Keep a float64 model's own casts to float32 (norms, routers, softmax, the loss) in float64 while it runs. These
     casts would leave float32 roundoff in a run that must tell roundoff from a wrong layout. Other models run
     unchanged."""
-    if any(p.dtype != torch.float64 for p in model.parameters() if p.is_floating_point()):
+    if not _in_float64(model):
         yield
         return
     before = torch.get_default_dtype()
@@ -99,3 +102,12 @@ def in_precision_of(model: nn.Module | Parted) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def checked_sizes(model: nn.Module | Parted) -> AbstractContextManager[Any]:
+    """`CheckedSizes` around runs `in_precision_of` a model: a second mode would cost as much as the first."""
+    return nullcontext() if _in_float64(model) else CheckedSizes()
+
+
+def _in_float64(model: nn.Module | Parted) -> bool:
+    return all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())

@@ -22,9 +22,9 @@ from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.styles.boundary import returns_tokens
-from shardplan.torchlib.modes import CheckedSizes
 from shardplan.torchlib.packing import unpack
 
+from .exact import checked_sizes
 from .own_tokens import OwnTokens
 from .steps import Batch, Steps, plain_call, run_steps
 
@@ -95,7 +95,7 @@ def rank_steps(
     applied(model)
     given = iter(reference.directions)
     written = writes_to(model)
-    with CheckedSizes(), DrawnAlike() if reference.drew else nullcontext():
+    with checked_sizes(model), DrawnAlike() if reference.drew else nullcontext():
         call = OwnTokens(mesh, reference) if returns_tokens(program.resolved.on_cp) else plain_call
         outputs = run_steps(model, batches, lambda results: next(given), call, own_loss=reference.size == 1)
     packed = packed_parameters(program)

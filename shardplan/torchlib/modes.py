@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from .private import private
 
 _weight_norm = private("weight_norm")
-_CHECKED = frozenset((torch.nn.functional.scaled_dot_product_attention, _weight_norm))
+CHECKED = frozenset((torch.nn.functional.scaled_dot_product_attention, _weight_norm))
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -85,6 +85,6 @@ class CheckedSizes(TorchFunctionMode):
     """While active, `check_sizes` is called before each function of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _CHECKED:
+        if func in CHECKED:
             check_sizes(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -91,17 +91,19 @@ def without_noise(model: nn.Module) -> None:
 def writes_to(model: nn.Module) -> Callable[[], frozenset[str]]:
     """A function that later returns the full names of parameters whose values have changed since now; for a DTensor it reads
     this rank's part. It compares values, as a write through `.data` does not change the version counter."""
-    before = {name: part.clone() for name, part in _local_parameters(model)}
+    before = {name: part.detach().clone() for name, part in _local_parameters(model).items()}
 
     def written() -> frozenset[str]:
         return frozenset(
-            name for name, part in _local_parameters(model) if name not in before or not torch.equal(part, before[name])
+            name
+            for name, part in _local_parameters(model).items()
+            if name not in before or not torch.equal(part, before[name])
         )
 
     return written
 
 
-def _local_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        part = parameter.detach()
-        yield name, part.to_local() if isinstance(part, DTensor) else part
+@torch.no_grad()  # a DTensor's own part is then no operation
+def _local_parameters(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in named}

@@ -23,7 +23,7 @@ from shardplan.torchlib.private import private
 from .fsdp_units import Unit
 from .left_steps import put_right
 from .regime import NOT_ALONE, Regime
-from .whole_values import unfit
+from .whole_values import inside, unfit
 
 _current_graph_task_id = private("current_graph_task_id")
 _top_hooks = private("top_saved_tensors_hooks")
@@ -43,9 +43,10 @@ def hooks_of_parts(
     """
     planned = {name for modules in variants.values() for name in modules if name}
     around = {a for name in planned for a in ancestors(name) if a}
-    hooks = {}
+    hooks, programs = {}, variants.get(plain)
+    inner = inside(programs or ())
     for name in sorted(planned | around):
-        module, why = model.get_submodule(name), unfit(name, variants[plain]) if plain in variants else _ONE_VARIANT
+        module, why = model.get_submodule(name), _ONE_VARIANT if programs is None else unfit(name, programs, inner)
         if why:
             why = f"{name} was called by itself, outside of the model's forward: {why}"
         if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from shardplan.core.by_key import by_key
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.tree import ancestors, parent
 
@@ -23,19 +24,29 @@ def whole_values(
     if plain not in variants:
         return frozenset()
     programs, running = variants[plain], variants[home]
-    around = {above for name in programs for above in ancestors(name)}
-    parents = {parent(name) for name in programs if name not in around and unfit(name, programs)}
-    whole = {name for name in names if (name in around or parent(name) not in parents) and not unfit(name, programs)}
+    around, inner = {above for name in programs for above in ancestors(name)}, inside(programs)
+    parents = {parent(name) for name in programs if name not in around and unfit(name, programs, inner)}
+    whole = {n for n in names if (n in around or parent(n) not in parents) and not unfit(n, programs, inner)}
     if home != plain:  # between the embedding and the end of the scope, values are split over the sequence
         scopes = {name for name, one in running.items() if one.link == "scope"}
         sources = {name for name, one in running.items() if one.link == "source"}
-        inside = {name for name in whole if scopes.intersection(ancestors(name)) or unfit(name, running)}
-        whole = whole - inside | sources if scopes else set()
+        inner = inside(running)
+        split = {name for name in whole if scopes.intersection(ancestors(name)) or unfit(name, running, inner)}
+        whole = whole - split | sources if scopes else set()
     return frozenset(whole)
 
 
-def unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
-    """Why a module cannot take and return whole values without sequence parallelism; empty where it can."""
+def inside(programs: Iterable[str]) -> Mapping[str, Sequence[str]]:
+    """A module -> the modules with programs that are in it, and itself; the root -> itself."""
+    return by_key((above, name) for name in programs for above in (name, *ancestors(name)) if above or not name)
+
+
+def unfit(name: str, plain: Mapping[str, ModuleProgram], inner: Mapping[str, Sequence[str]]) -> str:
+    """Why a module cannot take and return whole values without sequence parallelism; empty where it can.
+
+    Args:
+        inner: `inside(plain)`.
+    """
     for above in ancestors(name):
         if (one := plain.get(above)) is not None and (one.enter or one.slices or one.experts):
             return (
@@ -46,7 +57,7 @@ def unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
     own = plain.get(name)
     if own is not None and not _takes_whole(own):
         return f"its input or output is a tp rank's share. {instead}"
-    if any(one.leave is not None and one.leave.dst.kind == "R" for one in _between_blocks(name, plain)):
+    if any(one.leave is not None and one.leave.dst.kind == "R" for one in _between_blocks(name, plain, inner)):
         return f"its output has readers whose gradients are partial sums. {instead}"
     return ""
 
@@ -61,11 +72,11 @@ def _takes_whole(own: ModuleProgram) -> bool:
     return bool(own.enter) or kinds <= {"I"}
 
 
-def _between_blocks(name: str, plain: Mapping[str, ModuleProgram]) -> Iterator[ModuleProgram]:
+def _between_blocks(
+    name: str, plain: Mapping[str, ModuleProgram], inner: Mapping[str, Sequence[str]]
+) -> Iterator[ModuleProgram]:
     """The module and the modules in it whose values are whole."""
-    for other, one in plain.items():
-        if other != name and not other.startswith(f"{name}."):
-            continue
+    for other in inner.get(name, ()):
         above = (plain.get(a) for a in ancestors(other) if a == name or a.startswith(f"{name}."))
         if not any(a is not None and (a.enter or a.slices or a.experts) for a in above):
-            yield one
+            yield plain[other]
