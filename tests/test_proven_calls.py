@@ -63,6 +63,8 @@ class Model(nn.Module):
             x = x * split
         if self.way == "eval" and not self.training:
             x = x * split
+        if self.way == "draws":
+            torch.rand(x.shape)
         if noisy:
             x = x + torch.randn_like(x)
         return (x, x * split) if give_features and self.way == "switch" else (x, x * 2) if give_features else x
@@ -114,6 +116,14 @@ def test_the_report_says_what_was_called_and_what_was_not() -> None:
         "not with noisy=True, broken=True"
     )
     assert line in report_text(report, color=False).splitlines()
+
+
+def test_a_call_that_draws_what_the_plain_call_draws_is_made() -> None:
+    """As PhiMoE's router draws among one score: without the call for routers' logits nothing reaches it (SP421)."""
+    (called,) = validate("draws").proof.calls
+    assert called.switched == ("give_features=True", "padding on the right", "padding on the left")
+    assert "it draws random numbers" in called.left_out["noisy=True"]
+    assert "output_router_logits=True" in calls("phimoe").second
 
 
 @pytest.mark.parametrize(

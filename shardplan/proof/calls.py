@@ -260,14 +260,21 @@ def _obstacle(model: nn.Module, given: Inputs, changes: Iterable[Change]) -> str
     try:
         for change in changes:
             made = change(made)
-        with torch.random.fork_rng(devices=[]):
-            before = torch.get_rng_state()
-            results = results_of(model(**made))
-            drew = not torch.equal(before, torch.get_rng_state())
-            if trained := [value.sum() for value in results.values() if value.requires_grad]:
-                torch.autograd.backward(trained)
+        results, left = _run(model, made)
+        drew = left is not None and left != _run(model, given)[1]  # the plain call is proven with its draws
     except Exception as error:  # modelling code may raise anything
         return f"the model raises {reason(error)}"
     if drew:
         return "it draws random numbers"
     return "" if all(not value.isnan().any() for value in results.values()) else "its result is not a number"
+
+
+def _run(model: nn.Module, given: Inputs) -> tuple[Mapping[str, Tensor], bytes | None]:
+    """The results of a forward that a backward followed, and the generator's state that the forward left, where it drew."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        results = results_of(model(**given))
+        left = torch.get_rng_state()
+        if trained := [value.sum() for value in results.values() if value.requires_grad]:
+            torch.autograd.backward(trained)
+    return results, None if torch.equal(before, left) else left.numpy().tobytes()
