@@ -22,7 +22,8 @@ def examples(code: str) -> dict[str, str]:
 @cache
 def owned() -> tuple[tuple[str, Path, str], ...]:
     """Each `NAME = Code("SPnnn")`: the code, the file below shardplan/ and the name."""
-    return tuple(found for path, tree in trees() for found in _constants(path, tree))
+    texts = ((path, text) for path, text in _texts() if " = Code(" in text)
+    return tuple(found for path, text in texts for found in _constants(path, ast.parse(text)))
 
 
 def codes_in(*folders: str) -> list[str]:
@@ -32,9 +33,12 @@ def codes_in(*folders: str) -> list[str]:
 
 @cache
 def trees() -> tuple[tuple[Path, ast.Module], ...]:
-    """The package's files that know of codes, below shardplan/."""
-    texts = ((path, path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
-    return tuple((path.relative_to(PACKAGE), ast.parse(text)) for path, text in texts)
+    """The package's files, below shardplan/."""
+    return tuple((path, ast.parse(text)) for path, text in _texts())
+
+
+def _texts() -> Iterator[tuple[Path, str]]:
+    return ((path.relative_to(PACKAGE), path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 def _constants(path: Path, tree: ast.Module) -> Iterator[tuple[str, Path, str]]:

@@ -23,6 +23,7 @@ from tests.adversaries.said import as_expected, validate
 from tests.sampling import sampled
 
 NAMES = {case.name: case for case in CASES}
+OF_MESHES = {case.name for case in ON_MESHES}
 DRAWN = random.Random(15)
 # So many of each verdict: the others of a model are as good as one.
 COUNTS = {"right": 3, "wrong": 3, "refused": 1, "unproven": 1}
@@ -30,7 +31,7 @@ WITH_REFERENCE = [
     name
     for verdict, count in COUNTS.items()
     for name in DRAWN.sample(
-        sorted(n for n, case in NAMES.items() if case.verdict == verdict and case not in ON_MESHES), count
+        sorted(n for n, case in NAMES.items() if case.verdict == verdict and n not in OF_MESHES), count
     )
 ]
 SAMPLED = (
@@ -40,7 +41,7 @@ SAMPLED = (
     "over_own_loss_open/cp_dp",
     "over_plain_shared/cp4",
 )
-REST = sorted(set(NAMES) - set(WITH_REFERENCE) - {case.name for case in ON_MESHES})
+REST = sorted({*NAMES} - {*WITH_REFERENCE} - OF_MESHES)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

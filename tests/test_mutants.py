@@ -17,9 +17,19 @@ from tests.mutants.near_tests import near
 from tests.mutants.plans import CASES
 from tests.mutants.sites import OPERATORS, ROOT, Site, sites
 
-SITES = sites()
-CODE = sites("code")
+SAMPLE = 24
 EXCHANGE = "shardplan/runtime/parallel/expert_exchange.py"
+
+
+@pytest.fixture(scope="module")
+def moves() -> list[Site]:
+    """Of the run-time."""
+    return sites()
+
+
+@pytest.fixture(scope="module")
+def code() -> list[Site]:
+    return sites("code")
 
 
 def changed(site: Site) -> Counter[str]:
@@ -28,41 +38,39 @@ def changed(site: Site) -> Counter[str]:
     return Counter(ast.unparse(site.tree()).splitlines()) - Counter(before.splitlines())
 
 
-def test_each_operator_finds_what_moves_values():
-    assert {site.operator for site in SITES} == {*OPERATORS}
+def test_each_operator_finds_what_moves_values(moves: list[Site]):
+    assert {site.operator for site in moves} == {*OPERATORS}
     wanted = {
         ("swap", "route.back", "route"),
         ("drop", "ctx.back.exchange(g)", "g"),
         ("group", "self.group", "another_group(self.group)"),
     }
-    assert wanted <= {(site.operator, site.before, site.after) for site in SITES if site.path == EXCHANGE}
+    assert wanted <= {(site.operator, site.before, site.after) for site in moves if site.path == EXCHANGE}
     move = [
-        site for site in SITES if site.path.endswith("tensor_moves.py") and site.before.startswith("OPERATIONS[back")
+        site for site in moves if site.path.endswith("tensor_moves.py") and site.before.startswith("OPERATIONS[back")
     ]
     assert {site.operator for site in move} == {"drop", "swap"}
 
 
-@pytest.mark.parametrize(
-    "site",
-    random.Random(5).sample(SITES, 12) + random.Random(5).sample(CODE, 12),
-    ids=lambda site: f"{site.path}:{site.lines[0]}",
-)
-def test_a_mutant_is_the_code_with_one_change(site: Site):
+@pytest.mark.parametrize("number", range(SAMPLE))
+def test_a_mutant_is_the_code_with_one_change(number: int, moves: list[Site], code: list[Site]):
+    each = SAMPLE // 2
+    site = (random.Random(5).sample(moves, each) + random.Random(5).sample(code, each))[number]
     assert 0 < changed(site).total() <= site.lines[1] - site.lines[0] + 4
 
 
-def test_what_is_drawn_begins_with_all_parts_and_operators():
-    order = list(drawn(3, SITES))
-    assert order == list(drawn(3, SITES)) != list(drawn(4, SITES))
-    strata = {(site.area, site.operator) for site in SITES}
+def test_what_is_drawn_begins_with_all_parts_and_operators(moves: list[Site]):
+    order = list(drawn(3, moves))
+    assert order == list(drawn(3, moves)) != list(drawn(4, moves))
+    strata = {(site.area, site.operator) for site in moves}
     assert {(site.area, site.operator) for site in order[: len(strata)]} == strata
-    assert len(order) == len({*order}) == len(SITES)
+    assert len(order) == len({*order}) == len(moves)
 
 
-def test_all_code_of_three_rooms_is_changed():
-    assert {site.operator for site in CODE} == {*of_code.OPERATORS}
-    assert {site.path.split("/")[1] for site in CODE} == {"weights", "runtime", "cli"}
-    assert not any(site.before == site.after for site in CODE)
+def test_all_code_of_three_rooms_is_changed(code: list[Site]):
+    assert {site.operator for site in code} == {*of_code.OPERATORS}
+    assert {site.path.split("/")[1] for site in code} == {"weights", "runtime", "cli"}
+    assert not any(site.before == site.after for site in code)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +86,9 @@ def test_the_nearest_tests_are_asked_first(path, file):
 
 
 @pytest.mark.slow
-def test_a_test_that_runs_a_change_kills_it_and_what_it_runs_is_remembered(tmp_path):
+def test_a_test_that_runs_a_change_kills_it_and_what_it_runs_is_remembered(code: list[Site], tmp_path):
     """One change that tests of a file see, and one that none of them runs."""
-    those = [site for site in CODE if site.path == "shardplan/runtime/parallel/process_groups.py"]
+    those = [site for site in code if site.path == "shardplan/runtime/parallel/process_groups.py"]
     named = next(site for site in those if site.function == "named_ranks" and site.before == "verbs")
     other = next(site for site in those if site.function == "unflatten")
     file = "tests/test_watch_ranks.py"
@@ -95,11 +103,11 @@ def test_a_test_that_runs_a_change_kills_it_and_what_it_runs_is_remembered(tmp_p
         assert Tests(copy, [named, other], tmp_path / "mutants.json")._reaching(named, file)[0] == reached
 
 
-def test_one_that_passes_needs_a_reason():
-    assert Row(SITES[0], CASES[0], "passes", "").problem == "HOLE"
+def test_one_that_passes_needs_a_reason(moves: list[Site]):
+    assert Row(moves[0], CASES[0], "passes", "").problem == "HOLE"
     assert (
-        Row(SITES[0], CASES[0], "passes", "it is equal").problem
-        == Row(SITES[0], CASES[0], "refused", "SP422").problem
+        Row(moves[0], CASES[0], "passes", "it is equal").problem
+        == Row(moves[0], CASES[0], "refused", "SP422").problem
         == ""
     )
 
