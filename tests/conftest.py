@@ -80,6 +80,13 @@ def own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_from_one_server(own_cache):
+    """Before a test of a command starts another."""
+    if processes := sys.modules.get("processes"):
+        processes.fork_server()
+
+
 @pytest.fixture
 def no_repairs(monkeypatch):
     """For tests that compare codes alone."""

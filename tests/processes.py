@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ LOADED = (
     "pytest",
     "shardplan.api",
     "shardplan.compat",
+    "shardplan.proof.processes",
     "shardplan.proof.prove_stages",
     "shardplan.weights",
     "tests.compiling",
@@ -58,12 +61,20 @@ class RanksFailed(Exception):
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
 
 
+def fork_server() -> ForkServerContext:
+    """Where processes are forked from. The first of a process decides what is imported there: if that is a command that is tested, each
+    rank of the tests after it imports the rest, seconds of it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED))
+    ensure_running()
+    return context
+
+
 class Ranks:
     """A group of processes that hold one gloo process group."""
 
     def __init__(self, count: int):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(LOADED))
+        context = fork_server()
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes, self.made = [], [], 0
         for rank in range(count):

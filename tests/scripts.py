@@ -6,7 +6,6 @@ printed = run_script(4, "examples/moe.py", "--text", "demo/text.txt")
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import runpy
 import socket
@@ -14,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from processes import LOADED
+from processes import fork_server
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 600.0  # of patience with a busy machine
@@ -30,8 +29,7 @@ def run_script(ranks: int, script: str | Path, *words: str) -> str:
     Raises:
         AssertionError: a rank failed; with what it wrote.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED))
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         of_all = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
-from processes import LOADED
+from processes import fork_server
 
 from benchmarks import gpu
 from benchmarks.ways import fake_ranks
@@ -38,9 +37,7 @@ def _cases():
 def test_each_way_makes_a_step(name, way):
     # A process of its own: torch keeps graphs over the mesh of one way, with which another one does not compile. It is not forked
     # from this one, whose threads it would wait for.
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED))
-    with ProcessPoolExecutor(1, context) as process:
+    with ProcessPoolExecutor(1, fork_server()) as process:
         process.submit(_step, name, way).result()
 
 
