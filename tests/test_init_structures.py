@@ -60,7 +60,7 @@ STRUCTURES |= {
         {"query": "colwise", "dense": "rowwise", "output": "rowwise"},
     ),
     "soft_experts": (tokens(own.FlatEinsumAttention, own.SoftExperts), own.ids, {"mlp.experts.a.up": "colwise"}),
-    "slopes": (tokens(own.Slopes), own.ids, {"attention": {"shares": ["heads", {"slopes": {"dim": 0}}]}}),
+    "slopes": (tokens(own.Slopes), own.ids, {"attention": {"shares": [{"slopes": {"dim": 0}}]}}),
     "windows": (
         own.Windows,
         own.pictures,

@@ -10,9 +10,9 @@ from sampling import sampled
 from shardplan.authoring.init.derive import Derived, derive
 from shardplan.compiler.bind import bind
 from shardplan.compiler.layout.model import ModelLayouts
-from shardplan.compiler.layout.solver.feature_cuts import cut
+from shardplan.compiler.layout.solver.channels import cut
 from shardplan.compiler.layout.solver.flow import Flow
-from shardplan.compiler.layout.solver.parts import packed
+from shardplan.compiler.layout.solver.lengths import Lengths
 from shardplan.compiler.layout.solver.regions import Group, Region, grouped, regions
 from shardplan.core.mesh import MeshSizes
 from shardplan.language import parse_plan
@@ -67,7 +67,7 @@ def test_parts_are_read_off_the_slices() -> None:
     heads, shared = numbers["num_attention_heads"], numbers["num_key_value_heads"]
     assert cut(run, made) == tuple(n * numbers["head_dim"] for n in (heads, shared, shared))
     weight = found.tree.modules["model.layers.0.self_attn.qkv_proj"].parameter("weight")
-    said = packed(cut(run, made), recorded.tree, found.tree, weight.shape[0])
+    said = Lengths(recorded.tree, found.tree, recorded.model).packed(run, made, weight.shape[0])
     shared_words = "num_key_value_heads * head_dim"
     assert said == ["num_attention_heads * head_dim", shared_words, shared_words]
 

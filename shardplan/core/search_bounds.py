@@ -19,9 +19,7 @@ class SearchBounds:
         removed: numbers of such a layer that are equal to a divided number by chance, and are left whole one after the other.
         expressions: for the length of one part: products of the model's numbers, the most likely first.
         expressions_together: for all parts of a matrix, which must add up to its rows.
-        parts: of different lengths in one matrix. Hybrid layers have five (z, x, B, C, dt of Mamba 2).
         divided: numbers that one group's code needs divided; each is found by running all that are left.
-        dims: of a value whose permutation is recognised: permutations grow as the factorial.
         around_list: modules around a list of blocks that may return the blocks' output.
         overlay_errors: of a candidate for sequence parallelism; one with more is wrong itself.
         overlays_fixed: candidates that are repaired, those with the fewest errors.
@@ -50,9 +48,7 @@ class SearchBounds:
     removed: int = 3
     expressions: int = 6
     expressions_together: int = 4000
-    parts: int = 5
     divided: int = 5
-    dims: int = 5
     around_list: int = 2
     overlay_errors: int = 4
     overlays_fixed: int = 4

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardplan.compiler.layout.model import ModelLayouts
-from shardplan.compiler.layout.solver.feature_cuts import cut
 from shardplan.compiler.layout.solver.flow import Flow
-from shardplan.compiler.layout.solver.parts import features, packed
+from shardplan.compiler.layout.solver.lengths import Lengths, features
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleTree
 from shardplan.language.globs import parse_glob
@@ -28,14 +27,15 @@ def cut_parts(found: FoundModel, patterns: Iterable[str]) -> dict[str, int | lis
     except PlanError:  # without a run, cuts are unknown; validating a plan says what prevents the run
         return {}
     flow, parts = Flow(recorded.reference, recorded.tree), {}
+    lengths = Lengths(flow.tree, found.tree, recorded.model)
     for pattern in patterns:
         names, modules = _modules(flow.tree, pattern), _modules(found.tree, pattern)
         made = next((product for product in flow.products.values() if product.name in names), None)
         module = found.tree.modules[modules[0]] if modules else None
         weight = module.parameter("weight") if module is not None else None
-        if made is None or module is None or weight is None or not (lengths := cut(flow, made)):
+        if made is None or module is None or weight is None:
             continue
-        if (said := packed(lengths, flow.tree, found.tree, features(module, weight, "out"))) is not None:
+        if (said := lengths.packed(flow, made, features(module, weight, "out"))) is not None:
             parts[pattern] = said
     return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardplan.compiler.layout import LayoutReport
 from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, Draft, DraftTrials
 from shardplan.compiler.layout.solver.flow import Flow
-from shardplan.compiler.layout.solver.parts import features
+from shardplan.compiler.layout.solver.lengths import features
 from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, part
 from shardplan.styles import STYLES

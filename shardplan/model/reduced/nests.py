@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,34 +11,33 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a nest of tuples, lists, mappings and dataclasses, in order."""
+def leaves(value: Any, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+    """The tensors in a nest of tuples, lists, mappings and dataclasses, in order, each with the keys and positions on the way to it. Other
+    objects are left out: decoding caches belong to the rank that made them."""
     if isinstance(value, Tensor):
-        yield value
+        yield path, value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
     elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
+        for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            yield from leaves(item, (*path, key))
     elif _is_record(value):
-        yield from tensors_in(_items(value))
+        yield from leaves(_items(value), path)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest, in order."""
+    return (tensor for _, tensor in leaves(value))
 
 
 def named_results(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's result with their keys or positions."""
-    if isinstance(value, Tensor):
-        yield "0", value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            for i, tensor in enumerate(tensors_in(item)):
-                yield (str(key) if isinstance(item, Tensor) else f"{key}.{i}"), tensor
-    elif isinstance(value, (tuple, list)):
-        for position, item in enumerate(value):
-            for i, tensor in enumerate(tensors_in(item)):
-                yield (str(position) if isinstance(item, Tensor) else f"{position}.{i}"), tensor
-    elif _is_record(value):
-        yield from named_results(_items(value))
+    """The tensors of a module's result with their keys or positions; those in a nest inside of it are counted (`1.0`)."""
+    counts = Counter[str]()
+    for path, tensor in leaves(tuple(value) if isinstance(value, tuple) else value):  # of a named tuple, positions
+        first = str(path[0]) if path else "0"
+        yield (first if len(path) < 2 else f"{first}.{counts[first]}"), tensor
+        counts[first] += 1
 
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardplan.core.tree import full_name
+from .nests import leaves
 
 ALONE = "output"  # the name of a result that is a tensor by itself
 
@@ -23,28 +21,12 @@ def results_of(output: Any) -> dict[str, Tensor]:
     Raises:
         ValueError: there is no floating-point tensor in it.
     """
-    found = {path or ALONE: tensor for path, tensor in _walk(output, "")}
+    found = {".".join(map(str, path)) or ALONE: tensor for path, tensor in leaves(output) if tensor.is_floating_point()}
     if not found:
         raise ValueError(
             f"the model returned {type(output).__name__} without a floating-point tensor: nothing to compare"
         )
     return found
-
-
-def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _walk(item, full_name(path, str(key)))
-    elif isinstance(value, (tuple, list)):
-        names = getattr(value, "_fields", range(len(value)))
-        for name, item in zip(names, value, strict=True):
-            yield from _walk(item, full_name(path, str(name)))
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _walk(getattr(value, field.name), full_name(path, field.name))
 
 
 def loss_of(output: Any) -> Tensor:

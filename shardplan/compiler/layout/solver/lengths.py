@@ -3,16 +3,22 @@ model and for the model itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import combinations_with_replacement, islice, product
 
-from shardplan.core.search_bounds import BOUNDS
-from shardplan.core.tree import ModuleInfo, ModuleTree, is_count
+from torch import nn
 
-from .channels import Part
+from shardplan.core.search_bounds import BOUNDS
+from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo, full_name, is_count
+from shardplan.model.reduced.measured import Shapes, shapes_with
+from shardplan.styles import feature_dim
+from shardplan.styles.style_record import Features
+
+from .channels import Part, cut, parts_of
+from .flow import Flow, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +71,18 @@ class Lengths:
 
     Args:
         reduced_tree, tree: those of the reduced model and of the model itself.
+        model: the reduced model.
         owners: modules whose code uses the numbers, from both trees.
-        shapes: the parameter shapes of the reduced model with a number of its configuration changed; None where they are not known.
     """
 
     def __init__(
         self,
         reduced_tree: ModuleTree,
         tree: ModuleTree,
-        owners: Sequence[tuple[ModuleInfo, ModuleInfo]],
-        shapes: Callable[[str], Mapping[str, tuple[int, ...]] | None],
+        model: nn.Module,
+        owners: Sequence[tuple[ModuleInfo, ModuleInfo]] = (),
     ):
-        self.reduced_tree, self.tree, self.owners, self.shapes = reduced_tree, tree, owners, shapes
+        self.reduced_tree, self.tree, self.model, self.owners = reduced_tree, tree, model, owners
 
     @cached_property
     def attributes(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
@@ -105,6 +111,24 @@ class Lengths:
                 found.append((sum(one.likeness for one in all_parts), all_parts))
         yield from (one for _, one in sorted(found, key=lambda item: -item[0]))
 
+    def packed(self, flow: Flow, made: Product, size: int | None) -> int | list[str] | None:
+        """The parts into which the code cuts a matrix's result, in a rule's words: a number of equal parts, or an expression for each
+        part. None where it is not cut, or where nothing holds for both the reduced model and the model itself.
+
+        Args:
+            flow: the run of the reduced model.
+            size: the total length in the model itself; None where it is unknown, so that only equal parts can be found.
+        """
+        lengths, value = cut(flow, made), made.outputs[0]
+        if len(set(lengths)) == 1:
+            return len(lengths)
+        if not lengths or size is None:
+            return None
+        told = parts_of(flow, value, flow.run.values[value].ndim - 1)
+        parts = told if tuple(part.length for part in told) == lengths else tuple(map(Part, lengths))
+        found = next(self.parts(parts, size, matrix_of(flow.tree, made.name)), None)
+        return None if found is None else [one.words for one in found]
+
     def _sized(self, part: Part, of: str) -> Iterator[Sized]:
         if part.heads is None:
             yield from (Sized(part, None, one) for one in self.called(part.length, of))
@@ -129,12 +153,12 @@ class Lengths:
     def _shapes(self, number: str, parameter: str) -> bool:
         """Whether the shape of a parameter depends on a number."""
         if number not in self._shaped:
-            self._shaped[number] = self.shapes(number)
+            self._shaped[number] = shapes_with(self.model, number)
         changed = self._shaped[number]
         return changed is not None and changed.get(parameter) != self.reduced_tree.parameters[parameter][1].shape
 
     @cached_property
-    def _shaped(self) -> dict[str, Mapping[str, tuple[int, ...]] | None]:
+    def _shaped(self) -> dict[str, Shapes | None]:
         return {}
 
     @cached_property
@@ -158,3 +182,25 @@ class Lengths:
 
 def _likeness(words: str, attribute: str) -> float:
     return SequenceMatcher(None, words.replace("_", ""), attribute.replace("_", ""), autojunk=False).ratio()
+
+
+def matrix_of(tree: ModuleTree, name: str) -> str:
+    """The full name of the matrix of a product."""
+    return name if name in tree.parameters else full_name(name, "weight")
+
+
+def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
+    """The number of input or output features of a module's matrix."""
+    dim = feature_dim(module.kind, matrix.name, side, len(matrix.shape))
+    assert dim is not None, (module.name, matrix.name, side)
+    return matrix.shape[dim]
+
+
+def output_features(tree: ModuleTree, pattern: str) -> int | None:
+    """The number of output features of the matrix (a module's weight or a parameter) that a pattern names in a model's tree;
+    None where the module computes the matrix (weight_norm)."""
+    name = next(n for n in (*tree.modules, *tree.parameters) if tree.pattern(n) == pattern)
+    if name in tree.parameters:
+        return features(*tree.parameters[name], "out")
+    weight = tree.modules[name].parameter("weight")
+    return None if weight is None else features(tree.modules[name], weight, "out")

@@ -11,9 +11,8 @@ from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
 
 from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, Rules, partial_gradients, sharing
-from .feature_cuts import cut
 from .flow import Flow, Product
-from .parts import output_features, packed
+from .lengths import Lengths, output_features
 from .regions import Group
 
 EXPERTS = "expert"  # part of the names of numbers that count experts
@@ -39,6 +38,7 @@ class SplitCandidates:
 
     def __init__(self, trials: DraftTrials, flow: Flow, tree: ModuleTree):
         self.trials, self.flow, self.tree = trials, flow, tree
+        self.lengths = Lengths(trials.tree, tree, trials.recorded_models[0].model)
 
     def drafts(self, group: Group) -> Iterator[Draft]:
         """Possible rules of the matrices, the most likely first."""
@@ -241,18 +241,11 @@ class SplitCandidates:
             yield PARTIAL  # [positions, head_dim]: all heads read it
             yield TABLE
             return
-        lengths = cut(self.flow, self._product(column))
-        if lengths:
-            parts_option = packed(lengths, self.trials.tree, self.tree, output_features(self.tree, column))
-            if parts_option is not None:
-                yield (
-                    {"style": "packed_colwise"}
-                    if parts_option == 2
-                    else {"style": "packed_colwise", "packed": parts_option}
-                )
-            if isinstance(parts_option, list) and not self.tree.numbers:
-                heads = [
-                    length // min(lengths) for length in lengths
-                ]  # the shortest parts are one head of keys and values
-                yield {"style": "packed_colwise", "packed": parts_option, "heads": heads}
+        said = self.lengths.packed(self.flow, self._product(column), output_features(self.tree, column))
+        if said is not None:
+            packed: Options = {"style": "packed_colwise"} | ({} if said == 2 else {"packed": said})
+            yield packed
+            if isinstance(said, list) and not self.tree.numbers:
+                least = min(map(int, said))  # the shortest parts are one head of keys and values
+                yield {**packed, "heads": [int(length) // least for length in said]}
         yield {"style": "colwise"}

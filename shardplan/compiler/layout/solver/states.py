@@ -9,13 +9,11 @@ from typing import Any
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name, is_count
 from shardplan.model.forward_code import forward_reads
-from shardplan.model.reduced.measured import shapes_with
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
 from .draft import BLOCK_INPUT, Draft, DraftTrials, Options, Score, divided, sharing
 from .flow import Flow, Product
-from .lengths import Lengths, Sized
-from .parts import output_features
+from .lengths import Lengths, Sized, matrix_of, output_features
 from .regions import Group
 
 Rules = dict[str, dict[str, Any]]
@@ -41,9 +39,8 @@ class States:
         self.inside = [m for name, m in trials.tree.modules.items() if name == self.home or self._below(name)]
         self.convolutions = [module for module in self.inside if module.kind == "depthwise"]
         pairs = [(module, self._full(module)) for module in self.inside]
-        model = trials.recorded_models[0].model
         known = [(one, full) for one, full in pairs if full is not None]
-        self.lengths = Lengths(trials.tree, tree, known, lambda number: shapes_with(model, number))
+        self.lengths = Lengths(trials.tree, tree, trials.recorded_models[0].model, known)
 
     @property
     def has_state(self) -> bool:
@@ -162,7 +159,9 @@ class States:
         value = column.outputs[0]
         parts = parts_of(self.flow, value, self.flow.run.values[value].ndim - 1)
         width = output_features(self.tree, self._pattern(column.name))
-        for options, sized in self._packed(parts, width, self._matrix(column.name)) if width is not None else ():
+        for options, sized in (
+            self._packed(parts, width, matrix_of(self.trials.tree, column.name)) if width is not None else ()
+        ):
             yield {pattern: {"style": "packed_colwise" if len(parts) > 1 else "colwise", **options}}, sized
         if len(parts) == 1:
             yield {pattern: {"style": "colwise"}}, ()
@@ -197,10 +196,6 @@ class States:
                 yield counted if len(sized) == 1 else {} if len(sized) == 2 else {"packed": len(sized)}, sized
         if len(parts) > 1 and len({part.length for part in parts}) == 1 and size % len(parts) == 0:
             yield {"packed": len(parts)} if len(parts) > 2 else {}, ()
-
-    def _matrix(self, name: str) -> str:
-        """The full name of a matrix."""
-        return name if name in self.trials.tree.parameters else full_name(name, "weight")
 
     @property
     def _channels(self) -> str:
