@@ -7,27 +7,24 @@ unsharded, to find the operations that draw. Each is then looked up among the ty
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.module_program import Draws
 from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.model.adapters import unwrapped
 from shardplan.model.rebinding import copied
-from shardplan.model.reduced.lines import model_line
 from shardplan.model.reduced.nests import tensors_in
 from shardplan.model.reduced.trace import SourceLine
 
 from .drawing_operands import ELEMENTWISE, LINEAR, OWN_CODE, WHOLE_FEATURES, DrawingOperand
 from .dropout import DROPOUT, active_probabilities, probabilities
-from .randomness import OTHERS, acting_sites
+from .randomness import OTHERS, DrawingRun, Site, acting_sites
 from .run import RecordedModel
 
 WHOLE = frozenset(("I", "R", "whole"))  # types of values that every rank has whole
@@ -107,13 +104,11 @@ def noise_of(recorded: RecordedModel, tree: ModuleTree) -> Noise:
     ):
         return Noise()
     model, lost = with_probabilities(recorded, tree)
-    with _Drawn(recorded).of(copied(model)) as drawn, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        drawn.run(recorded.inputs)
-    dropouts = tuple(one for one in dict.fromkeys(drawn.drawings) if one.name in ELEMENTWISE | WHOLE_FEATURES)
+    drawings, draws = _drawings(recorded, copied(model))
+    dropouts = tuple(one for one in drawings if one.name in ELEMENTWISE | WHOLE_FEATURES)
     known = {(one.module, one.source) for one in dropouts}
     unmanaged: tuple[tuple[str, str, bool], ...] = ()
-    if len(dropouts) < len(dict.fromkeys(drawn.drawings)) or drawn.hidden:
+    if len(dropouts) < len(drawings) or draws.hidden:
         unmanaged = tuple(
             (
                 site.module,
@@ -126,63 +121,31 @@ def noise_of(recorded: RecordedModel, tree: ModuleTree) -> Noise:
     return Noise(dropouts, lost, unmanaged)
 
 
-class _Drawn(TorchFunctionMode):
-    """Finds the operations that move torch's generator, and the modules whose code runs them."""
+def _drawings(recorded: RecordedModel, model: nn.Module) -> tuple[Mapping[Drawing, None], DrawingRun]:
+    """The operations of a model that draw, and the run that found them.
 
-    def __init__(self, recorded: RecordedModel):
-        super().__init__()
-        self.atoms = recorded.atoms
-        self.drawings: list[Drawing] = []
-        self.hidden = False  # whether something other than an operation drew
-        self._running = [""]
-        self._inputs: dict[str, list[Tensor]] = {}
-        self._last = torch.empty(0)
+    Args:
+        model: a copy of the recorded model with its probabilities; it is changed.
+    """
+    found, given, named = dict[Drawing, None](), dict[str, list[Tensor]](), unwrapped(model)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        before = torch.get_rng_state()
-        self.hidden = self.hidden or not torch.equal(before, self._last)
-        result = func(*args, **(kwargs or {}))
-        self._last = torch.get_rng_state()
-        if not torch.equal(before, self._last):
-            self._note(func, [*tensors_in(args), *tensors_in(kwargs or {})])
-        return result
-
-    def _note(self, func: Any, operands: list[Tensor]) -> None:
-        module = self._running[-1]
-        layer = next((name for name in (module, *ancestors(module)) if name in self.atoms), "")
-        same = bool(operands) and any(
-            operands[0].shape == x.shape and torch.equal(operands[0].to(x.dtype), x)
-            for x in self._inputs.get(layer, ())
+    def note(site: Site, operands: list[Tensor]) -> None:
+        layer = next((name for name in (site.module, *ancestors(site.module)) if name in recorded.atoms), "")
+        same = any(
+            one.shape == x.shape and torch.equal(one.to(x.dtype), x)
+            for one in operands[:1]
+            for x in given.get(layer, ())
         )
-        self.drawings.append(Drawing(module, getattr(func, "__name__", "?"), model_line(), layer, same))
+        found[Drawing(site.module, site.name, site.source, layer, same)] = None
 
-    @contextmanager
-    def of(self, model: nn.Module) -> Iterator[_Drawn]:
-        """Track which module of the model runs."""
-        self.model = model
+    def keep(name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given[name] = [*tensors_in(args), *tensors_in(kwargs)]
 
-        def enter(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                self._running.append(name)
-                if name in self.atoms:
-                    self._inputs[name] = [*tensors_in(args), *tensors_in(kwargs)]
-
-            return hook
-
-        def leave(module: nn.Module, args: tuple, output: Any) -> None:
-            self._running.pop()
-
-        for name, module in unwrapped(model).named_modules():
-            module.register_forward_pre_hook(enter(name), with_kwargs=True)
-            module.register_forward_hook(leave)
-        yield self
-
-    def run(self, inputs: Mapping[str, Any]) -> None:
-        """Run the model once."""
-        self._last = torch.get_rng_state()
-        with self:
-            self.model(**inputs)
-        self.hidden = self.hidden or not torch.equal(self._last, torch.get_rng_state())
+    for name in recorded.atoms:
+        named.get_submodule(name).register_forward_pre_hook(partial(keep, name), with_kwargs=True)
+    draws = DrawingRun(note=note)
+    draws.run(model, recorded.inputs, named)
+    return found, draws
 
 
 @dataclass

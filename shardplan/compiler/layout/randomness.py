@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.mesh import Axis
@@ -88,7 +89,7 @@ def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...
         model: the model in training mode; it is not changed.
         inputs: keyword arguments of its forward.
     """
-    first = _Draws()
+    first = DrawingRun()
     reference = _run(model, inputs, first)
     keys = tuple(dict.fromkeys(site.key for site in first.sites))
     idle = {key for key in keys[: BOUNDS.drawing_places] if not _acts(model, inputs, key, reference)}
@@ -119,40 +120,61 @@ def finding(model: str, sites: tuple[Site, ...], size: int, axis: Axis = Axis.TP
     )
 
 
-class _Draws(_DispatchMode):
-    """Finds the operations that move torch's generator.
+class DrawingRun(TorchFunctionMode):
+    """Finds the operations that move torch's generator, and the modules whose code runs them.
 
     Args:
         key: the place to draw anew.
         redraw: makes the new numbers.
+        note: called with each place and the tensors that its operation reads.
+
+    Attributes:
+        sites: the places, in the order of the run.
+        hidden: whether something other than an operation moved torch's generator.
     """
 
-    def __init__(self, key: Key | None = None, redraw: Redraw | None = None):
+    def __init__(
+        self,
+        key: Key | None = None,
+        redraw: Redraw | None = None,
+        note: Callable[[Site, list[Tensor]], None] = lambda site, operands: None,
+    ):
         super().__init__()
         self.sites: dict[Site, None] = {}
+        self.hidden = False
         self.modules = [""]
-        self.key, self.redraw = key, redraw
+        self.key, self.redraw, self.note = key, redraw, note
+        self._last = torch.get_rng_state()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        before = torch.get_rng_state()
+        before = self._moved()
         result = func(*args, **kwargs)
-        if torch.equal(before, torch.get_rng_state()):
+        self._last = torch.get_rng_state()
+        if torch.equal(before, self._last):
             return result
-        name = func.overloadpacket.__name__
+        name = getattr(func, "__name__", "?")
         here = Site(self.modules[-1], name, model_line())
         self.sites[here] = None
+        self.note(here, [*tensors_in(args), *tensors_in(kwargs)])
         if self.redraw is not None and here.key == self.key:
             bounds = (*args[1:], *kwargs.values(), 0.0, 1.0)[:2] if name == "uniform_" else (0.0, 1.0)
             with torch.random.fork_rng(devices=[]):  # later draws stay as they are
                 return self.redraw(lambda: func(*args, **kwargs), bounds)
         return result
 
-    @contextmanager
-    def following(self, model: nn.Module) -> Iterator[None]:
-        """While active, tracks which module runs, and which moves other generators."""
+    def _moved(self) -> Tensor:
+        """The generator's state; something else has drawn if it is not the one after the last operation."""
+        state = torch.get_rng_state()
+        self.hidden = self.hidden or not torch.equal(state, self._last)
+        return state
+
+    def run(self, model: nn.Module, inputs: Mapping[str, Any], named: nn.Module | None = None) -> Any:
+        """What a model returns. Tracks which module runs, and which moves other generators.
+
+        Args:
+            named: the model whose modules give the names; None: the model itself. It is changed.
+        """
         states: list[Any] = []
         inside: list[bool] = []  # whether something inside moved them
 
@@ -172,19 +194,25 @@ class _Draws(_DispatchMode):
                 if inside:
                     inside[-1] = True
 
-        for name, module in model.named_modules():
+        for name, module in (model if named is None else named).named_modules():
             module.register_forward_pre_hook(enter(name))
             module.register_forward_hook(leave)
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            self._last = torch.get_rng_state()
+            with self:
+                output = model(**inputs)
+            self._moved()
+        return output
 
 
 def _acts(model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list[Tensor]) -> bool:
     """Whether other numbers at one place change the result."""
     if key[1] == OTHERS:
-        return any(not _equal(_run(model, inputs, _Draws(), seed=seed), reference) for seed in SEEDS)
+        return any(not _equal(_run(model, inputs, DrawingRun(), seed=seed), reference) for seed in SEEDS)
     ways = [_seeded(seed) for seed in SEEDS]
     ways += [_least, _greatest] if key[1] in UNIFORM else []
-    return any(not _equal(_run(model, inputs, _Draws(key, way)), reference) for way in ways)
+    return any(not _equal(_run(model, inputs, DrawingRun(key, way)), reference) for way in ways)
 
 
 def _seeded(seed: int) -> Redraw:
@@ -205,13 +233,10 @@ def _greatest(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
     return result.fill_(high - (high - low) * torch.finfo(result.dtype).eps)  # the upper bound itself is not drawn
 
 
-def _run(model: nn.Module, inputs: Mapping[str, Any], draws: _Draws, seed: int = 0) -> list[Tensor]:
+def _run(model: nn.Module, inputs: Mapping[str, Any], draws: DrawingRun, seed: int = 0) -> list[Tensor]:
     """The tensors that the model returns."""
-    model, inputs = copied(model), copy.deepcopy(dict(inputs))
-    with _other_generators(seed), torch.random.fork_rng(devices=[]), draws.following(model):
-        torch.default_generator.manual_seed(0)
-        with draws:
-            output = model(**inputs)
+    with _other_generators(seed):
+        output = draws.run(copied(model), copy.deepcopy(dict(inputs)))
     return [value.detach() for value in tensors_in(output)]
 
 
