@@ -12,14 +12,14 @@ from shardplan.compiler.bind.heads_below import with_heads_below
 from shardplan.compiler.check.context_rules import scattering
 from shardplan.compiler.layout import LayoutReport, ModelLayouts, check_layout
 from shardplan.compiler.layout.model import has_stacks
+from shardplan.compiler.layout.outside_reads import read_outside
 from shardplan.compiler.lower.heads_over_cp import with_heads
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import SEQ, V
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Assignment, Overlays, PlanFile, ResolvedPlan, Rule
-from shardplan.core.tree import ancestors, block, element, part
+from shardplan.core.tree import ancestors, part
 from shardplan.model import FoundModel
-from shardplan.model.reduced.trace import Event
 from shardplan.styles.boundary import Boundary, boundary
 from shardplan.torchlib.modes import reduced_runs
 
@@ -132,26 +132,17 @@ def context_section(found: FoundModel, plan: PlanFile) -> Section | NoSection:
 def _handed_out(layouts: ModelLayouts) -> dict[str, Rule]:
     """Token-wise rules for the outermost modules in blocks with a result that code outside the blocks reads in every layer
     when routers return theirs (for an auxiliary loss, or hooks that record them). The rules say that it is read outside."""
-    tree, found = layouts.tree, dict[str, set[str]]()
+    tree, found = layouts.tree, dict[str, frozenset[int]]()
     for recorded in recorded_with_routers(layouts)[len(layouts.recorded_models) :]:
-        events = recorded.reference.events
-        outer = (e for e in events if (e.kind == "op" and not element(block(e.module))) or _is_end(e))
-        read = {number for event in outer for number in event.inputs}
-        for event in events:
-            if event.kind == "leave" and element(block(event.module)) and event.module != block(event.module):
-                positions = {n for n, i in zip(event.names, event.inputs, strict=True) if i in read and n.isdecimal()}
-                pattern = tree.pattern(event.module)
-                found[pattern] = found.get(pattern, positions) & positions
+        for name, positions in read_outside(recorded.reference).items():
+            pattern = tree.pattern(name)
+            found[pattern] = found.get(pattern, positions) & positions
     rules = {
-        name: replace(_TOKEN_WISE, read_outside=tuple(sorted(map(int, kept))))
+        name: replace(_TOKEN_WISE, read_outside=tuple(sorted(kept)))
         for name in tree.modules
         if (kept := found.get(tree.pattern(name)))
     }
     return {name: rule for name, rule in rules.items() if not any(above in rules for above in ancestors(name))}
-
-
-def _is_end(event: Event) -> bool:
-    return event.kind == "leave" and not event.module
 
 
 def _with_style(rules: Mapping[str, Rule], style: str, names: Container[str] | None = None) -> dict[str, Rule]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -24,6 +24,7 @@ def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterato
     outside = finding.kind == "meeting" and not element(block(finding.module))
     if not outside and finding.kind != "output":
         return
+    read = read_outside(run)
     origins = zip_longest(*(operand.from_modules for operand in finding.operands))
     for origin in dict.fromkeys(name for row in origins for name in row if name is not None):
         limit = block(origin)
@@ -31,7 +32,7 @@ def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterato
             if name == limit or not name:
                 break
             if name not in plan.assignments and plan.tree.modules[name].kind == "other":
-                yield from _repairs(plan, name, _read_outside(run, name, limit))
+                yield from _repairs(plan, name, tuple(sorted(read.get(name, ()))))
 
 
 def _repairs(plan: ResolvedPlan, name: str, positions: tuple[int, ...]) -> Iterator[Repair]:
@@ -42,14 +43,18 @@ def _repairs(plan: ResolvedPlan, name: str, positions: tuple[int, ...]) -> Itera
                 yield change(plan, name, None, rule, "tensor_parallel")
 
 
-def _read_outside(run: Trace, module: str, limit: str) -> tuple[int, ...]:
-    """The positions of a module's results that an operation outside of its block reads or the model returns."""
-    read = {
-        number
-        for event in run.events
-        if (event.kind == "op" and block(event.module) != limit) or (event.kind == "leave" and not event.module)
-        for number in event.inputs
-    }
-    called = next((e for e in run.events if e.kind == "leave" and e.module == module), None)
-    named = () if called is None else zip(called.names, called.inputs, strict=True)
-    return tuple(int(name) for name, number in named if number in read and name.isdecimal())
+def read_outside(run: Trace) -> Mapping[str, frozenset[int]]:
+    """Module in a block -> the positions of its results that code outside of the blocks reads, or that the model returns, after each of its
+    calls."""
+    outer = (
+        e
+        for e in run.events
+        if (e.kind == "op" and not element(block(e.module))) or (e.kind == "leave" and not e.module)
+    )
+    read, found = {number for event in outer for number in event.inputs}, dict[str, frozenset[int]]()
+    for event in run.events:
+        if event.kind == "leave" and element(block(event.module)) and event.module != block(event.module):
+            named = zip(event.names, event.inputs, strict=True)
+            positions = frozenset(int(name) for name, number in named if number in read and name.isdecimal())
+            found[event.module] = found.get(event.module, positions) & positions
+    return found
