@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import nn
 
 from shardplan.core.by_key import by_key
 from shardplan.core.stages import HandedOn
 from shardplan.core.tree import ModuleTree, parent
-from shardplan.model.rebinding import copied
 
 from .run import RecordedModel
 from .stage_reads import Crossing, Ends, StageParts, StageRun, find_ends
@@ -82,7 +78,7 @@ def cut_facts(recorded_models: Sequence[RecordedModel], parts: StageParts) -> Cu
     facts = CutFacts(whole, ends)
     if order is not None:
         return replace(facts, order=order)
-    lengths = _lengths(recorded_models, (*parts.blocks, *parts.carried))
+    lengths = dict(ChainMap(*(recorded.reference.returned for recorded in recorded_models)))
     of_blocks = {lengths.get(name) for name in parts.blocks}
     crossings: dict[tuple[int, str], Crossing] = {}
     apart, shared, written, used = set[str](), set[str](), set[str](), set[tuple[str, str]]()
@@ -146,27 +142,6 @@ def _handed(
         else:
             found.append(HandedOn(name, tuple(map(int, positions)), length, unread=name in idle))
     return tuple(found), tuple(unnamed)
-
-
-def _lengths(recorded_models: Sequence[RecordedModel], names: Iterable[str]) -> dict[str, int | None]:
-    """For each module that runs with a kind of input, the length of the tuple it returns; 0: one tensor, None: something else."""
-    model, found = copied(recorded_models[0].model), dict[str, int | None]()
-
-    def noting(name: str) -> None:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            alone = 0 if isinstance(output, torch.Tensor) else None
-            found[name] = len(output) if type(output) in (tuple, list) else alone
-
-        model.get_submodule(name).register_forward_hook(note)
-
-    for name in dict.fromkeys(names):
-        noting(name)
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        for recorded in recorded_models:
-            model(**recorded.inputs)
-            if all(name in found for name in names):
-                break
-    return found
 
 
 def derived_parts(recorded_models: Sequence[RecordedModel], blocks: tuple[str, ...]) -> tuple[StageParts, CutFacts]:

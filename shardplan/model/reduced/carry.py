@@ -14,7 +14,7 @@ from shardplan.model.float8 import is_float8, plain_attributes, plain_class
 from shardplan.model.rebinding import NotBound, Rebinding, handles_in
 
 from .layers import NUMBER
-from .live import FLAGS, HOOKS, IGNORED, NUMBERS, Live, not_noise, pairs, same
+from .live import FLAGS, HOOKS, IGNORED, NUMBERS, Live, changed_attributes, pairs
 
 Triple = tuple[str, nn.Module, nn.Module, nn.Module]  # name in the original; live, plain, reduced
 
@@ -124,14 +124,11 @@ class _Carrying:
         reduced._non_persistent_buffers_set = set(own._non_persistent_buffers_set)
 
     def _attributes(self, own: nn.Module, plain: nn.Module, reduced: nn.Module) -> None:
-        here, there = plain_attributes(own), plain_attributes(plain)
-        for key in here:
-            if key in IGNORED or key in FLAGS or not not_noise(own, key):
-                continue
-            if key not in there or not same(key, here[key], there[key]):
+        for key in changed_attributes(own, plain):
+            if key in plain_attributes(own):
                 self._attribute(key, own, plain, reduced)
-        for key in there.keys() - here.keys() - IGNORED:
-            vars(reduced).pop(key, None)
+            else:
+                vars(reduced).pop(key, None)
 
     def _attribute(self, key: str, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
         value = vars(own)[key]

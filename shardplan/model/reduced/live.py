@@ -121,12 +121,9 @@ def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
     configs = [one for one in (getattr(own, "config", None), getattr(plain, "config", None)) if hasattr(one, "to_dict")]
     if len(configs) == 2 and not same_config(*configs):
         raise NotBound(f"{type(own).__name__} has a configuration that is not the model's")
-    here, there = plain_attributes(own), plain_attributes(plain)
-    for key in (*here, *(key for key in there if key not in here)):
-        if key in IGNORED or key in FLAGS or not_noise(own, key) is False:
-            continue
-        if key not in here or key not in there or not same(key, here[key], there[key]):
-            yield key, signature(_values(key, here.get(key))) if key in here else "deleted"
+    here = plain_attributes(own)
+    for key in changed_attributes(own, plain):
+        yield key, signature(_values(key, here[key])) if key in here else "deleted"
     for kind in ("_parameters", "_buffers", "_modules"):
         mine, others = ({n: v for n, v in vars(m)[kind].items() if v is not None} for m in (own, plain))
         for key in (*mine, *(key for key in others if key not in mine)):
@@ -136,9 +133,15 @@ def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
                 yield f"{kind}.{key}", tuple(mine[key].shape)
 
 
-def not_noise(module: nn.Module, key: str) -> bool:
-    """Whether an attribute is none of dropout's; every reduced model turns dropout off."""
-    return not (role(key) == "dropout" or (key == "p" and kind_of(module) == "dropout"))
+def changed_attributes(own: nn.Module, plain: nn.Module) -> Iterator[str]:
+    """The attributes that a live module has otherwise than the plain one, or that one of them lacks; without those that no forward reads, and
+    without dropout's, which every reduced model turns off."""
+    here, there = plain_attributes(own), plain_attributes(plain)
+    for key in dict.fromkeys((*here, *there)):
+        if key in IGNORED or key in FLAGS or role(key) == "dropout" or (key == "p" and kind_of(own) == "dropout"):
+            continue
+        if key not in here or key not in there or not same(key, here[key], there[key]):
+            yield key
 
 
 def same_config(one: Any, other: Any) -> bool:

@@ -98,6 +98,8 @@ class Recorder(OperationRecorder):
             if name in self.atoms:
                 self._inside -= 1
                 self._atom(module, entered, args, kwargs, output)
+            alone = 0 if isinstance(output, Tensor) else None
+            self.trace.returned[name] = len(output) if type(output) in (tuple, list) else alone
             results = list(named_results(output))
             before = tuple(self.number(t, f"out.{n}") for n, t in results)
             moved = self.moved_results((name, call), module, results)

@@ -87,6 +87,7 @@ class Trace:
         at: place -> event.
         kept: values that code read as numbers, or kept after the run (in an attribute); results are not among them.
         answers: the values of which code asked for one number (`item()`, `float()`), in order; -1 for others.
+        returned: module -> the length of the tuple or list that its last call returned; 0: one tensor, None: something else.
         written: the parameters that the run changed, by full name.
         drew: whether the model's code drew random numbers, from any generator.
     """
@@ -101,6 +102,7 @@ class Trace:
     at: dict[Place, Event] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     answers: list[int] = field(default_factory=list)
+    returned: dict[str, int | None] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
     drew: bool = False
 
