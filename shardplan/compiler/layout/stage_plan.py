@@ -16,7 +16,7 @@ from shardplan.torchlib.modes import reduced_runs
 from .model import ModelLayouts, unproven
 from .stage_check import CutFacts, cut_facts
 from .stage_findings import stage_findings, unread
-from .stage_reads import StageParts, stage_root
+from .stage_reads import StageParts, outermost, stage_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ def with_stages(
         positions = tuple(sorted({*known.positions, *one.positions}))
         handed[there.pattern(one.module)] = replace(one, positions=positions)
     written = {there.pattern(name) for name in staged.facts.written}
-    first = _outermost(ends[0])
+    first = outermost(ends[0])
     found = replace(
         resolved,
         pp_first=first,
-        pp_last=_outermost(ends[1]),
+        pp_last=outermost(ends[1]),
         pp_handed=tuple(_moved(handed, tree, resolved)),
         pp_results=staged.facts.results or 0,
         pp_written=tuple(name for name in first if tree.pattern(name) in written),
@@ -122,11 +122,6 @@ def _around(tree: ModuleTree, name: str) -> Iterator[str]:
     """The patterns of the modules around a parameter, the innermost first."""
     parts = name.split(".")
     return (tree.pattern(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
-
-
-def _outermost(names: Mapping[str, None]) -> tuple[str, ...]:
-    """Those that are inside none of the others."""
-    return tuple(one for one in names if not any(one.startswith(full_name(other, "")) for other in names))
 
 
 def _moved(handed: Mapping[str, HandedOn], tree: ModuleTree, resolved: ResolvedPlan) -> Iterator[HandedOn]:

@@ -264,8 +264,7 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
 
     def of(names: Iterable[str]) -> tuple[str, ...]:
         chosen = set(names)
-        found = dict.fromkeys(roots[name] for name in outside if name in chosen)
-        return tuple(one for one in found if not any(one.startswith(full_name(other, "")) for other in found))
+        return outermost(dict.fromkeys(roots[name] for name in outside if name in chosen))
 
     ambiguous = inside | (before & after)
     return Ends(
@@ -275,6 +274,11 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
         both=tuple(name for name in outside if name in before & after and name not in inside),
         unread=tuple(name for name in outside if name not in read),
     )
+
+
+def outermost(names: Mapping[str, None]) -> tuple[str, ...]:
+    """Those that are inside none of the others."""
+    return tuple(one for one in names if not any(one.startswith(full_name(other, "")) for other in names))
 
 
 def _nearby(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:

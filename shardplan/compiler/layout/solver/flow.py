@@ -59,6 +59,10 @@ class Flow:
                 found.update(dict.fromkeys(product.outputs, product))
         return found
 
+    def product(self, pattern: str) -> Product:
+        """The first multiplication by a matrix of a pattern."""
+        return next(one for one in self.products.values() if self.tree.pattern(one.name) == pattern)
+
     @cached_property
     def readers(self) -> Mapping[int, Sequence[Event]]:
         """Value -> the operations that read it."""

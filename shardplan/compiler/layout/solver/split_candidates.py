@@ -11,7 +11,7 @@ from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
 
 from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, Rules, partial_gradients, sharing
-from .flow import Flow, Product
+from .flow import Flow
 from .lengths import Lengths, output_features
 from .regions import Group
 
@@ -91,7 +91,7 @@ class SplitCandidates:
     def _named_next_to(self, norm: str, pattern: str) -> tuple[str, ...]:
         """As `_named` for matrices where a norm of another pattern is a sibling of theirs or of a module around them; else as `_itself`."""
         tree, place = self.trials.tree, parent(norm)
-        around = next((one for one in ancestors(self._product(pattern).name) if self._is(one, place)), None)
+        around = next((one for one in ancestors(self.flow.product(pattern).name) if self._is(one, place)), None)
         has_norm = around is not None and any(self._is(child, norm) for child in tree.children[around])
         return self._named(pattern) if has_norm else self._itself(pattern)
 
@@ -161,12 +161,9 @@ class SplitCandidates:
 
     def _as_stored(self, pattern: str, options: Options) -> Options:
         """The rule for a matrix that is stored [in, out]."""
-        if not self._product(pattern).turned:
+        if not self.flow.product(pattern).turned:
             return options
         return {**options, "style": TURNED.get(options["style"], options["style"])}
-
-    def _product(self, pattern: str) -> Product:
-        return next(p for p in self.flow.products.values() if self.trials.tree.pattern(p.name) == pattern)
 
     def _itself(self, pattern: str) -> tuple[str, ...]:
         return (pattern,)
@@ -204,7 +201,7 @@ class SplitCandidates:
         readers = [
             column
             for column in group.columns
-            if any(pattern(source.name) in group.latent for source in self.flow.feeding(self._product(column))[0])
+            if any(pattern(source.name) in group.latent for source in self.flow.feeding(self.flow.product(column))[0])
         ]
         styles = [PARTIAL if column in readers else next(self._split_column(column)) for column in group.columns]
         whole = replace(group.regions[0], columns=tuple(c for c in group.columns if c not in readers))
@@ -223,7 +220,9 @@ class SplitCandidates:
     def _norms_before(self, column: str) -> Iterator[str]:
         """The norms between a matrix and the matrices that feed it."""
         products = self.flow.products
-        for number, event in self.flow.run.back(self._product(column).inputs, lambda number, event: number in products):
+        for number, event in self.flow.run.back(
+            self.flow.product(column).inputs, lambda number, event: number in products
+        ):
             if event is not None and number not in products and self.trials.tree.modules[event.module].kind == "norm":
                 yield self.trials.tree.pattern(event.module)
 
@@ -235,13 +234,13 @@ class SplitCandidates:
         yield from self._split_column(column)
 
     def _split_column(self, column: str) -> Iterator[Options]:
-        module = self.trials.tree.modules.get(self._product(column).name)
+        module = self.trials.tree.modules.get(self.flow.product(column).name)
         if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
             yield {"style": "embedding_colwise"}
             yield PARTIAL  # [positions, head_dim]: all heads read it
             yield TABLE
             return
-        said = self.lengths.packed(self.flow, self._product(column), output_features(self.tree, column))
+        said = self.lengths.packed(self.flow, self.flow.product(column), output_features(self.tree, column))
         if said is not None:
             packed: Options = {"style": "packed_colwise"} | ({} if said == 2 else {"packed": said})
             yield packed

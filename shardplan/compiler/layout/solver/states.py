@@ -33,8 +33,8 @@ class States:
 
     def __init__(self, trials: DraftTrials, flow: Flow, tree: ModuleTree, group: Group):
         self.trials, self.flow, self.tree, self.group = trials, flow, tree, group
-        self.columns = [one for one in map(self._product, group.columns) if not self._of_heads(one)]
-        self.rows = [self._product(name) for name in group.rows]
+        self.columns = [one for one in map(flow.product, group.columns) if not self._of_heads(one)]
+        self.rows = [flow.product(name) for name in group.rows]
         self.home = self.rows[0].module
         self.inside = [m for name, m in trials.tree.modules.items() if name == self.home or self._below(name)]
         self.convolutions = [module for module in self.inside if module.kind == "depthwise"]
@@ -51,9 +51,6 @@ class States:
 
     def _below(self, name: str) -> bool:
         return name.startswith(f"{self.home}.")
-
-    def _product(self, pattern: str) -> Product:
-        return next(p for p in self.flow.products.values() if self.trials.tree.pattern(p.name) == pattern)
 
     def _of_heads(self, product: Product) -> bool:
         """Whether a product multiplies by a matrix for each head: this mixes no heads, and counts as a vector of matrices."""
