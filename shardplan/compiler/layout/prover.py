@@ -13,11 +13,11 @@ from torch import nn
 from shardplan.core.layout import I, Layout
 from shardplan.core.mesh import Axis
 from shardplan.core.tree import full_name
-from shardplan.model.reduced.trace import Event, Place
+from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
 
 from .crossings import Crossings
-from .drawing_operands import DrawingOperand, drawing_operands, own_values
+from .drawing_operands import drawing_operands, own_values
 from .dropout import is_noisy
 from .finding import Finding
 from .mergeable_sums import shared_sums
@@ -34,8 +34,20 @@ from .typing_result import Proof
 READ = {"I": Type("I"), "R": Type("R"), "P": Type("P", SUM)}
 
 
-class Prover:
-    """Types one run.
+def typed_proof(
+    model: nn.Module,
+    plan: Mapping[str, BoundModule],
+    spreads: Spreads,
+    provenance: Provenance,
+    gathers: Mapping[str, Layout],
+    units: Sequence[str] = (),
+    parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
+    stop: Callable[[Finding], bool] = lambda finding: False,
+    drawing: Collection[str] = (),
+    results: Sequence[Layout] = (I,),
+    decides: Callable[[int], bool] = lambda place: False,
+) -> Proof:
+    """Type one run.
 
     Args:
         model: the unsharded model.
@@ -50,87 +62,61 @@ class Prover:
         results: as for `Crossings`.
         decides: as for `Operations.asked`.
     """
+    typed, run = TypedRun(provenance, stop), provenance.run
+    operations = Operations(typed, plan, spreads, units, parts)
+    crossings = Crossings(typed, operations, model, plan, spreads, gathers, results)
+    try:
+        _type_parameters(typed, plan, len(spreads.runs))
+        _walk(typed, operations, crossings, spreads.runs)
+        operations.asked(decides)
+    except Stopped:
+        return Proof(tuple(typed.findings), crossings.incoming, (), (), typed.operations, stopped=True)
+    taken = (name for name, one in plan.items() if one.boundary.inputs or one.boundary.output is not None)
+    having = {name for name, one in plan.items() if is_noisy(one.module.kind, one.module.numbers)} | set(drawing)
+    own = dict.fromkeys(own_values(run, typed, spreads, having)) if having else ()
+    return Proof(
+        tuple(typed.findings),
+        crossings.incoming,
+        shared_reads(run, crossings.entering, taken),
+        shared_sums(run, crossings.reduced),
+        typed.operations,
+        entering=tuple(crossings.entering),
+        reduced=tuple(crossings.reduced),
+        doubts=operations.doubts,
+        operands=(*drawing_operands(run, typed), *own),
+    )
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Mapping[str, BoundModule],
-        spreads: Spreads,
-        provenance: Provenance,
-        gathers: Mapping[str, Layout],
-        units: Sequence[str] = (),
-        parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
-        stop: Callable[[Finding], bool] = lambda finding: False,
-        drawing: Collection[str] = (),
-        results: Sequence[Layout] = (I,),
-        decides: Callable[[int], bool] = lambda place: False,
-    ):
-        self.decides = decides
-        self.drawing = drawing
-        self.plan, self.runs, self.run = plan, spreads.runs, provenance.run
-        self.typed = TypedRun(provenance, stop)
-        self.operations = Operations(self.typed, plan, spreads, units, parts)
-        self.crossings = Crossings(self.typed, self.operations, model, plan, spreads, gathers, results)
 
-    def prove(self) -> Proof:
-        typed, crossings = self.typed, self.crossings
-        try:
-            self._parameters()
-            self._walk()
-            self.operations.asked(self.decides)
-        except Stopped:
-            return Proof(tuple(typed.findings), crossings.incoming, (), (), typed.operations, stopped=True)
-        taken = (name for name, one in self.plan.items() if one.boundary.inputs or one.boundary.output is not None)
-        return Proof(
-            tuple(typed.findings),
-            crossings.incoming,
-            shared_reads(self.run, crossings.entering, taken),
-            shared_sums(self.run, crossings.reduced),
-            typed.operations,
-            entering=tuple(crossings.entering),
-            reduced=tuple(crossings.reduced),
-            doubts=self.operations.doubts,
-            operands=(*drawing_operands(self.run, typed), *self._own_values()),
-        )
+def _type_parameters(typed: TypedRun, plan: Mapping[str, BoundModule], ranks: int) -> None:
+    owned = {full_name(bound.name, p.name): (bound, p) for bound in plan.values() for p in bound.parameters}
+    for number, name in typed.run.parameters.items():
+        bound, parameter = owned[name]
+        typed.made(number, bound.name)
+        dim, kind = parameter.computed.dim, READ.get(parameter.computed.kind)
+        if parameter.computed.axis is not Axis.TP:  # its module's input says which
+            kind = READ["I"]
+        elif isinstance(dim, int):
+            info = bound.module.parameter(parameter.name)
+            assert info is not None, name
+            kind = Type("V", Spread("split", dim, read_order(parameter, info.shape[dim], ranks)))
+        assert kind is not None, name
+        typed.set_type(number, kind)
 
-    def _own_values(self) -> tuple[DrawingOperand, ...]:
-        """The own values of modules that have a probability, and of those that draw."""
-        having = {name for name, one in self.plan.items() if is_noisy(one.module.kind, one.module.numbers)}
-        having |= set(self.drawing)
-        return tuple(dict.fromkeys(own_values(self.run, self.typed, self.operations.spreads, having))) if having else ()
 
-    def _parameters(self) -> None:
-        owned = {full_name(bound.name, p.name): (bound, p) for bound in self.plan.values() for p in bound.parameters}
-        for number, name in self.run.parameters.items():
-            bound, parameter = owned[name]
-            self.typed.made(number, bound.name)
-            dim = parameter.computed.dim
-            if parameter.computed.axis is not Axis.TP:  # its module's input says which
-                self.typed.set_type(number, READ["I"])
-            elif isinstance(dim, int):
-                info = bound.module.parameter(parameter.name)
-                assert info is not None, name
-                order = read_order(parameter, info.shape[dim], len(self.runs))
-                self.typed.set_type(number, Type("V", Spread("split", dim, order)))
-            else:
-                self.typed.set_type(number, READ[parameter.computed.kind])
-
-    def _walk(self) -> None:
-        for event in self.run.events:
-            match event.kind:
-                case "op":
-                    self.operations.op(event)
-                case "read":
-                    self.operations.read(event)
-                case "enter":
-                    self.crossings.enter(event)
-                case "leave":
-                    self.crossings.leave(event)
-                case "crash":
-                    self._crash(event, event.inputs)
-        for run in self.runs[1:]:
-            if run.crash is not None and self.run.crash is None:
-                self._crash(run.crash, ())  # the numbers of its values belong to another rank
-
-    def _crash(self, event: Event, numbers: tuple[int, ...]) -> None:
-        self.typed.find("crash", event, event.module, numbers, message=event.message)
+def _walk(typed: TypedRun, operations: Operations, crossings: Crossings, runs: Sequence[Trace]) -> None:
+    first, *others = runs
+    for event in first.events:
+        match event.kind:
+            case "op":
+                operations.op(event)
+            case "read":
+                operations.read(event)
+            case "enter":
+                crossings.enter(event)
+            case "leave":
+                crossings.leave(event)
+            case "crash":
+                typed.find("crash", event, event.module, event.inputs, message=event.message)
+    for crash in (run.crash for run in others if first.crash is None):
+        if crash is not None:  # the numbers of its values belong to another rank
+            typed.find("crash", crash, crash.module, (), message=crash.message)

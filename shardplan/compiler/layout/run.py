@@ -23,7 +23,7 @@ from .cross_module_reads import find_cross_module_reads
 from .finding import Finding
 from .mergeable_sums import seen_sums
 from .provenance import Provenance
-from .prover import Prover
+from .prover import typed_proof
 from .randomness import DrawnAlike, acting_sites
 from .rank_run import run_rank
 from .read_results import find_read_results
@@ -129,7 +129,7 @@ def prove(
         gathers = dict.fromkeys(unresolved, layout)
         # Data parallelism adds up gradients over other axes.
         results = (I,) if plan.axis is Axis.TP else (R, V(SEQUENCE)) if returns_tokens(plan) else (R,)
-        return Prover(
+        return typed_proof(
             recorded.model,
             bound,
             spreads,
@@ -141,7 +141,7 @@ def prove(
             drawing,
             results,
             recorded.decides,
-        ).prove()
+        )
 
     while True:
         best = typed(R)
