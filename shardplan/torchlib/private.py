@@ -94,7 +94,7 @@ NAMES: dict[str, Private] = {
     ),
     "FunctionBase": Private(
         (("torch.autograd.function", "_SingleLevelFunction"),),
-        "recording a call of an autograd.Function, bound early too",
+        "recording a call of an autograd.Function, until torch 2.14 bound early too",
     ),
     "vmap_home": Private((("torch._functorch.apis", ""),), "recording a call of torch.vmap as one operation"),
     "derivatives_home": Private(

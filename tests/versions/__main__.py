@@ -20,11 +20,13 @@ from .runs import RUNS
 from .table import written
 
 QUICK = ("-m", "pytest", "-p", "no:cacheprovider", "--quick", "-m", "not slow and not exhaustive and not torch")
-# A private name may be there and do something else: FSDP2's state after a step that an exception left half-way, and results without memory.
+# A private name may be there and do something else: FSDP2's state after a step that an exception left half-way, results without memory, and calls of
+# functions with a backward of their own.
 LEFT = (
     "processes_left_steps.py::test_gradients_of_earlier_micro_batches_are_kept",
     "processes_left_steps.py::test_a_batch_that_is_skipped_leaves_nothing_behind",
     "fit_search.py::test_results_without_memory_are_as_torch_makes_them",
+    "layout_holes.py::test_a_function_of_what_it_is_given_is_one_operation",
 )
 NAMES = (*QUICK[:4], "tests/test_private_names.py", *(f"tests/test_{name}" for name in LEFT))
 RUN = ("-m", "tests.versions.runs")

@@ -51,8 +51,11 @@ class Body:
 @contextmanager
 def functions_of(recorder: Calls) -> Iterator[None]:
     """Within this context, calls of autograd.Function, torch.vmap, the derivatives of torch.func and scripted functions go to the recorder."""
-    # Patched below Function.apply, as code often keeps the bound method (`swiglu = SwiGLU.apply`).
-    function, mapping = private("FunctionBase"), private("vmap_home")
+    # Patched below Function.apply, as code often keeps the bound method (`swiglu = SwiGLU.apply`). Where Function.apply is C code
+    # itself (since torch 2.14) it is patched, and the operations of a method that was kept are recorded, as of a body that is opened.
+    below = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+    function, mapping = private("FunctionBase") if below else torch.autograd.Function, private("vmap_home")
+    own = vars(function).get("apply")
     scripted: Any = torch.jit.ScriptFunction  # one of its methods is replaced
     call, vmap = scripted.__call__, mapping.vmap_impl
     derivatives = private("derivatives_home")
@@ -89,7 +92,10 @@ def functions_of(recorder: Calls) -> Iterator[None]:
     try:
         yield
     finally:
-        del function.apply
+        if own is None:
+            del function.apply
+        else:
+            function.apply = own
         scripted.__call__, mapping.vmap_impl = call, vmap
         for name, one in kept.items():
             setattr(derivatives, name, one)
