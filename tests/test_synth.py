@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 from sampling import sampled
 
 from shardplan.authoring.init.derive import Derived, derive
 from shardplan.compiler.bind import bind
+from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.compiler.layout.solver.channels import cut
 from shardplan.compiler.layout.solver.flow import Flow
@@ -16,7 +18,8 @@ from shardplan.compiler.layout.solver.lengths import Lengths
 from shardplan.compiler.layout.solver.regions import Group, Region, grouped, regions
 from shardplan.core.mesh import MeshSizes
 from shardplan.language import parse_plan
-from shardplan.model import find_any
+from shardplan.model import find_any, tree_of
+from tests import own_structures as own
 from tests.model_settings import find
 from tests.soundness.judge import judge, subject
 
@@ -79,6 +82,15 @@ def test_parts_are_read_off_what_is_made_of_all_of_a_result() -> None:
     numbers = run.tree.numbers
     counts = (numbers["num_attention_heads"], numbers["num_key_value_heads"], numbers["num_key_value_heads"])
     assert cut(run, made) == tuple(n * numbers["head_dim"] for n in counts)
+
+
+def test_parts_of_a_model_without_a_configuration_are_numbers() -> None:
+    model = own.GroupedFused()
+    tree = tree_of(model)
+    recorded = RecordedModel(model, {"x": torch.randn(2, 8, own.WIDTH)}, tree)
+    run = Flow(recorded.reference, tree)
+    made = next(p for p in run.products.values() if p.name == "wqkv")
+    assert Lengths(tree, tree, model).packed(run, made, sum(cut(run, made))) == ["32", "16", "16"]
 
 
 def test_slices_that_leave_gaps_are_no_parts() -> None:

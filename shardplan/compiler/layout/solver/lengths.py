@@ -127,7 +127,7 @@ class Lengths:
         told = parts_of(flow, value, flow.run.values[value].ndim - 1)
         parts = told if tuple(part.length for part in told) == lengths else tuple(map(Part, lengths))
         found = next(self.parts(parts, size, matrix_of(flow.tree, made.name)), None)
-        return None if found is None else [one.words for one in found]
+        return None if found is None else [one.words if self._numbers else str(one.full) for one in found]
 
     def _sized(self, part: Part, of: str) -> Iterator[Sized]:
         if part.heads is None:
