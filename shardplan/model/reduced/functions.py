@@ -54,7 +54,8 @@ def functions_of(recorder: Calls) -> Iterator[None]:
     # Patched below Function.apply, as code often keeps the bound method (`swiglu = SwiGLU.apply`). Where Function.apply is C code
     # itself (since torch 2.14) it is patched, and the operations of a method that was kept are recorded, as of a body that is opened.
     below = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
-    function, mapping = private("FunctionBase") if below else torch.autograd.Function, private("vmap_home")
+    function: Any = private("FunctionBase") if below else torch.autograd.Function
+    mapping = private("vmap_home")
     own = vars(function).get("apply")
     scripted: Any = torch.jit.ScriptFunction  # one of its methods is replaced
     call, vmap = scripted.__call__, mapping.vmap_impl
