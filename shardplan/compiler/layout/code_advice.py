@@ -37,7 +37,7 @@ def _of_line(plan: ResolvedPlan, finding: Finding) -> str | None:
     """How to write the line of a finding."""
     if finding.source is None:
         return None
-    name, source, where = finding.operation.strip("_"), finding.source, plan.tree.pattern(finding.module) or "the model"
+    name, source = finding.operation.strip("_"), finding.source
     shapes = any(shape in source.text for shape in SHAPES)
     if shapes and (length := _length_of_slice(plan, source)) is not None:
         return length
@@ -53,7 +53,7 @@ def _of_line(plan: ResolvedPlan, finding: Finding) -> str | None:
             "these numbers in `shares`, and `packed` for a matrix whose parts lie side by side"
         )
     return (
-        f"change {source.short} in {where}: count what is split with -1 (`.view(B, T, -1, C // self.n_head)` for heads, "
+        f"change {source.short} in {_where(plan, finding)}: count what is split with -1 (`.view(B, T, -1, C // self.n_head)` for heads, "
         "`.view(B, T, -1)` where they are joined), or with an attribute of the module, which `shares` names. Now a rank's slice would get "
         "the shape of the whole"
     )
@@ -80,9 +80,13 @@ def _of_crash(plan: ResolvedPlan, finding: Finding) -> str | None:
     """What usually helps if no change of rules does: the line that raises needs a rank's part of each whole operand."""
     if finding.kind != "crash":
         return None
-    where = plan.tree.pattern(finding.module) or "the model"
     return (
-        f"give a rank its part of what is whole on this line: split the matrix that makes it, or name it in `shares` of the rule for {where} "
+        "give a rank its part of what is whole on this line: split the matrix that makes it, or name it in `shares` of the rule for "
+        f"{_where(plan, finding)} "
         "(`{name: {dim: 1}}` for a buffer, a parameter or an argument, `[name]` for a number of the module); what the code makes itself from "
         "numbers must follow the shape of the slice (`q.shape[1]`)"
     )
+
+
+def _where(plan: ResolvedPlan, finding: Finding) -> str:
+    return plan.tree.pattern(finding.module) or "the model"

@@ -32,6 +32,7 @@ def step_shards(model: nn.Module | Parted) -> None:
     ]
     if not units:
         return
+    asked: weakref.WeakKeyDictionary[Optimizer, tuple[set[int], bool]] = weakref.WeakKeyDictionary()
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -41,11 +42,15 @@ def step_shards(model: nn.Module | Parted) -> None:
             # torch iterates over its list of hooks here: it is removed after the step.
             optimizer.register_step_post_hook(lambda *_: handle.remove())
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = list(parameters_of(groups_in(alive)))
-        if gathered := [one.name for one in own if not held.isdisjoint(map(id, one.others))]:
-            raise ValueError(_message(gathered, len(held)))
+        before, steps_own = asked.get(optimizer, (None, False))
+        if held != before:  # a parameter that an optimizer holds does not become a gathered one later
+            own = list(parameters_of(groups_in(alive)))
+            if gathered := [one.name for one in own if not held.isdisjoint(map(id, one.others))]:
+                raise ValueError(_message(gathered, len(held)))
+            steps_own = not held.isdisjoint(id(one.shard) for one in own)
+            asked[optimizer] = held, steps_own
         # An optimizer may step inside of a backward, from hooks of parameters: what is gathered there is needed.
-        if _current_graph_task_id() == -1 and not held.isdisjoint(id(one.shard) for one in own):
+        if steps_own and _current_graph_task_id() == -1:
             for unit in alive:
                 unit.reshard()
 
