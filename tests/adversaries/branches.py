@@ -76,6 +76,10 @@ SMALL: dict[str, Callable[[Tensor], Tensor | bool]] = {
     "largest": lambda h: h.detach().abs().amax() < 7.8,
     "asked": lambda h: h.detach().norm().item() < 35,
     "floats": lambda h: max(1.0, float(h.detach().abs().amax()) / 7.8) == 1.0,
+    "any": lambda h: not (h.detach().abs() > 7.8).any(),
+    "every": lambda h: bool((h.detach().abs() < 7.8).all()),
+    "count": lambda h: (h.detach().abs() > 7.8).sum() < 1,
+    "counted": lambda h: int((h.detach().abs() > 7.8).sum()) == 0,
     "bound": lambda h: (h.detach().norm() / 35).clamp(min=1) < 1.001,
 }
 
@@ -97,6 +101,42 @@ class Asking(MlpBlock):
 
 def asking(of: str) -> nn.Module:
     return Stack(Asking(of), Asking(of))
+
+
+class Scaled(Asking):
+    """The same without a branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mlp.hidden(x + self.norm(x))
+        return x + self.mlp.down(torch.where((h.detach().abs() > 7.8).any(), h / 2, h))
+
+
+def scaled() -> nn.Module:
+    return Stack(Scaled("any"), Scaled("any"))
+
+
+class Sparing(Mlp):
+    """Takes large values out where there are some; and counts them."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        large = h.detach() > 2
+        self.shown = int(large.sum())
+        return h.masked_fill(large, 0.0) if large.any() else h
+
+
+class Guarded(Mlp):
+    """Raises where a value is no number."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        if h.isnan().any():
+            raise FloatingPointError("not a number")
+        return h
+
+
+def hiding(kind: type[Mlp]) -> nn.Module:
+    return Stack(MlpBlock(kind()), MlpBlock(kind()))
 
 
 class Showing(Mlp):
@@ -293,11 +333,15 @@ CASES = (
             ("hidden", "wrong", "in a rare batch ranks take other branches: each has a summand"),
             *(
                 (how, "wrong", "in a rare batch ranks take other branches: each asks its own values")
-                for how in ("sum", "norm", "mean", "largest", "bound", "asked", "floats")
+                for how in SMALL
+                if how != "hidden"
             ),
             ("output", "right", "the sum of what is whole"),
         )
     ),
+    Adversary("scales/wrong", scaled, larger, document(MLP), "wrong", "each by its own", seeds=RARE),
+    Adversary("spares/right", partial(hiding, Sparing), features, document(MLP), "right", "a branch that saves time"),
+    Adversary("guarded/right", partial(hiding, Guarded), features, document(MLP), "right", "no rank raises alone"),
     Adversary("shows_numbers/right", showing, features, document(MLP), "right", "nothing depends on them"),
     Adversary("flag/right", Side, flagged, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary("flag/wrong", Side, flagged, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),

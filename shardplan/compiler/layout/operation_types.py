@@ -41,6 +41,7 @@ class Operations:
         spreads: how values are spread, from the run of every rank.
         units: modules whose parameters are gathered only while they run themselves.
         parts: operation -> operand -> whether it contributes to the result, where that is known.
+        own_tokens: whether ranks have tokens of their own.
 
     Attributes:
         doubts: as in `Proof`.
@@ -53,12 +54,16 @@ class Operations:
         spreads: Spreads,
         units: Sequence[str],
         parts: Mapping[Place, Mapping[int, bool]],
+        own_tokens: bool,
     ):
         self.typed, self.plan, self.spreads, self.units, self.parts = typed, plan, spreads, units, parts
         self.doubts: dict[Place, tuple[int, ...]] = {}
         # Values without a gradient that are computed from values that have one; and those of them that are a rank's own (the largest of a
         # slice), or a partial sum, each with the operation that made it.
         self.detached, self.apart, self.own = set[int](), set[int](), dict[int, Event]()
+        # Booleans and integers that are computed from values that have a gradient, and numbers from these; and those of them that are a rank's
+        # own, though they may seem whole, each with the operation that made the first.
+        self.own_tokens, self.told, self.chosen = own_tokens, set[int](), dict[int, Event]()
 
     def op(self, event: Event) -> None:
         """A torch call, or a whole look-up or matrix multiplication."""
@@ -127,7 +132,7 @@ class Operations:
             return self._untangle(event, sources, tails[0], spread, output)
         if spread.empty and not self.typed.run.values[output].numel():
             return Type("whole", spread)
-        acting = self._acting(event, spread)
+        acting = self._acting(event, spread, self.chosen)
         if acting and (not spread.empty or spread.kind != "whole"):
             return self._hidden(event, acting, output)
         if spread.kind != "whole":
@@ -185,27 +190,60 @@ class Operations:
             if spread is None or (isinstance(spread, Spread) and spread.kind == "sum"):
                 self.own[output] = event
 
-    def asked(self, decides: Callable[[int], bool]) -> None:
-        """Note the numbers that code asks for where a rank has its own one, and computes or decides with: to show it would be right.
+    def asked(self, decides: Callable[[int, Place | None], bool]) -> None:
+        """Note the numbers and conditions that code asks for where a rank has its own one, and computes or decides with: to show it would be
+        right.
 
         Args:
-            decides: whether one of `Trace.answers` changes what the model returns.
+            decides: whether one of `Trace.answers` changes what the model returns, and the operation that made it of booleans or integers.
         """
         for place, number in enumerate(self.typed.run.answers):
-            if number in self.own and not self.typed.in_doubt(number) and decides(place):
-                self._hidden(self.own[number], [number], number)
+            event = self.own.get(number) or self.chosen.get(number) or self._maker_of_own(number)
+            if event is None or self.typed.in_doubt(number):
+                continue
+            if decides(place, self.spreads.place(event) if number in self.chosen else None):
+                self._hidden(event, [number], number)
+
+    def _maker_of_own(self, number: int) -> Event | None:
+        """The operation that made a split value of which code asks for all elements (`tolist()`, `torch.equal`); None for others."""
+        run = self.typed.run
+        if self.own_tokens or number < 0 or not (run.requires_grad[number] or number in self.detached | self.told):
+            return None
+        return run.producers.get(number) if self._is_own(self.typed.type_of(number)) else None
 
     def _agreed(self, event: Event, spread: Spread | str | None, output: int) -> None:
         """Note a comparison or a bound that a partial sum or a rank's own value decides: ranks agree on its result only by chance. Counts of a
         rank's own tokens do not matter."""
-        decides = self.typed.run.values[output].dtype == torch.bool or output in self.detached
-        if decides and isinstance(spread, Spread) and spread.kind == "whole":
-            acting = self._acting(event, spread, self.apart) or ()
+        run, choices = self.typed.run, self._choices(event)
+        decides = run.values[output].dtype == torch.bool or output in self.detached
+        if isinstance(spread, Spread) and spread.kind == "whole" and (decides or choices):
+            acting = self._acting(event, spread, self.apart | choices) or ()
             summed = (i for i in acting if self.typed.type_of(i).kind == "P")
-            if self.apart.intersection(acting) or any(
-                self.typed.run.requires_grad[i] or i in self.detached for i in summed
-            ):
+            own = self.apart.intersection(acting) or any(run.requires_grad[i] or i in self.detached for i in summed)
+            if decides and own:
                 self._hidden(event, [*acting], output)
+                return
+            choices = choices.intersection(acting)
+        if spread == "?" or (isinstance(spread, Spread) and spread.kind == "split"):
+            choices = choices.intersection(self.chosen)  # each rank's are its part of the unsharded model's
+        if output in self.detached:  # these are in `own`
+            choices = choices.intersection(self.told)
+        if choices:
+            self.chosen[output] = next((self.chosen[i] for i in choices if i in self.chosen), event)
+
+    def _choices(self, event: Event) -> set[int]:
+        """The operands of which a boolean or an integer of this rank alone may be made: split values with a gradient, and what was
+        chosen by them. Nothing where ranks have tokens of their own, of which each may choose otherwise."""
+        if self.own_tokens or event.kind != "op":
+            return set()
+        run = self.typed.run
+        told = [i for i in event.inputs if run.requires_grad[i] or i in self.detached or i in self.told]
+        if told:
+            self.told.update(o for o in event.outputs if not run.requires_grad[o] and o not in self.detached)
+        return {i for i in told if i in self.chosen or i in self.own or self._is_own(self.typed.type_of(i))}
+
+    def _is_own(self, found: Type) -> bool:
+        return found.kind == "P" or (found.kind == "V" and found.spread.copies < len(self.spreads.runs))
 
     def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
         partial = any(self.typed.type_of(number).kind == "P" for number in acting)

@@ -45,7 +45,8 @@ def typed_proof(
     stop: Callable[[Finding], bool] = lambda finding: False,
     drawing: Collection[str] = (),
     results: Sequence[Layout] = (I,),
-    decides: Callable[[int], bool] = lambda place: False,
+    decides: Callable[[int, Place | None], bool] = lambda asked, at: False,
+    own_tokens: bool = False,
 ) -> Proof:
     """Type one run.
 
@@ -61,9 +62,10 @@ def typed_proof(
         drawing: modules whose own code draws random numbers.
         results: as for `Crossings`.
         decides: as for `Operations.asked`.
+        own_tokens: as for `Operations`.
     """
     typed, run = TypedRun(provenance, stop), provenance.run
-    operations = Operations(typed, plan, spreads, units, parts)
+    operations = Operations(typed, plan, spreads, units, parts, own_tokens)
     crossings = Crossings(typed, operations, model, plan, spreads, gathers, results)
     try:
         _type_parameters(typed, plan, len(spreads.runs))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardplan.core.layout import I, Layout, R, V
 from shardplan.core.mesh import Axis
@@ -70,23 +71,49 @@ class RecordedModel:
         self.same_arguments = same_arguments(model, self.reference)
         self.read_results = find_read_results(self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
-        self._decides: dict[int, bool] = {}
+        self._decides: dict[tuple[int, Place | None], bool] = {}
 
-    def decides(self, place: int) -> bool:
-        """Whether a number that the model's code asks for changes what the model returns: one of `Trace.answers` of its run."""
-        if place not in self._decides:
+    def decides(self, asked: int, at: Place | None) -> bool:
+        """Whether a number or a condition that the model's code asks for changes what the model returns.
+
+        Args:
+            asked: one of `Trace.answers` of its run.
+            at: the operation that made it of booleans or integers. Where there are none (a mask without elements) and the model returns the same
+                with either answer, the condition saves time alone, and each rank may have its own.
+        """
+        if (asked, at) not in self._decides:
             with DrawnAlike() if self.random else nullcontext():
-                ways = (lambda x: 1e4 * abs(x) + 1, lambda x: -1e4 * abs(x) - 1)
-                self._decides[place] = any(not self._returns_alike({place: way}) for way in ways)
-        return self._decides[place]
+                self._decides[asked, at] = self._depends(asked) and (at is None or not self._only_saves_time(asked, at))
+        return self._decides[asked, at]
 
-    def _returns_alike(self, answers: Mapping[int, Callable[[float], float]]) -> bool:
+    def _depends(self, asked: int) -> bool:
+        conditions: list[bool] = []
+
+        def other(factor: float, answer: Any) -> Any:
+            condition = isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.dtype == torch.bool)
+            conditions.append(condition)
+            if condition:
+                return not answer if isinstance(answer, bool) else ~answer
+            return factor * abs(answer) + (1 if factor > 0 else -1)
+
+        found = [self._returned({asked: partial(other, factor)}) for factor in (1e4, -1e4)]
+        # The other way of a condition may be one to raise: then no rank goes on alone.
+        return any(
+            not (made is None and any(conditions)) and not _alike(made, self.reference.results) for made in found
+        )
+
+    def _only_saves_time(self, asked: int, at: Place) -> bool:
+        with_, without = (self._returned({asked: answer}, {at}) for answer in (lambda x: True, lambda x: False))
+        return without is not None and _alike(with_, without)
+
+    def _returned(
+        self, answers: Mapping[int, Callable[[Any], Any]], emptied: Collection[Place] = ()
+    ) -> Sequence[Tensor] | None:
+        """What the model returns with other answers; None where its code raises, of which the answer is a part."""
         try:
-            again = record(copied(self.model), self.inputs, self.atoms, answers)
-        except Exception:  # from the model's code, of which the number is a part
-            return False
-        pairs = zip(again.results, self.reference.results, strict=False)
-        return len(again.results) == len(self.reference.results) and all(same(a, b) for a, b in pairs)
+            return record(copied(self.model), self.inputs, self.atoms, answers, emptied).results
+        except Exception:
+            return None
 
     @cached_property
     def unlabelled(self) -> RecordedModel:
@@ -97,6 +124,10 @@ class RecordedModel:
         except Exception:  # from the model's code
             return self
         return made if made.reference.finite else self
+
+
+def _alike(some: Sequence[Tensor] | None, others: Sequence[Tensor]) -> bool:
+    return some is not None and len(some) == len(others) and all(map(same, some, others))
 
 
 def prove(
@@ -141,6 +172,7 @@ def prove(
             drawing,
             results,
             recorded.decides,
+            own_tokens=bool(plan.overlays - {"expert_parallel"}),
         )
 
     while True:

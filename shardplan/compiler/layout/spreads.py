@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from shardplan.core.tree import full_name
-from shardplan.model.reduced.trace import Event, Trace
+from shardplan.model.reduced.trace import Event, Place, Trace
 from shardplan.styles.bound import BoundModule
 
 from .in_step import InStep
@@ -31,12 +31,16 @@ class Spreads:
         self._known: dict[tuple[int, bool], Spread | None] = {}
         self._orders: dict[Order, None] = {}
 
+    def place(self, event: Event) -> Place | None:
+        """The place in the unsharded run of the first rank's event; None where it has none."""
+        return self._in_step.place(event.place)
+
     def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | Literal["?"] | None:
         """How a value in an event of the first rank is spread; None where the ranks' values do not make up the
         reference, "?" where the runs are out of step."""
         others: list[Event] = []
         count = len(event.inputs if inputs else event.outputs)
-        place = self._in_step.place(event.place)
+        place = self.place(event)
         for run in (self.reference, *self.runs):
             at = place if run is self.reference else event.place
             other = run.at.get(at) if at is not None else None

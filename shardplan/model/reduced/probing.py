@@ -9,6 +9,7 @@ from torch import Tensor
 
 FACTOR = 1e4  # multiplied by this, a value that a tolerance hides is far above the tolerance
 
+LARGE = 100  # an integer of any width
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the operation, from its operands to its results
 
 
@@ -21,7 +22,7 @@ def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> 
     Args:
         run: the operation. It gets copies, so it may write into them.
         operands: the tensors that it reads.
-        positions: positions among the operands; an operand that is not floating-point does not contribute.
+        positions: positions among the operands.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -29,8 +30,7 @@ def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> 
         size = max((_size(t) for t in before or ()), default=0.0)
         gates = [] if size else [i for i, t in enumerate(operands) if t.is_floating_point() and not bool(t.any())]
         return {
-            position: operands[position].is_floating_point()
-            and any(
+            position: any(
                 _differ(before, _run(run, changed))
                 for changed in _changes(operands, position, gates, max(size, 1.0), generator)
             )
@@ -43,9 +43,13 @@ def _changes(
 ) -> Iterable[list[Tensor]]:
     operand = operands[position]
     for new in (
-        operand * FACTOR,
-        _random(operand, max(size, _size(operand)), generator),
-        _random(operand, FACTOR * max(size, _size(operand)), generator),
+        (
+            operand * FACTOR,
+            _random(operand, max(size, _size(operand)), generator),
+            _random(operand, FACTOR * max(size, _size(operand)), generator),
+        )
+        if operand.is_floating_point()
+        else (torch.full_like(operand, fill) for fill in (0, 1, LARGE))
     ):
         opened = [_random(t, 1.0, generator) if i in gates and i != position else t for i, t in enumerate(operands)]
         opened[position] = new
@@ -76,5 +80,5 @@ def _differ(before: Sequence[Tensor] | None, after: Sequence[Tensor] | None) -> 
     return any(
         a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
         for a, b in zip(before, after, strict=True)
-        if a.is_floating_point() or a.dtype == torch.bool  # code asks for a comparison
+        if not a.is_complex()  # code asks for comparisons and counts too
     )

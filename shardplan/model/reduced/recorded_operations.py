@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -38,8 +38,6 @@ TELLING = frozenset(
     "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
 
-# Those that are answered with one number.
-NUMBERED = frozenset(("item", "__float__", "__int__"))
 
 # The rounding of operations in half precision, relative to the result.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -53,6 +51,7 @@ class OperationRecorder(TorchFunctionMode):
         atoms: modules that count as one event; their operations and the modules inside them are not recorded.
         probes: operation -> the operands for which `Trace.parts` reports whether they contribute to its result.
         answers: which of `Trace.answers` are changed, and how.
+        emptied: operations whose operands of booleans and integers are filled with zeros before.
     """
 
     def __init__(
@@ -60,11 +59,12 @@ class OperationRecorder(TorchFunctionMode):
         model: nn.Module,
         atoms: Iterable[str] = (),
         probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
-        answers: Mapping[int, Callable[[float], float]] = MappingProxyType({}),
+        answers: Mapping[int, Callable[[Any], Any]] = MappingProxyType({}),
+        emptied: Collection[Place] = (),
     ):
         super().__init__()
         self.trace = Trace()
-        self.probes = probes
+        self.probes, self.emptied = probes, emptied
         self.answers = answers
         self.model = model
         self.atoms = frozenset(atoms)
@@ -177,7 +177,7 @@ class OperationRecorder(TorchFunctionMode):
             if not self._inside and name in TELLING:
                 self._told(*tensors_in(args), *tensors_in(kwargs))
             answer = self._guarded(func, args, kwargs, name)
-            return self._answered(args, answer) if not self._inside and name in NUMBERED else answer
+            return self._answered(func, args, kwargs, answer) if not self._inside and name in TELLING else answer
         if func is ATTENTION:  # it multiplies matrices and splits heads in one call: recorded step by step
             with self:
                 return attention_of_heads(*args, **kwargs)
@@ -192,10 +192,14 @@ class OperationRecorder(TorchFunctionMode):
                 return result
         return self._record(func, name, args, kwargs)
 
-    def _answered(self, args: tuple, answer: float) -> float:
+    def _answered(self, func: Callable[..., Any], args: tuple, kwargs: dict, answer: Any) -> Any:
         place = len(self.trace.answers)
-        self.trace.answers.append(self._numbers.get(id(args[0]), (0, -1))[1])
-        return type(answer)(self.answers[place](answer)) if place in self.answers else answer
+        self.trace.answers.append(next((self._numbers.get(id(t), (0, -1))[1] for t in tensors_in(args)), -1))
+        if place not in self.answers:
+            return answer
+        if isinstance(answer, bool | int | float):
+            return type(answer)(self.answers[place](answer))
+        return func(*(self.answers[place](t) if isinstance(t, Tensor) else t for t in args), **kwargs)
 
     def _guarded(self, func: Any, args: tuple, kwargs: dict, name: str) -> Any:
         if self._mapped is not None:
@@ -221,6 +225,9 @@ class OperationRecorder(TorchFunctionMode):
                 self.before_operation(name, operands)
                 check_sizes(func, args, kwargs)
                 self._probe(func, args, kwargs, operands)
+                if (*self._scopes[-1], self._position()) in self.emptied:
+                    for t in operands:
+                        _ = t if t.is_floating_point() else t.zero_()
                 result = func(*args, **kwargs)
             except Exception as error:
                 self._fail(name, inputs, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from .lines import model_line
 from .nests import named_results, replaced, tensors_in
 from .probing import parts_of
 from .recorded_operations import OperationRecorder
-from .trace import Event, Trace
+from .trace import Event, Place, Trace
 from .weights import writes_to
 
 
@@ -175,14 +175,15 @@ def record(
     model: nn.Module,
     inputs: Mapping[str, Any],
     atoms: Iterable[str] = (),
-    answers: Mapping[int, Callable[[float], float]] = MappingProxyType({}),
+    answers: Mapping[int, Callable[[Any], Any]] = MappingProxyType({}),
+    emptied: Collection[Place] = (),
 ) -> Trace:
     """Run a model once and record it. The arguments are those of `OperationRecorder`.
 
     Raises:
         Exception: what the model raises.
     """
-    recorder, written = Recorder(model, atoms, answers=answers), writes_to(model)
+    recorder, written = Recorder(model, atoms, answers=answers, emptied=emptied), writes_to(model)
     recorder.run(inputs)
     recorder.trace.written = written()
     if recorder.trace.crash is not None:

@@ -86,7 +86,7 @@ class Trace:
         parameters: value -> full name, for values that are parameters; `later`: the same for parameters that the forward has changed.
         at: place -> event.
         kept: values that code read as numbers, or kept after the run (in an attribute); results are not among them.
-        answers: the values of which code asked for one number (`item()`, `float()`), in order; -1 for others.
+        answers: the values whose content code asked for (`item()`, `float()`, `if`, `tolist()`), in order; -1 for others.
         returned: module -> the length of the tuple or list that its last call returned; 0: one tensor, None: something else.
         written: the parameters that the run changed, by full name.
         drew: whether the model's code drew random numbers, from any generator.
