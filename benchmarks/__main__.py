@@ -23,6 +23,7 @@ CPU = (
     "stage_memory",
     "host",
     "bare",
+    "overlap",
     "states",
     "watching",
     "steps",

@@ -75,6 +75,9 @@ class Applied:
         lines.append(f"parameters: {parameters_text(self.model)}")
         if self.tp > 1:
             lines += [f"tp collectives of a step, {when}: {counted(c)}" for when, c in self.collectives.items()]
+            lines.append(
+                f"weights whose gradients are computed during the reduction of their input's: {len(self.overlapped)}"
+            )
         lines += [f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
         return "\n  ".join(lines)
 
@@ -89,6 +92,12 @@ class Applied:
         if self.shared is None:
             return {"forward": Counter(), "backward": Counter()}
         return expected_collectives(self.program.by_name[self.shared.regime.variant])
+
+    @property
+    def overlapped(self) -> tuple[str, ...]:
+        """The linear layers whose weights' gradients are computed while the gradient of their input is reduced, by name. They were chosen when
+        the plan was applied (`leave_weights`). Compiled modules leave the order to inductor."""
+        return () if self.shared is None else tuple(self.shared.overlapped.get(self.shared.regime.variant, ()))
 
     @property
     def async_collectives(self) -> Mapping[str, Counter[str]]:

@@ -12,6 +12,7 @@ from shardplan.compiler.lower.program import Program
 from shardplan.runtime.parallel.expert_turns import watch_experts
 from shardplan.runtime.parallel.fast_path import without_fast_path
 from shardplan.runtime.parallel.forward import around_of, wrap_forward
+from shardplan.runtime.parallel.leave_weights import leave_weights
 from shardplan.runtime.parallel.make_styles import make_styles
 from shardplan.runtime.parallel.own_experts import OwnExperts
 from shardplan.runtime.parallel.regime import Shared
@@ -39,6 +40,7 @@ def shard(
         styles, key=lambda name: not name
     ):  # the root last; given all names, torch searches for each by patterns
         parallelize_module(model.get_submodule(name), tp, styles[name], src_data_rank=src_data_rank)
+    leave_weights(model, shared, program.resolved.compile_modules)
     if ep is not None:
         watch_experts(model, partial(around_of, kind=OwnExperts))
     for module in model.modules():

@@ -22,6 +22,7 @@ from .collectives import all_gather
 from .forward import arguments_of
 from .handed_out import hand_out, hand_out_over_cp
 from .head_exchange import has_all_tokens, hollow_of, shares_of, taken
+from .later_weights import Readers
 from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
 from .regather import note
@@ -40,14 +41,27 @@ class Enter:
         self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
         self.reads = {variant: shared.reads.get(pr.reads_in) for variant, pr in programs.items()}
+        # The table of the first argument, where moving it with others' is all there is to do.
+        self.only_first = {
+            variant: self.reads[variant] if _only_first(pr, *self.parameters[:1]) else None
+            for variant, pr in programs.items()
+        }
+        self.readers = self._readers()
+        self.readers.modules.append(module)
+        if not any(boundary.regather for program in programs.values() for boundary in program.enter):
+            shared.readers[self.readers] = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        program = self.programs[self.shared.regime.variant]
+        variant = self.shared.regime.variant
+        reads = self.only_first[variant]
+        if reads is not None and args and isinstance(args[0], Tensor):  # the rest of this method, for most layers
+            return (reads.read(args[0], self.mesh, self.readers, variant), *args[1:]), kwargs
+        program = self.programs[variant]
         moved: Moved = []
         over_cp = program.on_cp.enter if program.on_cp is not None else ()
         if program.on_cp is not None and program.on_cp.takes:
             args, kwargs = self._exchange(self.parameters[0], partial(self._taken, program), args, kwargs, program)
-        for boundary in nested(program.enter, over_cp):
+        for boundary in nested(program.enter, over_cp) if over_cp else program.enter:
             args, kwargs = self._move(boundary, args, kwargs, program, moved)
         for part in program.slices:
             args, kwargs = self._exchange(part.argument, partial(_share, part, self.mesh), args, kwargs, program)
@@ -83,7 +97,7 @@ class Enter:
 
         def moved(x: Tensor) -> Tensor:
             if reads is not None:
-                return reads.read(x, mesh)
+                return reads.read(x, mesh, self.readers, self.shared.regime.variant)
             src = boundary.src
             if not over_tp and src.kind == "R":
                 regime, dim = self.shared.regime, boundary.dst.split_dim(x.ndim)
@@ -96,9 +110,10 @@ class Enter:
                 self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
+                later = self.readers.later(x, self.shared.regime.variant) if over_tp and boundary.dst == R else None
                 on_cp = program.on_cp
                 shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
-                return move(x, mesh, src, boundary.dst, shares=shares)
+                return move(x, mesh, src, boundary.dst, shares=shares, later=later)
             if torch.compiler.is_compiling():  # the partitioner recomputes a checkpoint's content
                 return checkpoint(move, x, mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, mesh, src, boundary.dst)
@@ -122,6 +137,15 @@ class Enter:
             return y
 
         return self._exchange(boundary.argument or self.parameters[0], once, args, kwargs, program)
+
+    def _readers(self) -> Readers:
+        """The modules that read the same moved value as this one: those that the layout check saw to do so."""
+        for variant, program in self.programs.items():
+            table = self.reads[variant]
+            for boundary in program.enter:
+                if boundary.once and table is not None:
+                    return table.readers_of(program.name, boundary.shared_with)
+        return Readers()
 
     def _mesh(self, boundary: InputMove) -> DeviceMesh:
         return self.mesh if boundary.src.axis is Axis.TP else self.shared.regime.over_cp
@@ -222,6 +246,11 @@ class Leave:
             return False
         assert self.shared.link is not None
         return self.shared.link.keeps_partial(program.name)
+
+
+def _only_first(program: ModuleProgram, first: str = "") -> bool:
+    moves = [(boundary.once, boundary.argument or first) for boundary in program.enter]
+    return moves == [(True, first)] and not program.slices and program.on_cp is None
 
 
 def nested(over_tp: Sequence[InputMove], over_cp: Sequence[InputMove]) -> Iterator[InputMove]:

@@ -13,41 +13,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from shardplan.torchlib.operators import FUNCTIONAL, UNSAFE_VIEW
 from shardplan.torchlib.private import private
 
 from .chunks import chunk_size, pad_chunk, uneven
-from .process_groups import Group
+from .process_groups import Group, of_group, ranks_of
 
 _below_autograd = private("below_autograd")
 _wait = FUNCTIONAL.wait_tensor.default
 _traced = {name: private(name) for name in ("all_reduce", "all_gather", "reduce_scatter")}
 
 
-def all_reduce(x: Tensor, mesh: Group, op: str = "sum") -> Tensor:
-    """The sum (or `op`) over the axis, a fresh tensor on every rank."""
+def all_reduce(x: Tensor, mesh: Group, op: str = "sum", *, wait: bool = True) -> Tensor:
+    """The sum (or `op`) over the axis, a fresh tensor on every rank; without `wait` it is valid after `waited`."""
     if torch.compiler.is_compiling():
         return _traced["all_reduce"](x.contiguous(), op, mesh)
-    return _run(FUNCTIONAL.all_reduce.default, x.contiguous(), op, _name(mesh))
+    return _run(FUNCTIONAL.all_reduce.default, x.contiguous(), op, of_group(mesh)[0], wait=wait)
 
 
 def all_gather(x: Tensor, mesh: Group, dim: int, size: int) -> Tensor:
     """The chunks of all ranks along `dim`, `size` long in all; chunks may be uneven (ceil-chunks)."""
-    if size % mesh.size() == 0:
+    ranks = ranks_of(mesh)
+    if size % ranks == 0:
         return _gather(x, mesh, dim)
-    padded = pad_chunk(x, dim, chunk_size(size, mesh.size()))
+    padded = pad_chunk(x, dim, chunk_size(size, ranks))
     return _gather(padded, mesh, dim).narrow(dim, 0, size)
 
 
-def reduce_scatter(x: Tensor, mesh: Group, dim: int) -> Tensor:
-    """This rank's chunk along `dim` of the sum over the axis.
+def reduce_scatter(x: Tensor, mesh: Group, dim: int, *, wait: bool = True) -> Tensor:
+    """This rank's chunk along `dim` of the sum over the axis; without `wait` it is valid after `waited`.
 
     Raises:
         ValueError: the axis does not divide the dimension (gloo would abort, NCCL hang).
     """
-    size, ranks = x.shape[dim], mesh.size()
+    size, ranks = x.shape[dim], ranks_of(mesh)
     if size % ranks:
         raise uneven(size, dim, ranks)
     if torch.compiler.is_compiling():
@@ -57,34 +57,36 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int) -> Tensor:
     if prod(chunk[:dim]) > 1:  # concatenate the ranks' chunks: a copy
         x = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     stacked = x.reshape(ranks * chunk[0], *chunk[1:]).contiguous()
-    return _run(FUNCTIONAL.reduce_scatter_tensor.default, stacked, "sum", ranks, _name(mesh))
+    return _run(FUNCTIONAL.reduce_scatter_tensor.default, stacked, "sum", ranks, of_group(mesh)[0], wait=wait)
+
+
+def waited(x: Tensor) -> Tensor:
+    """The result of a collective that was called without `wait`, now valid."""
+    with _below_autograd():
+        return _wait(x)
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
     """Exchange rows: sends [sum of sent, ...], receives [sum of received, ...], both in rank order."""
-    return _run(FUNCTIONAL.all_to_all_single.default, x.contiguous(), list(received), list(sent), _name(group))
+    return _run(FUNCTIONAL.all_to_all_single.default, x.contiguous(), list(received), list(sent), of_group(group)[0])
 
 
 def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
-    dim, ranks = dim % x.ndim, mesh.size()
+    dim, ranks = dim % x.ndim, ranks_of(mesh)
     whole = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     if torch.compiler.is_compiling():
         # Only the first dim: for other dims torch 2.11 makes a function that Dynamo refuses. The next line does that
         # function's work with the operators that asynchronous tensor parallelism fuses: split and cat.
         stacked = _traced["all_gather"](x.contiguous(), 0, mesh)
         return stacked.view(whole) if prod(x.shape[:dim]) == 1 else torch.cat(stacked.split(x.shape[0]), dim)
-    stacked = _run(FUNCTIONAL.all_gather_into_tensor.default, x.contiguous(), ranks, _name(mesh))
+    stacked = _run(FUNCTIONAL.all_gather_into_tensor.default, x.contiguous(), ranks, of_group(mesh)[0])
     if prod(x.shape[:dim]) == 1:  # no copy, and no view: in-place changes stay possible
         return UNSAFE_VIEW(stacked, whole)
     return stacked.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
 
 
-def _run(operator: Any, x: Tensor, *args: Any) -> Tensor:
+def _run(operator: Any, x: Tensor, *args: Any, wait: bool = True) -> Tensor:
     assert not (x.requires_grad and torch.is_grad_enabled()), "a collective outside an autograd function"
     with _below_autograd():
-        return _wait(operator(x, *args))
-
-
-def _name(mesh: Group) -> str:
-    group = mesh if isinstance(mesh, ProcessGroup) else mesh.get_group()
-    return group.group_name
+        result = operator(x, *args)
+        return _wait(result) if wait else result

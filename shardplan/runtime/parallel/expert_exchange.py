@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import all_to_all
-from .tensor_moves import refuse_second_derivatives
+from .second_derivatives import refuse_second_derivatives
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .expert_calls import ExpertCall
-from .tensor_moves import refuse_second_derivatives
+from .second_derivatives import refuse_second_derivatives
 
 
 def add_up(rows: Tensor, slots: Tensor, tokens: int, width: int) -> Tensor:

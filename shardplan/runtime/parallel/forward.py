@@ -35,9 +35,10 @@ def _subclass(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = self.__dict__.get(_OWN) or functools.partial(cls.forward, self)
-        for around in self.__dict__[_AROUND]:
+        *inner, outermost = self.__dict__[_AROUND]
+        for around in inner:
             call = functools.partial(_call, around, call, self)
-        return call(*args, **kwargs)
+        return outermost(call, self, args, kwargs)
 
     if uncompiled:
         # The whole call stays uncompiled: after a graph break further inside, torch.compile compiles every function around it
@@ -74,6 +75,17 @@ def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = Non
 def around_of(module: nn.Module, kind: type[Wrapped]) -> Wrapped | None:
     """The wrapper of this type around the module's forward."""
     return next((one for one in module.__dict__.get(_AROUND, ()) if isinstance(one, kind)), None)
+
+
+def is_own(module: nn.Module, cls: type[nn.Module], around: type) -> bool:
+    """Whether a module is of this class, of no subclass, with its class's forward, and wrapped by one wrapper, of the type `around`."""
+    wrappers = module.__dict__.get(_AROUND, ())
+    return (
+        len(wrappers) == 1
+        and isinstance(wrappers[0], around)
+        and type(module).__mro__[1] is cls
+        and _OWN not in module.__dict__
+    )
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:

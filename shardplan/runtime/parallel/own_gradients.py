@@ -8,10 +8,8 @@ local tensor is copied before it becomes a DTensor, as autograd does (torch/csrc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +27,27 @@ def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
     For tensors without values (`estimate`) references are not counted, because a fake mode keeps references too.
     """
-    times = Counter(g.untyped_storage()._cdata for g in gradients if g is not None)
-    return [g if g is None or _alone(g, times) else g.clone() for g in gradients]
+    storages = [None if g is None else g.untyped_storage()._cdata for g in gradients]
+    found = [storage for storage in storages if storage is not None]
+    alone = len(set(found)) == len(found)
+    return [
+        g
+        if g is None or storage is None or ((alone or found.count(storage) == 1) and _alone(g, storage))
+        else g.clone()
+        for g, storage in zip(gradients, storages, strict=True)
+    ]
 
 
-def _alone(gradient: Tensor, times: Counter[int]) -> bool:
-    if times[gradient.untyped_storage()._cdata] > 1:
-        return False
+def _alone(gradient: Tensor, of_storage: int) -> bool:
     if isinstance(gradient, _FakeTensor):
         return True
-    return all(map(le, _references(gradient), _measured(view=gradient._base is not None)))
+    base = gradient._base
+    tensor, storage, of_base = _measured(base is not None)
+    return (
+        _use_count(gradient) <= tensor
+        and _storage_use_count(of_storage) <= storage
+        and (base is None or _use_count(base) <= of_base)
+    )
 
 
 class _References(NamedTuple):
@@ -74,7 +83,7 @@ class _Looked(torch.autograd.Function):
 
 
 @cache
-def _measured(*, view: bool) -> _References:
+def _measured(view: bool) -> _References:
     """The reference counts of a product that nothing else refers to, in a backward in Python: torch 2.11 counts one more than torch
     2.13. Do not call it before a first backward: it starts autograd's GPU threads, which forbid some actions after a fork.
 

@@ -15,6 +15,7 @@ from shardplan.core.module_program import ParameterProgram, StandIn
 from shardplan.torchlib.attributes import owner_of
 from shardplan.torchlib.packing import pack
 
+from .later_weights import leaving
 from .reading import Member, call_with, read, slots_of
 from .regime import Regime
 
@@ -75,8 +76,27 @@ class LocalParameters:
     ):
         self.parameters = parameters
         self.regime = regime
+        self.leaves: set[str] = set()  # the variants in which the module leaves its weight's gradient (`leave_weights`)
+        # The names of the parameters, by variant: only where all are the module's own, and none is withheld.
+        self.own = {
+            variant: [program.name for program in programs]
+            for variant, programs in parameters.items()
+            if not any(program.withheld or "." in program.name for program in programs)
+        }
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        variant = self.regime.variant
+        if variant in self.leaves:
+            forward = leaving(forward, module)
+        names, slots = self.own.get(variant), slots_of(module)
+        if names is None:
+            return self._replaced(forward, module, args, kwargs)
+        for name in names:
+            if isinstance(slots[name], DTensor):
+                return self._replaced(forward, module, args, kwargs)
+        return forward(*args, **kwargs)  # an enclosing block has read them all
+
+    def _replaced(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stored: list[tuple[dict[str, Any], str, Tensor | None]] = []
         try:
             for program in self.parameters[self.regime.variant]:

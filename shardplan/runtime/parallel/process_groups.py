@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.first_few import in_a_row
 
 Group = DeviceMesh | ProcessGroup  # the ranks of a collective; a mesh has one dimension
+_OF_GROUP = "_shardplan_of_group"  # on a mesh: `of_group`
 SHOWN = 8  # ranks that a message lists
+
+
+def ranks_of(group: Group) -> int:
+    """The number of its ranks, also in a graph that is being compiled."""
+    return group.size() if torch.compiler.is_compiling() else of_group(group)[1]
+
+
+def of_group(group: Group) -> tuple[str, int]:
+    """The name of the process group, and how many ranks it has. A mesh computes both anew for each question, which costs the host more than
+    the call of a collective; so they are kept on it."""
+    if isinstance(group, ProcessGroup):
+        return group.group_name, group.size()
+    known = group.__dict__.get(_OF_GROUP)
+    if known is None:
+        known = group.__dict__[_OF_GROUP] = group.get_group().group_name, group.size()
+    return known
 
 
 def named_ranks(ranks: Iterable[int], verbs: tuple[str, str] | None = None) -> str:

@@ -7,6 +7,7 @@ would take a third of a small layer's time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from shardplan.torchlib.private import private
 from .own_gradients import own_gradients
 from .regather import note
 from .regime import Regime
+from .second_derivatives import refuse_second_derivatives
 from .shared_rows import SharedRows
-from .tensor_moves import move, refuse_second_derivatives, scale_gradient, sum_gradients, summed
+from .tensor_moves import move, scale_gradient, sum_gradients, summed
 
 _FakeTensor = private("FakeTensor")
 
@@ -41,6 +43,9 @@ class _Gradient:
 
     partial: bool
     share: float
+
+
+_gradient = functools.cache(_Gradient)
 
 
 class _Read(torch.autograd.Function):
@@ -143,24 +148,32 @@ def _gathered_in_graph(local: Tensor, parameter: DTensor, program: ParameterProg
 
 
 def _read_together(
-    parameters: Sequence[DTensor], programs: Sequence[ParameterProgram], regime: Regime
+    parameters: Sequence[DTensor], programs: Sequence[ParameterProgram], regime: Regime, *, plain: bool = False
 ) -> Sequence[Tensor]:
+    """
+    Args:
+        plain: whether the programs are known to gather and to divide nothing.
+    """
+    checked = None
     for parameter in parameters:
-        if (mesh := parameter._spec.mesh).ndim > 1 and mesh.size() > mesh.size(mesh.ndim - 1):
+        if (mesh := parameter._spec.mesh) is checked:
+            continue
+        checked = mesh
+        if mesh.ndim > 1 and mesh.size() > mesh.size(mesh.ndim - 1):
             raise RuntimeError(
                 f"a module with a parameter of shape {list(parameter.shape)} was called by itself, and FSDP2 has not gathered its "
                 "parameters: they belong to a unit around it, which gathers them when the unit is called. Call the model: model(..., "
                 "output_hidden_states=True).hidden_states has what its blocks return"
             )
     trained = [i for i, p in enumerate(parameters) if p.requires_grad and torch.is_grad_enabled()]
-    shared = [i for i, program in enumerate(programs) if program.shared]
+    shared = [] if plain else [i for i, program in enumerate(programs) if program.shared]
     rows = _rows(parameters, programs, shared, regime) if shared else None
     gathered = dict(zip(shared, rows.gather(), strict=True)) if rows is not None else {}
     locals_ = [gathered.get(i, p._local_tensor) for i, p in enumerate(parameters)]
     if trained:
         own = [i for i in trained if i in gathered]
         read = _Read.apply(
-            [_Gradient(programs[i].summed, regime.share(programs[i])) for i in trained],
+            [_gradient(programs[i].summed, regime.share(programs[i])) for i in trained],
             {trained.index(i): gathered[i] for i in own},
             _rows(parameters, programs, own, regime) if own else None,
             regime.reduce_dtype,
@@ -170,7 +183,7 @@ def _read_together(
             locals_[i] = local
     if rows is not None:
         note([locals_[i] for i in shared], rows.gather)
-    for i, program in enumerate(programs):
+    for i, program in () if plain else enumerate(programs):
         if program.moved:
             locals_[i] = _moved(locals_[i], parameters[i], program)
     return locals_
@@ -231,6 +244,10 @@ class Reads:
     def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
         self.members = members
         self.regime = regime
+        self.plain = {
+            variant: not any(program.shared or program.moved for _, _, program in own)
+            for variant, own in members.items()
+        }
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
@@ -244,7 +261,8 @@ class Reads:
                 programs.append(program)
         if not slots:
             return forward(*args, **kwargs)
-        locals_ = _read_together([parameter for _, _, parameter in slots], programs, self.regime)
+        plain = self.plain[self.regime.variant]
+        locals_ = _read_together([parameter for _, _, parameter in slots], programs, self.regime, plain=plain)
         return call_with(forward, slots, locals_, args, kwargs)
 
 

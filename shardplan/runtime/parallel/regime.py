@@ -16,6 +16,7 @@ from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
 from .handed_out import Tokens
+from .later_weights import Readers
 from .shared_reads import SharedReads
 from .waiting_sums import Waiting
 
@@ -247,6 +248,8 @@ class Shared:
         reads: module -> the values that are moved once in each of its calls, for all readers in it.
         tokens: the batch and sequence length in a block.
         noted: the modules whose arguments show that size.
+        readers: the modules that read each moved value; an ordered set.
+        overlapped: by variant, the layers that leave their weights' gradients to a move (`leave_weights`).
     """
 
     regime: Regime
@@ -256,6 +259,8 @@ class Shared:
     reads: Mapping[str | None, SharedReads] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)
     noted: frozenset[str] = frozenset()
+    readers: dict[Readers, None] = field(default_factory=dict)
+    overlapped: dict[str, list[str]] = field(default_factory=dict)
 
 
 def reached_as_partial_sum(x: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.layout import I, R
 
+from .later_weights import Readers, keeper
 from .tensor_moves import move
 
 
@@ -29,8 +30,19 @@ class SharedReads:
 
     def __init__(self) -> None:
         self.moved: list[tuple[Tensor, int, Tensor]] | None = None  # (value, its version, moved); None: no call runs
+        self.keeper: Callable[[Tensor], Any] | None = None  # what kept saved tensors when the call began
+        self.readers: dict[str, Readers] = {}  # by module
 
-    def read(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def readers_of(self, name: str, shared_with: str | None) -> Readers:
+        """The readers of the value that a module moves.
+
+        Args:
+            shared_with: a module that moves the same value.
+        """
+        readers = self.readers.setdefault(shared_with or name, Readers())
+        return self.readers.setdefault(name, readers)
+
+    def read(self, x: Tensor, mesh: DeviceMesh, readers: Readers, variant: str) -> Tensor:
         """A value, moved I -> R; all readers get the same object until the value is changed."""
         if self.moved is None or not (x.requires_grad and torch.is_grad_enabled()):
             return move(x, mesh, I, R)
@@ -38,7 +50,9 @@ class SharedReads:
         for value, at, moved in self.moved:
             if value is x and at == version:
                 return moved
-        moved = move(x, mesh, I, R)
+        # A checkpoint of a part of the call runs it again without the call, and must save the same both times.
+        later = readers.later(x, variant) if keeper() is self.keeper else None
+        moved = move(x, mesh, I, R, later=later)
         self.moved.append((x, version, moved))
         return moved
 
@@ -60,8 +74,10 @@ class ReadsOnce:
         self.table = table
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        before, self.table.moved = self.table.moved, []
+        table = self.table
+        before, table.moved = (table.moved, table.keeper), []
+        table.keeper = keeper()
         try:
             return forward(*args, **kwargs)
         finally:
-            self.table.moved = before
+            table.moved, table.keeper = before

@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.layout import Layout
-from shardplan.core.moves import Operation, Ranges, covered, move_ops, ranges_of
+from shardplan.core.moves import MoveOps, Operation, Ranges, covered, move_ops, ranges_of
 
 from .chunks import own_chunk, uneven
-from .collectives import all_gather, all_reduce, reduce_scatter
+from .collectives import all_gather, all_reduce, reduce_scatter, waited
 from .dim_exchange import Cut, exchange_dims
+from .later_weights import Later
+from .process_groups import ranks_of
+from .second_derivatives import refuse_second_derivatives
 
 
 def _slice(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
@@ -39,16 +42,11 @@ OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int], Tensor]] = 
     "pad": _pad,
     "divide": lambda x, mesh, dim, size: x / mesh.size(),
 }
-
-
-def refuse_second_derivatives() -> None:
-    """Called in a backward. (torch's `once_differentiable` does not say why, and torch.compile does not trace it.)
-
-    Raises:
-        RuntimeError: the backward itself is recorded (`create_graph=True`).
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("a planned model's gradients cannot be differentiated again (create_graph=True)")
+# Operations that only begin: their result is valid after `waited`.
+BEGUN: dict[Operation, Callable[[Tensor, DeviceMesh, int], Tensor]] = {
+    "all_reduce": lambda x, mesh, dim: all_reduce(x, mesh, wait=False),
+    "reduce_scatter": lambda x, mesh, dim: reduce_scatter(x, mesh, dim, wait=False),
+}
 
 
 class _Move(torch.autograd.Function):
@@ -67,6 +65,28 @@ class _Move(torch.autograd.Function):
         refuse_second_derivatives()
         mesh, backward, dim, size = ctx.move
         return OPERATIONS[backward](gradient, mesh, dim, size), None, None, None, None, None
+
+
+class _MoveOver(torch.autograd.Function):
+    """A move whose backward computes gradients of weights while the gradient of the value is reduced."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mesh: DeviceMesh, ops: MoveOps, dim: int, size: int, later: Later, *weights: Tensor
+    ) -> Tensor:
+        ctx.move = (mesh, ops.backward, dim)
+        ctx.later = later  # layers that read the result look for it (`later_weights`)
+        y = OPERATIONS[ops.forward](x, mesh, dim, size)
+        ctx.save_for_backward(y)  # where it is x: an input costs the host less than an output
+        return y.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        mesh, backward, dim = ctx.move
+        begun = BEGUN[backward](gradient, mesh, dim)
+        weights = ctx.later.gradients(*ctx.saved_tensors, ctx.needs_input_grad[6:])
+        return waited(begun), None, None, None, None, None, *weights
 
 
 class _Exchange(torch.autograd.Function):
@@ -89,6 +109,7 @@ def move(
     *,
     size: int | None = None,
     shares: tuple[Ranges, ...] | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """Move a local tensor from one layout to another; its gradient returns in the layout that `src` defines (core/layout.py).
 
@@ -100,6 +121,7 @@ def move(
         size: the length of the whole dim if a V is a chunk of it. Needed only where the axis does not divide it.
         shares: for a move from V(d) to V(e): each rank's part of the last dim, if it is not a chunk (a share of each part of packed
             features).
+        later: what readers of the result leave to this move, if its gradient is reduced.
 
     Raises:
         ValueError: the axis does not divide a sequence, and `size` is missing.
@@ -114,9 +136,12 @@ def move(
     dim, whole = 0, 0
     if sharded.kind == "V":
         dim = sharded.split_dim(x.ndim)
-        whole = size if size is not None else x.shape[dim] * (mesh.size() if src.kind == "V" else 1)
-        if dst.kind == "V" and size is None and x.shape[dim] % mesh.size() and dim != x.ndim - 1:
-            raise uneven(x.shape[dim], dim, mesh.size())
+        ranks = ranks_of(mesh)
+        whole = size if size is not None else x.shape[dim] * (ranks if src.kind == "V" else 1)
+        if dst.kind == "V" and size is None and x.shape[dim] % ranks and dim != x.ndim - 1:
+            raise uneven(x.shape[dim], dim, ranks)
+    if later is not None and ops.backward in BEGUN:
+        return _MoveOver.apply(x, mesh, ops, dim, whole, later, *later.weights)
     return _Move.apply(x, mesh, ops.forward, ops.backward, dim, whole)
 
 

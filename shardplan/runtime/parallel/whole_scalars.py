@@ -23,7 +23,8 @@ from shardplan.torchlib.private import private
 from .forward import wrap_forward
 from .own_gradients import own_gradients
 from .reading import slots_of, used
-from .tensor_moves import refuse_second_derivatives, summed
+from .second_derivatives import refuse_second_derivatives
+from .tensor_moves import summed
 
 _DeviceMesh = private("DeviceMesh")
 

@@ -1,0 +1,138 @@
+"""Weights' gradients while the gradient of their layers' input is reduced.
+
+Linear layers that read one moved value (q, k and v; gate and up) add up its gradient, which the move reduces over the ranks. Autograd's
+node of a layer computes its weight's gradient together with its input's. So the reduction would begin after all products, and be waited
+for at once. Here a layer's node computes the gradient of its input alone, and the move has the weights as inputs: its backward begins the
+reduction, computes the weights' gradients, and then waits (Megatron-LM's order, arXiv 2205.05198, section 4.2.2).
+
+`leave_weights` decides when a plan is applied which layers do this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.torchlib.operators import UNSAFE_VIEW
+from shardplan.torchlib.private import private
+
+_current_graph_task_id = private("current_graph_task_id")
+_top_hooks = private("top_saved_tensors_hooks")
+
+
+def keeper() -> Callable[[Tensor], Any] | None:
+    """What keeps the tensors that autograd saves now; None: autograd itself."""
+    hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+class Later:
+    """The weights of the layers that may read one moved value.
+
+    Args:
+        weights: as their layers read them, [out, in] each; trained, and each once.
+
+    Attributes:
+        left: for each weight, by its id: (the backward, the gradient of a layer's output) for each call of its layers.
+        keeper: what keeps saved tensors, if not autograd itself: a checkpoint, offloading.
+    """
+
+    __slots__ = ("keeper", "left", "weights")
+
+    def __init__(self, weights: Sequence[Tensor]):
+        self.weights = weights
+        self.left: dict[int, list[tuple[int, Tensor]]] = {id(weight): [] for weight in weights}
+        self.keeper = keeper()
+
+    def gradients(self, x: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The weights' gradients in the move's backward; None for weights whose layers have left nothing.
+
+        Args:
+            x: the moved value.
+            wanted: for each weight.
+        """
+        task, rows = _current_graph_task_id(), x.flatten(0, -2)
+        found: list[Tensor | None] = []
+        for weight, left, asked in zip(self.weights, self.left.values(), wanted, strict=True):
+            total: Tensor | None = None
+            for at, gradient in left if asked else ():
+                if at == task:  # otherwise of an earlier backward that did not reach the move
+                    one = _of_weight(gradient, rows, weight.dtype)
+                    total = one if total is None else total.add_(one)
+            left.clear()
+            found.append(total)
+        return found
+
+
+def _of_weight(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a weight; under autocast the layer has computed in the dtype of its output's gradient."""
+    columns = gradient.flatten(0, -2).t()
+    if columns.dtype == rows.dtype == dtype:
+        return torch.mm(columns, rows)
+    return torch.mm(columns, rows.to(columns.dtype)).to(dtype)
+
+
+def leaving(forward: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
+    """The forward of a layer that leaves its weight's gradient to the move of its input.
+
+    Args:
+        forward: its own.
+    """
+    return forward if torch.compiler.is_compiling() or not torch.is_grad_enabled() else partial(_run, forward, module)
+
+
+def _run(forward: Callable[..., Tensor], module: nn.Module, /, input: Tensor) -> Tensor:
+    later = getattr(input.grad_fn, "later", None)  # if this very value is the result of a move
+    # A checkpoint around the layer runs it again without the move, and the layer must save the same both times.
+    if not isinstance(later, Later) or keeper() is not later.keeper:
+        return forward(input)
+    slots = module._parameters
+    weight = slots["weight"]
+    left = later.left.get(id(weight))
+    if left is None:
+        return forward(input)
+    assert weight is not None
+    y = nn.functional.linear(input, weight.detach(), slots["bias"])
+    if y._is_view():  # a change in place would bypass the node of a view
+        y = UNSAFE_VIEW(y, y.shape)
+    node = y.grad_fn
+    assert node is not None  # the input has a move's
+
+    def leave(gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is not None:
+            left.append((_current_graph_task_id(), gradients[0]))
+
+    node.register_prehook(
+        leave
+    )  # of the node, after hooks of the tensor; it costs the host a third of `Tensor.register_hook`
+    return y
+
+
+class Readers:
+    """The modules that read one moved value: Linear layers, or modules that have some.
+
+    Attributes:
+        modules: these.
+        layers: by variant, those of their layers that leave their weights' gradients to the move, once `leave_weights` has decided.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.layers: dict[str, list[nn.Module]] = {}
+
+    def later(self, x: Tensor, variant: str) -> Later | None:
+        """What the layers may leave to the move of a value; None: nothing, as nothing is trained."""
+        layers = self.layers.get(variant)
+        if not layers or torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        weights: dict[int, Tensor] = {}
+        for layer in layers:
+            weight = layer._parameters["weight"]
+            if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
+                weights[id(weight)] = weight
+        return Later(list(weights.values())) if weights else None
