@@ -55,7 +55,7 @@ class Enter:
         variant = self.shared.regime.variant
         reads = self.only_first[variant]
         if reads is not None and args and isinstance(args[0], Tensor):  # the rest of this method, for most layers
-            return (reads.read(args[0], self.mesh, self.readers, variant), *args[1:]), kwargs
+            return (reads.read(args[0], self.mesh, self.readers, self.shared.regime), *args[1:]), kwargs
         program = self.programs[variant]
         moved: Moved = []
         over_cp = program.on_cp.enter if program.on_cp is not None else ()
@@ -97,7 +97,7 @@ class Enter:
 
         def moved(x: Tensor) -> Tensor:
             if reads is not None:
-                return reads.read(x, mesh, self.readers, self.shared.regime.variant)
+                return reads.read(x, mesh, self.readers, self.shared.regime)
             src = boundary.src
             if not over_tp and src.kind == "R":
                 regime, dim = self.shared.regime, boundary.dst.split_dim(x.ndim)
@@ -110,7 +110,7 @@ class Enter:
                 self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
-                later = self.readers.later(x, self.shared.regime.variant) if over_tp and boundary.dst == R else None
+                later = self.readers.later(x, self.shared.regime) if over_tp and boundary.dst == R else None
                 on_cp = program.on_cp
                 shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
                 return move(x, mesh, src, boundary.dst, shares=shares, later=later)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.torchlib.operators import UNSAFE_VIEW
 from shardplan.torchlib.private import private
+
+if TYPE_CHECKING:
+    from .regime import Regime
 
 _current_graph_task_id = private("current_graph_task_id")
 _top_hooks = private("top_saved_tensors_hooks")
@@ -36,32 +39,33 @@ class Later:
 
     Args:
         weights: as their layers read them, [out, in] each; trained, and each once.
+        keeper: what keeps saved tensors, if not autograd itself: a checkpoint, offloading.
 
     Attributes:
         left: for each weight, by its id: (the backward, the gradient of a layer's output) for each call of its layers.
-        keeper: what keeps saved tensors, if not autograd itself: a checkpoint, offloading.
     """
 
     __slots__ = ("keeper", "left", "weights")
 
-    def __init__(self, weights: Sequence[Tensor]):
-        self.weights = weights
+    def __init__(self, weights: Sequence[Tensor], keeper: Callable[[Tensor], Any] | None):
+        self.weights, self.keeper = weights, keeper
         self.left: dict[int, list[tuple[int, Tensor]]] = {id(weight): [] for weight in weights}
-        self.keeper = keeper()
 
-    def gradients(self, x: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(self, moved: Callable[[], Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The weights' gradients in the move's backward; None for weights whose layers have left nothing.
 
         Args:
-            x: the moved value.
+            moved: () -> the moved value, as the layers read it. Asked for only if one has left something: code that changes the value
+                in place before any layer reads it is right, and autograd would refuse to return it.
             wanted: for each weight.
         """
-        task, rows = _current_graph_task_id(), x.flatten(0, -2)
+        task, rows = _current_graph_task_id(), None
         found: list[Tensor | None] = []
         for weight, left, asked in zip(self.weights, self.left.values(), wanted, strict=True):
             total: Tensor | None = None
             for at, gradient in left if asked else ():
                 if at == task:  # otherwise of an earlier backward that did not reach the move
+                    rows = moved().flatten(0, -2) if rows is None else rows
                     one = _of_weight(gradient, rows, weight.dtype)
                     total = one if total is None else total.add_(one)
             left.clear()
@@ -125,14 +129,17 @@ class Readers:
         self.modules: list[nn.Module] = []
         self.layers: dict[str, list[nn.Module]] = {}
 
-    def later(self, x: Tensor, variant: str) -> Later | None:
-        """What the layers may leave to the move of a value; None: nothing, as nothing is trained."""
-        layers = self.layers.get(variant)
+    def later(self, x: Tensor, regime: Regime) -> Later | None:
+        """What the layers may leave to the move of a value; None: nothing. Then nothing is trained, or a part of the block is in a checkpoint of
+        its own: it runs again without the block, reads its parameters itself, and must save the same both times."""
+        layers = self.layers.get(regime.variant)
         if not layers or torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        if keeper() is not regime.keeper:
             return None
         weights: dict[int, Tensor] = {}
         for layer in layers:
             weight = layer._parameters["weight"]
             if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
                 weights[id(weight)] = weight
-        return Later(list(weights.values())) if weights else None
+        return Later(list(weights.values()), regime.keeper) if weights else None

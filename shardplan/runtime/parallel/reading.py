@@ -20,6 +20,7 @@ from shardplan.core.layout import R, V
 from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
+from .later_weights import keeper
 from .own_gradients import own_gradients
 from .regather import note
 from .regime import Regime
@@ -261,9 +262,14 @@ class Reads:
                 programs.append(program)
         if not slots:
             return forward(*args, **kwargs)
-        plain = self.plain[self.regime.variant]
-        locals_ = _read_together([parameter for _, _, parameter in slots], programs, self.regime, plain=plain)
-        return call_with(forward, slots, locals_, args, kwargs)
+        regime = self.regime
+        plain = self.plain[regime.variant]
+        locals_ = _read_together([parameter for _, _, parameter in slots], programs, regime, plain=plain)
+        before, regime.keeper = regime.keeper, keeper()
+        try:
+            return call_with(forward, slots, locals_, args, kwargs)
+        finally:
+            regime.keeper = before
 
 
 def _traced_together(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class Regime:
             that a checkpoint of the plan keeps or runs again; empty: none.
         recording: whether the outermost of these began with gradients.
         look: called where a part is called directly, like the guards before the model's forward.
+        keeper: what kept saved tensors when the running block read its parameters (`later_weights.keeper`).
     """
 
     variant: str
@@ -63,6 +64,7 @@ class Regime:
     inside: Literal["", "model", "part", "checkpoint"] = ""
     recording: bool = False
     look: Callable[[], None] | None = None
+    keeper: Callable[[Tensor], Any] | None = None
 
     @property
     def over_cp(self) -> DeviceMesh:

@@ -9,7 +9,7 @@ so the sharing is correct on every batch, whichever branch runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from shardplan.core.layout import I, R
 
 from .later_weights import Readers, keeper
 from .tensor_moves import move
+
+if TYPE_CHECKING:
+    from .regime import Regime
 
 
 class SharedReads:
@@ -42,7 +45,7 @@ class SharedReads:
         readers = self.readers.setdefault(shared_with or name, Readers())
         return self.readers.setdefault(name, readers)
 
-    def read(self, x: Tensor, mesh: DeviceMesh, readers: Readers, variant: str) -> Tensor:
+    def read(self, x: Tensor, mesh: DeviceMesh, readers: Readers, regime: Regime) -> Tensor:
         """A value, moved I -> R; all readers get the same object until the value is changed."""
         if self.moved is None or not (x.requires_grad and torch.is_grad_enabled()):
             return move(x, mesh, I, R)
@@ -51,7 +54,7 @@ class SharedReads:
             if value is x and at == version:
                 return moved
         # A checkpoint of a part of the call runs it again without the call, and must save the same both times.
-        later = readers.later(x, variant) if keeper() is self.keeper else None
+        later = readers.later(x, regime) if regime.keeper is self.keeper else None
         moved = move(x, mesh, I, R, later=later)
         self.moved.append((x, version, moved))
         return moved

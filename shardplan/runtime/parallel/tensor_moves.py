@@ -85,7 +85,7 @@ class _MoveOver(torch.autograd.Function):
         refuse_second_derivatives()
         mesh, backward, dim = ctx.move
         begun = BEGUN[backward](gradient, mesh, dim)
-        weights = ctx.later.gradients(*ctx.saved_tensors, ctx.needs_input_grad[6:])
+        weights = ctx.later.gradients(lambda: ctx.saved_tensors[0], ctx.needs_input_grad[6:])
         return waited(begun), None, None, None, None, None, *weights
 
 
