@@ -180,8 +180,6 @@ def _changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST]]:
                 yield "swap", node, ast.Attribute(node.value, _SWAPPED[node.attr], ast.Load())
         elif isinstance(node, ast.Attribute) and node.attr == "back" and isinstance(node.ctx, ast.Load):
             yield "swap", node, node.value
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id in _SWAPPED:
-            yield "swap", node, ast.Subscript(node.value, ast.Name(_SWAPPED[node.slice.id], ast.Load()), ast.Load())
 
 
 def _body(function: ast.FunctionDef | ast.Lambda) -> Iterator[ast.AST]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,8 +55,11 @@ class Enter:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         variant = self.shared.regime.variant
         reads = self.only_first[variant]
-        if reads is not None and args and isinstance(args[0], Tensor):  # the rest of this method, for most layers
-            return (reads.read(args[0], self.mesh, self.readers, self.shared.regime), *args[1:]), kwargs
+        if reads is not None:  # the rest of this method, for most layers
+            x = args[0] if args else kwargs.get(self.parameters[0])
+            if isinstance(x, Tensor):
+                x = reads.read(x, self.mesh, self.readers, self.shared.regime)
+                return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, self.parameters[0]: x})
         program = self.programs[variant]
         moved: Moved = []
         over_cp = program.on_cp.enter if program.on_cp is not None else ()
@@ -175,9 +179,16 @@ class Leave:
         # By variant: the sums that wait for this module, and where its own partial sum waits.
         self.waiting = {variant: shared.waiting.get((variant, pr.name)) for variant, pr in programs.items()}
         self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
+        # The move of a partial sum, where it is all there is to do.
+        self.only_sum = {
+            variant: pr.leave if _only_sum(pr) and self.waiting[variant] is self.joins[variant] is None else None
+            for variant, pr in programs.items()
+        }
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         variant, mesh = self.shared.regime.variant, self.mesh
+        if (only := self.only_sum[variant]) is not None:  # the rest of this method, for most layers
+            return on_first(output, lambda x: move(x, mesh, only.src, only.dst, size=only.size))
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
         moves = program.leave is not None or over_cp is not None
@@ -251,6 +262,13 @@ class Leave:
 def _only_first(program: ModuleProgram, first: str = "") -> bool:
     moves = [(boundary.once, boundary.argument or first) for boundary in program.enter]
     return moves == [(True, first)] and not program.slices and program.on_cp is None
+
+
+def _only_sum(program: ModuleProgram) -> bool:
+    leave = program.leave
+    if leave is None or leave.src.kind != "P" or program.enter or program.on_cp is not None or program.link == "source":
+        return False
+    return not acts(replace(program, leave=None))
 
 
 def nested(over_tp: Sequence[InputMove], over_cp: Sequence[InputMove]) -> Iterator[InputMove]:

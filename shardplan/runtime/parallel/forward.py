@@ -34,11 +34,12 @@ def _wrapped_class(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
 def _subclass(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call: Callable[..., Any] = self.__dict__.get(_OWN) or functools.partial(cls.forward, self)
-        *inner, outermost = self.__dict__[_AROUND]
-        for around in inner:
+        own = self.__dict__
+        call: Callable[..., Any] = own.get(_OWN) or functools.partial(cls.forward, self)
+        wrappers = own[_AROUND]
+        for around in wrappers[:-1]:
             call = functools.partial(_call, around, call, self)
-        return outermost(call, self, args, kwargs)
+        return wrappers[-1](call, self, args, kwargs)
 
     if uncompiled:
         # The whole call stays uncompiled: after a graph break further inside, torch.compile compiles every function around it

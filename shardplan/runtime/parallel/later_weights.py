@@ -10,8 +10,7 @@ reduction, computes the weights' gradients, and then waits (Megatron-LM's order,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,7 @@ class Later:
     """The weights of the layers that may read one moved value.
 
     Args:
-        weights: as their layers read them, [out, in] each; trained, and each once.
+        weights: as their layers read them, [out, in] each, by their ids; trained.
         keeper: what keeps saved tensors, if not autograd itself: a checkpoint, offloading.
 
     Attributes:
@@ -47,9 +46,9 @@ class Later:
 
     __slots__ = ("keeper", "left", "weights")
 
-    def __init__(self, weights: Sequence[Tensor], keeper: Callable[[Tensor], Any] | None):
-        self.weights, self.keeper = weights, keeper
-        self.left: dict[int, list[tuple[int, Tensor]]] = {id(weight): [] for weight in weights}
+    def __init__(self, weights: Mapping[int, Tensor], keeper: Callable[[Tensor], Any] | None):
+        self.weights, self.keeper = weights.values(), keeper
+        self.left: dict[int, list[tuple[int, Tensor]]] = {name: [] for name in weights}
 
     def gradients(self, moved: Callable[[], Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The weights' gradients in the move's backward; None for weights whose layers have left nothing.
@@ -81,39 +80,34 @@ def _of_weight(gradient: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(columns, rows.to(columns.dtype)).to(dtype)
 
 
-def leaving(forward: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
-    """The forward of a layer that leaves its weight's gradient to the move of its input.
+def leaving(forward: Callable[..., Tensor], module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
+    """Call a layer that leaves its weight's gradient to the move of its input, where the input comes from a move.
 
     Args:
         forward: its own.
     """
-    return forward if torch.compiler.is_compiling() or not torch.is_grad_enabled() else partial(_run, forward, module)
-
-
-def _run(forward: Callable[..., Tensor], module: nn.Module, /, input: Tensor) -> Tensor:
-    later = getattr(input.grad_fn, "later", None)  # if this very value is the result of a move
+    x = args[0] if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() else None
+    later = getattr(x.grad_fn, "later", None) if isinstance(x, Tensor) else None  # this very value is a move's result
     # A checkpoint around the layer runs it again without the move, and the layer must save the same both times.
     if not isinstance(later, Later) or keeper() is not later.keeper:
-        return forward(input)
+        return forward(*args, **kwargs)
     slots = module._parameters
     weight = slots["weight"]
     left = later.left.get(id(weight))
     if left is None:
-        return forward(input)
-    assert weight is not None
-    y = nn.functional.linear(input, weight.detach(), slots["bias"])
+        return forward(*args, **kwargs)
+    assert x is not None and weight is not None
+    y = nn.functional.linear(x, weight.detach(), slots["bias"])
     if y._is_view():  # a change in place would bypass the node of a view
         y = UNSAFE_VIEW(y, y.shape)
-    node = y.grad_fn
-    assert node is not None  # the input has a move's
 
     def leave(gradients: tuple[Tensor | None, ...]) -> None:
         if gradients[0] is not None:
             left.append((_current_graph_task_id(), gradients[0]))
 
-    node.register_prehook(
-        leave
-    )  # of the node, after hooks of the tensor; it costs the host a third of `Tensor.register_hook`
+    # Of the node, after hooks of the tensor; it costs the host a third of `Tensor.register_hook`.
+    if (node := y.grad_fn) is not None:
+        node.register_prehook(leave)
     return y
 
 
@@ -142,4 +136,4 @@ class Readers:
             weight = layer._parameters["weight"]
             if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
                 weights[id(weight)] = weight
-        return Later(list(weights.values()), regime.keeper) if weights else None
+        return Later(weights, regime.keeper) if weights else None

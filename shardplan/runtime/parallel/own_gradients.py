@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from shardplan.torchlib.operators import DETACH
 from shardplan.torchlib.private import private
 
 _FakeTensor = private("FakeTensor")
 _storage_use_count = private("storage_use_count")
 _use_count = private("TensorBase")._use_count
+_new = DTensor.__new__  # its __init__ does nothing, slowly
 
 
 def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -27,13 +30,11 @@ def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
     For tensors without values (`estimate`) references are not counted, because a fake mode keeps references too.
     """
-    storages = [None if g is None else g.untyped_storage()._cdata for g in gradients]
-    found = [storage for storage in storages if storage is not None]
-    alone = len(set(found)) == len(found)
+    storages = [0 if g is None else g.untyped_storage()._cdata for g in gradients]
+    found = [storage for storage in storages if storage]
+    several = () if len(set(found)) == len(found) else {storage for storage in found if found.count(storage) > 1}
     return [
-        g
-        if g is None or storage is None or ((alone or found.count(storage) == 1) and _alone(g, storage))
-        else g.clone()
+        g if g is None or (storage not in several and _alone(g, storage)) else g.clone()
         for g, storage in zip(gradients, storages, strict=True)
     ]
 
@@ -48,6 +49,30 @@ def _alone(gradient: Tensor, of_storage: int) -> bool:
         and _storage_use_count(of_storage) <= storage
         and (base is None or _use_count(base) <= of_base)
     )
+
+
+class _Given(DTensor):
+    """A gradient on its way to its parameter. Autograd keeps what `detach` of it returns: a DTensor of the same local tensor. The `detach` of a
+    DTensor costs the host more than twice as much, for every parameter in every step. All else is DTensor's."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is DETACH and type(args[0]) is cls:
+            return _new(DTensor, args[0]._local_tensor, args[0]._spec, requires_grad=False)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def given(gradient: Tensor, spec: Any, stride: tuple[int, ...]) -> DTensor:
+    """A parameter's gradient as autograd gets it.
+
+    Args:
+        gradient: of the local tensor.
+        spec: the parameter's.
+        stride: the local tensor's.
+    """
+    if gradient.stride() != stride:
+        gradient = gradient.contiguous()
+    return _new(_Given, gradient, spec, requires_grad=False)
 
 
 class _References(NamedTuple):

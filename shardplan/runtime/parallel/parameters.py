@@ -86,15 +86,14 @@ class LocalParameters:
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         variant = self.regime.variant
-        if variant in self.leaves:
-            forward = leaving(forward, module)
         names, slots = self.own.get(variant), slots_of(module)
         if names is None:
             return self._replaced(forward, module, args, kwargs)
         for name in names:
             if isinstance(slots[name], DTensor):
                 return self._replaced(forward, module, args, kwargs)
-        return forward(*args, **kwargs)  # an enclosing block has read them all
+        # An enclosing block has read them all.
+        return leaving(forward, module, args, kwargs) if variant in self.leaves else forward(*args, **kwargs)
 
     def _replaced(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stored: list[tuple[dict[str, Any], str, Tensor | None]] = []

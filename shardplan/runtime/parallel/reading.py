@@ -7,9 +7,7 @@ would take a third of a small layer's time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
 from .later_weights import keeper
-from .own_gradients import own_gradients
+from .own_gradients import given, own_gradients
 from .regather import note
 from .regime import Regime
 from .second_derivatives import refuse_second_derivatives
@@ -33,28 +31,12 @@ _FakeTensor = private("FakeTensor")
 Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, how it is stored and read)
 
 
-@dataclass(frozen=True, slots=True)
-class _Gradient:
-    """The form of a parameter's gradient in a module's backward.
-
-    Args:
-        partial: it is a partial sum over all ranks.
-        share: a factor for it.
-    """
-
-    partial: bool
-    share: float
-
-
-_gradient = functools.cache(_Gradient)
-
-
 class _Read(torch.autograd.Function):
     """Trained parameters as local tensors. In backward their gradients become DTensors with the parameters' placements.
     First partial sums are summed by one all-reduce, and those of shared rows by one reduce-scatter.
 
     Args:
-        gradients: one for each parameter.
+        programs: one for each parameter.
         gathered: number of a parameter with shared rows -> its gathered tensor.
         rows: those parameters.
     """
@@ -62,18 +44,17 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        gradients: Sequence[_Gradient],
+        programs: Sequence[ParameterProgram],
         gathered: Mapping[int, Tensor],
         rows: SharedRows | None,
-        dtype: torch.dtype | None,
+        regime: Regime,
         *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.gradients, ctx.rows, ctx.dtype = gradients, rows, dtype
-        ctx.shared = {i: _like(whole) for i, whole in gathered.items()}
+        ctx.programs, ctx.rows, ctx.regime = programs, rows, regime
+        ctx.shared = {i: (whole.shape, whole.dtype, whole.device) for i, whole in gathered.items()}
         ctx.specs = [parameter._spec for parameter in parameters]
-        locals_ = [parameter._local_tensor for parameter in parameters]
-        ctx.like = [_like(local) for local in locals_]
+        ctx.locals = locals_ = [parameter._local_tensor for parameter in parameters]
         # detach is the only operator that policies of selective checkpointing do not count: so the second run of a checkpoint inside
         # a block finds the parameters that the first run read.
         return tuple(gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_))
@@ -82,41 +63,33 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         found = own_gradients(gradients)
-        which = [i for i, one in enumerate(ctx.gradients) if one.partial]
+        regime = ctx.regime
+        which = [i for i, program in enumerate(ctx.programs) if program.summed]
         if any(found[i] is not None for i in which):
-            parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
+            parts = [part if (part := found[i]) is not None else torch.zeros_like(ctx.locals[i]) for i in which]
             mesh = ctx.specs[which[0]].mesh  # tp; expert parameters may be on ep
-            for i, total in zip(which, summed(mesh, parts, ctx.dtype), strict=True):
+            for i, total in zip(which, summed(mesh, parts, regime.reduce_dtype), strict=True):
                 found[i] = used(found[i], total)
         if any(found[i] is not None for i in ctx.shared):
-            parts = [part if (part := found[i]) is not None else _zeros(like) for i, like in ctx.shared.items()]
-            for i, total in zip(ctx.shared, ctx.rows.reduce(parts, ctx.dtype), strict=True):
+            parts = [
+                part if (part := found[i]) is not None else torch.zeros(shape, dtype=dtype, device=device)
+                for i, (shape, dtype, device) in ctx.shared.items()
+            ]
+            for i, total in zip(ctx.shared, ctx.rows.reduce(parts, regime.reduce_dtype), strict=True):
                 found[i] = used(found[i], total)
-        for i, one in enumerate(ctx.gradients):
-            if one.share != 1.0 and (whole := found[i]) is not None:
-                found[i] = whole * one.share
-        return (None, None, None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
+        specs, locals_ = ctx.specs, ctx.locals
+        for i, gradient in enumerate(found):
+            if gradient is not None:
+                if (share := regime.share(ctx.programs[i])) != 1.0:
+                    gradient = gradient * share
+                found[i] = given(gradient, specs[i], locals_[i].stride())
+        return (None, None, None, None, *found)
 
 
 def used(own: Tensor | None, total: Tensor) -> Tensor | None:
     """The gradient, summed over the ranks; None where no rank has one, as on the unsharded model: optimizers then skip the parameter."""
     unused = own is None and not isinstance(total, _FakeTensor) and not total.any()
     return None if unused else total
-
-
-def _like(x: Tensor) -> tuple:
-    return x.shape, x.stride(), x.dtype, x.device
-
-
-def _zeros(like: tuple) -> Tensor:
-    shape, _, dtype, device = like
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _placed(gradient: Tensor, i: int, ctx: Any) -> DTensor:
-    if gradient.stride() != ctx.like[i][1]:
-        gradient = gradient.contiguous()
-    return DTensor.__new__(DTensor, gradient, ctx.specs[i], requires_grad=False)  # its __init__ does nothing, slowly
 
 
 def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor:
@@ -166,7 +139,9 @@ def _read_together(
                 "parameters: they belong to a unit around it, which gathers them when the unit is called. Call the model: model(..., "
                 "output_hidden_states=True).hidden_states has what its blocks return"
             )
-    trained = [i for i, p in enumerate(parameters) if p.requires_grad and torch.is_grad_enabled()]
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
+    if plain and len(trained) == len(parameters):  # the rest of this function, for most blocks
+        return _Read.apply(programs, {}, None, regime, *parameters)
     shared = [] if plain else [i for i, program in enumerate(programs) if program.shared]
     rows = _rows(parameters, programs, shared, regime) if shared else None
     gathered = dict(zip(shared, rows.gather(), strict=True)) if rows is not None else {}
@@ -174,10 +149,10 @@ def _read_together(
     if trained:
         own = [i for i in trained if i in gathered]
         read = _Read.apply(
-            [_gradient(programs[i].summed, regime.share(programs[i])) for i in trained],
+            [programs[i] for i in trained],
             {trained.index(i): gathered[i] for i in own},
             _rows(parameters, programs, own, regime) if own else None,
-            regime.reduce_dtype,
+            regime,
             *(parameters[i] for i in trained),
         )
         for i, local in zip(trained, read, strict=True):
@@ -220,13 +195,14 @@ def call_with(
     kwargs: dict,
 ) -> Any:
     """Call with other modules' parameters replaced by local tensors."""
+    slots = [slots_of(owner) for owner, _, _ in members]
     try:
-        for (owner, name, _), local in zip(members, locals_, strict=True):
-            slots_of(owner)[name] = local
+        for own, (_, name, _), local in zip(slots, members, locals_, strict=True):
+            own[name] = local
         return forward(*args, **kwargs)
     finally:
-        for owner, name, parameter in members:
-            slots_of(owner)[name] = parameter
+        for own, (_, name, parameter) in zip(slots, members, strict=True):
+            own[name] = parameter
 
 
 def slots_of(module: nn.Module) -> dict[str, Any]:
@@ -253,18 +229,17 @@ class Reads:
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
             return _traced_together(forward, self.members[self.regime.variant], self.regime, args, kwargs)
-        slots: list[tuple[nn.Module, str, DTensor]] = []
-        programs: list[ParameterProgram] = []
-        for owner, name, program in self.members[self.regime.variant]:
-            parameter = owner._parameters[name]
-            if isinstance(parameter, DTensor):
-                slots.append((owner, name, parameter))
-                programs.append(program)
-        if not slots:
-            return forward(*args, **kwargs)
         regime = self.regime
-        plain = self.plain[regime.variant]
-        locals_ = _read_together([parameter for _, _, parameter in slots], programs, regime, plain=plain)
+        found = [
+            (owner, name, parameter, program)
+            for owner, name, program in self.members[regime.variant]
+            if isinstance(parameter := owner._parameters[name], DTensor)
+        ]
+        if not found:
+            return forward(*args, **kwargs)
+        owners, names, parameters, programs = zip(*found, strict=True)
+        locals_ = _read_together(parameters, programs, regime, plain=self.plain[regime.variant])
+        slots = list(zip(owners, names, parameters, strict=True))
         before, regime.keeper = regime.keeper, keeper()
         try:
             return call_with(forward, slots, locals_, args, kwargs)

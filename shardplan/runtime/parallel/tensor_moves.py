@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,33 +49,46 @@ BEGUN: dict[Operation, Callable[[Tensor, DeviceMesh, int], Tensor]] = {
 }
 
 
+class _How(NamedTuple):
+    """How a tensor moves: one argument, as each costs the host.
+
+    Args:
+        size: the length of the whole dim.
+    """
+
+    mesh: DeviceMesh
+    ops: MoveOps
+    dim: int
+    size: int
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, forward: Operation, backward: Operation, dim: int, size: int
-    ) -> Tensor:
-        ctx.move = (mesh, backward, dim, size)
-        y = OPERATIONS[forward](x, mesh, dim, size)
-        if forward == "slice":  # a view forbids changes in place (`hidden_states *= scale`), and keeps all of x alive
+    def forward(ctx: Any, x: Tensor, how: _How) -> Tensor:
+        ctx.how = how
+        mesh, ops, dim, size = how
+        y = OPERATIONS[ops.forward](x, mesh, dim, size)
+        if (
+            ops.forward == "slice"
+        ):  # a view forbids changes in place (`hidden_states *= scale`), and keeps all of x alive
             return y.clone(memory_format=torch.contiguous_format)
         return y.view_as(x) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        mesh, backward, dim, size = ctx.move
-        return OPERATIONS[backward](gradient, mesh, dim, size), None, None, None, None, None
+        mesh, ops, dim, size = ctx.how
+        return OPERATIONS[ops.backward](gradient, mesh, dim, size), None
 
 
 class _MoveOver(torch.autograd.Function):
     """A move whose backward computes gradients of weights while the gradient of the value is reduced."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mesh: DeviceMesh, ops: MoveOps, dim: int, size: int, later: Later, *weights: Tensor
-    ) -> Tensor:
-        ctx.move = (mesh, ops.backward, dim)
+    def forward(ctx: Any, x: Tensor, how: _How, later: Later, *weights: Tensor) -> Tensor:
+        ctx.how = how
         ctx.later = later  # layers that read the result look for it (`later_weights`)
+        mesh, ops, dim, size = how
         y = OPERATIONS[ops.forward](x, mesh, dim, size)
         ctx.save_for_backward(y)  # where it is x: an input costs the host less than an output
         return y.view_as(x) if y is x else y
@@ -83,10 +96,10 @@ class _MoveOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        mesh, backward, dim = ctx.move
-        begun = BEGUN[backward](gradient, mesh, dim)
-        weights = ctx.later.gradients(lambda: ctx.saved_tensors[0], ctx.needs_input_grad[6:])
-        return waited(begun), None, None, None, None, None, *weights
+        mesh, ops, dim, _ = ctx.how
+        begun = BEGUN[ops.backward](gradient, mesh, dim)
+        weights = ctx.later.gradients(lambda: ctx.saved_tensors[0], ctx.needs_input_grad[3:])
+        return waited(begun), None, None, *weights
 
 
 class _Exchange(torch.autograd.Function):
@@ -141,8 +154,8 @@ def move(
         if dst.kind == "V" and size is None and x.shape[dim] % ranks and dim != x.ndim - 1:
             raise uneven(x.shape[dim], dim, ranks)
     if later is not None and ops.backward in BEGUN:
-        return _MoveOver.apply(x, mesh, ops, dim, whole, later, *later.weights)
-    return _Move.apply(x, mesh, ops.forward, ops.backward, dim, whole)
+        return _MoveOver.apply(x, _How(mesh, ops, dim, whole), later, *later.weights)
+    return _Move.apply(x, _How(mesh, ops, dim, whole))
 
 
 def _cuts(
