@@ -174,6 +174,34 @@ def test_routers_may_have_another_dtype():
     on_ranks(4, routers_in_another_dtype)
 
 
+# After forward
+
+
+def resharded_over(ranks: int) -> dict[str, tuple[list[list[int]], float]]:
+    """Of each layer's parameters between forward and backward: the ranks among which they are split, and this rank's part of them. Checks
+    the gradients."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "tp"))
+    model = planned("llama", mesh, reshard_after_forward=ranks)
+    ids = batch(mesh.get_local_rank("dp_shard"))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    layers = {name: p for name, p in model.named_parameters() if ".layers." in name}
+    seen = {
+        name: (p.device_mesh.mesh.tolist(), p.to_local().numel() / p.numel())
+        for name, p in layers.items()
+        if p.ndim > 1
+    }
+    loss.backward()
+    run = 0.0, {name: whole(p.grad) for name, p in model.named_parameters()}
+    equal(run, step(small_model("llama", num_hidden_layers=LAYERS), *map(batch, range(4))))
+    return seen
+
+
+def test_a_number_of_ranks_is_where_parameters_stay_after_forward():
+    found = on_ranks(4, resharded_over, 2)
+    assert all(len(one) == 7 * LAYERS for one in found)
+    assert {(str(mesh), part) for one in found for mesh, part in one.values()} == {("[[0, 1], [2, 3]]", 0.5)}
+
+
 # Gathering ahead
 
 

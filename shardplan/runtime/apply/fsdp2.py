@@ -60,9 +60,9 @@ def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParalle
     names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
-            kept = _reshard(section, _last(wrapped, name)) and not _holds_fused_head(wrapped, name)
+            freed = False if _holds_fused_head(wrapped, name) else _reshard(section, _last(wrapped, name))
             unit = model.get_submodule(name)
-            fully_shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
+            fully_shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=freed)
 
 
 def _holds_fused_head(wrapped: Wrapped, name: str) -> bool:
