@@ -112,7 +112,7 @@ def test_one_that_passes_needs_a_reason(moves: list[Site]):
 
 @pytest.mark.slow
 def test_mutants_are_refused():
-    command = [sys.executable, "-m", "tests.mutants", "--count", "4", "--models", "olmo2", "--only", "tensor_moves"]
+    command = [sys.executable, "-m", "tests.mutants", "--count", "5", "--models", "olmo2", "--only", "tensor_moves"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| refused |") == 4 and "0 problems" in done.stdout, done.stdout

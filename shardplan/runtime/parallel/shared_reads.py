@@ -54,7 +54,8 @@ class SharedReads:
             if value is x and at == version:
                 return moved
         # A checkpoint of a part of the call runs it again without the call, and must save the same both times.
-        later = readers.later(x, regime) if regime.keeper is self.keeper else None
+        alike = not torch.compiler.is_compiling() and regime.keeper is self.keeper
+        later = readers.later(x, regime) if alike else None
         moved = move(x, mesh, I, R, later=later)
         self.moved.append((x, version, moved))
         return moved
