@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 from typing import Any
 
 import pytest
@@ -145,33 +146,43 @@ DEEPSEEK = {
 }
 
 
-def routers_in_another_dtype() -> None:
-    """transformers 5.24 makes routers and biases of scores in float32, whatever dtype the model has: they keep theirs, and so do their gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+def in_another_dtype(name: str, settings: dict[str, Any], wide: str, sizes: dict[str, int]) -> None:
+    """transformers 5.24 makes routers, biases of scores and sinks in float32, whatever dtype the model has: they keep theirs, and so do their
+    gradients."""
+    mesh = init_device_mesh("cpu", (*sizes.values(),), mesh_dim_names=(*sizes,))
 
     def build() -> nn.Module:
-        model = small_model("llama", **DEEPSEEK)
-        model.model.layers[1].mlp.gate.double()
+        model = small_model(name, **settings)
+        owner, _, own = wide.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, own, nn.Parameter(module.get_parameter(own).detach().double()))
         return model
 
     model = build()
     shardplan.apply_plan(model, mesh, "auto")
-    step(model, batch(mesh.get_local_rank("dp_shard")))
+    step(model, batch(mesh.get_local_rank("dp_shard") if "dp_shard" in sizes else 0))
     gradients = {
         name: value for name, _, value in shardplan.full_parameters(model, gradients=True) if value is not None
     }
-    equal((0.0, gradients), step(build(), batch(0), batch(1)))
-    assert {name for name, value in gradients.items() if value.dtype == torch.float64} == {
-        "model.layers.1.mlp.gate.weight"
-    }
+    equal((0.0, gradients), step(build(), *map(batch, range(sizes.get("dp_shard", 1)))))
+    assert {name for name, value in gradients.items() if value.dtype == torch.float64} == {wide}
 
 
 def test_a_unit_of_two_dtypes_becomes_two():
     on_ranks(4, of_two_dtypes)
 
 
-def test_routers_may_have_another_dtype():
-    on_ranks(4, routers_in_another_dtype)
+@pytest.mark.parametrize(
+    ("name", "settings", "wide", "sizes"),
+    [
+        ("llama", DEEPSEEK, "model.layers.1.mlp.gate.weight", {"dp_shard": 2, "tp": 2}),
+        ("gpt_oss", {"attn_implementation": "eager"}, "model.layers.1.self_attn.sinks", {"tp": 2}),
+    ],
+    ids=["routers", "sinks"],
+)
+def test_parts_may_have_another_dtype(name: str, settings: dict[str, Any], wide: str, sizes: dict[str, int]):
+    """Sinks are in a unit with the attention's matrices, so with FSDP2 they are refused (SP332)."""
+    on_ranks(prod(sizes.values()), in_another_dtype, name, settings, wide, sizes)
 
 
 # After forward
