@@ -16,6 +16,9 @@ CASES = {
     "sequence parallel": Case("llama", MESH, SMALL, {"sequence_parallel": True}),
     "recomputed": Case("llama", MESH, SMALL, {"sequence_parallel": True, "activation_checkpointing": {"mode": "full"}}),
     "tensor parallel, split logits": Case("llama", MESH, SMALL, {"logits": "sharded"}),
+    "kept split over two ranks after forward": Case(
+        "llama", {"dp_shard": 4, "tp": 1}, SMALL, {"data_parallel": {"reshard_after_forward": 2}}
+    ),
     **UPDATED,
 }
 

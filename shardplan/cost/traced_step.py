@@ -23,6 +23,7 @@ from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
 from shardplan.runtime.apply.fsdp2 import gather_once
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan.runtime.parallel.fsdp_units import kept_over
 from shardplan.runtime.training.context_parallel import context_parallel
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.local_parts import to_local_if_dtensor
@@ -84,7 +85,10 @@ def trace(
     done = applied(model)
     section = done.program.resolved.data_parallel
     backend = BACKENDS[section.backend] if section is not None else None
-    groups = groups_of(mesh, backend, done.shared.regime.neighbours if done.shared is not None else {})
+    groups = {
+        **{name: (Axis.DP_SHARD, ranks) for name, ranks in kept_over(model).items()},
+        **groups_of(mesh, backend, done.shared.regime.neighbours if done.shared is not None else {}),
+    }
     parts = Parts(names) if names is not None else None
     over_cp = mesh.cp.get_group().group_name if mesh.cp is not None else None
     meter = Meter(places, groups, logits, pairs, parts, over_cp)

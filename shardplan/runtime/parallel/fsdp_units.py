@@ -23,6 +23,12 @@ class _Group:
     after_forward: Any  # the mesh that it is resharded to after forward; None where it stays unsharded
 
 
+def kept_over(model: nn.Module) -> dict[str, int]:
+    """The process groups over which FSDP2's units stay split after their forwards: name -> its number of ranks."""
+    kept = (group.post_forward_mesh_info for group in groups_in(model.modules()))
+    return {one.shard_process_group.group_name: one.shard_mesh_size for one in kept if one is not None}
+
+
 class Unit:
     """One FSDP2 unit in its original state.
 
