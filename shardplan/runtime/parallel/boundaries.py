@@ -53,12 +53,13 @@ class Enter:
             shared.readers[self.readers] = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        variant = self.shared.regime.variant
+        regime = self.shared.regime
+        variant = regime.variant
         reads = self.only_first[variant]
         if reads is not None:  # the rest of this method, for most layers
             x = args[0] if args else kwargs.get(self.parameters[0])
             if isinstance(x, Tensor):
-                x = reads.read(x, self.mesh, self.readers, self.shared.regime)
+                x = reads.read(x, self.mesh, self.readers, variant, regime.keeper)
                 return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, self.parameters[0]: x})
         program = self.programs[variant]
         moved: Moved = []
@@ -96,15 +97,16 @@ class Enter:
             moves: the moves of earlier boundaries in this call. Arguments that are the same tensor with the same move (keys and
                 values of self-attention) share one move, and stay the same tensor after it.
         """
-        reads = self.reads[self.shared.regime.variant] if boundary.once else None
+        regime = self.shared.regime
+        reads = self.reads[regime.variant] if boundary.once else None
         mesh, over_tp = self._mesh(boundary), boundary.src.axis is Axis.TP
 
         def moved(x: Tensor) -> Tensor:
             if reads is not None:
-                return reads.read(x, mesh, self.readers, self.shared.regime)
+                return reads.read(x, mesh, self.readers, regime.variant, regime.keeper)
             src = boundary.src
             if not over_tp and src.kind == "R":
-                regime, dim = self.shared.regime, boundary.dst.split_dim(x.ndim)
+                dim = boundary.dst.split_dim(x.ndim)
                 if regime.length is None:  # only the first split is of hidden states
                     regime.seq_dim = dim
                 regime.length = x.shape[dim]
@@ -114,7 +116,8 @@ class Enter:
                 self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
-                later = self.readers.later(x, self.shared.regime) if over_tp and boundary.dst == R else None
+                leaves = over_tp and boundary.dst == R
+                later = self.readers.later(x, regime.variant, regime.keeper) if leaves else None
                 on_cp = program.on_cp
                 shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
                 return move(x, mesh, src, boundary.dst, shares=shares, later=later)

@@ -11,7 +11,7 @@ reduction, computes the weights' gradients, and then waits (Megatron-LM's order,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from torch.distributed.tensor import DTensor
 from shardplan.torchlib.operators import UNSAFE_VIEW
 from shardplan.torchlib.private import private
 
-if TYPE_CHECKING:
-    from .regime import Regime
-
 _current_graph_task_id = private("current_graph_task_id")
 _top_hooks = private("top_saved_tensors_hooks")
+Keeper = Callable[[Tensor], Any] | None
 
 
-def keeper() -> Callable[[Tensor], Any] | None:
+def keeper() -> Keeper:
     """What keeps the tensors that autograd saves now; None: autograd itself."""
     hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
     return None if hooks is None else hooks[0]
@@ -46,7 +44,7 @@ class Later:
 
     __slots__ = ("keeper", "left", "weights")
 
-    def __init__(self, weights: Mapping[int, Tensor], keeper: Callable[[Tensor], Any] | None):
+    def __init__(self, weights: Mapping[int, Tensor], keeper: Keeper):
         self.weights, self.keeper = weights.values(), keeper
         self.left: dict[int, list[tuple[int, Tensor]]] = {name: [] for name in weights}
 
@@ -123,17 +121,21 @@ class Readers:
         self.modules: list[nn.Module] = []
         self.layers: dict[str, list[nn.Module]] = {}
 
-    def later(self, x: Tensor, regime: Regime) -> Later | None:
+    def later(self, x: Tensor, variant: str, kept_by: Keeper) -> Later | None:
         """What the layers may leave to the move of a value; None: nothing. Then nothing is trained, or a part of the block is in a checkpoint of
-        its own: it runs again without the block, reads its parameters itself, and must save the same both times."""
-        layers = self.layers.get(regime.variant)
+        its own: it runs again without the block, reads its parameters itself, and must save the same both times.
+
+        Args:
+            kept_by: what kept saved tensors when the block read its parameters.
+        """
+        layers = self.layers.get(variant)
         if not layers or torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
             return None
-        if keeper() is not regime.keeper:
+        if keeper() is not kept_by:
             return None
         weights: dict[int, Tensor] = {}
         for layer in layers:
             weight = layer._parameters["weight"]
             if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
                 weights[id(weight)] = weight
-        return Later(weights, regime.keeper) if weights else None
+        return Later(weights, kept_by) if weights else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
 from .handed_out import Tokens
-from .later_weights import Readers
+from .later_weights import Keeper, Readers
 from .shared_reads import SharedReads
 from .waiting_sums import Waiting
 
@@ -64,7 +64,7 @@ class Regime:
     inside: Literal["", "model", "part", "checkpoint"] = ""
     recording: bool = False
     look: Callable[[], None] | None = None
-    keeper: Callable[[Tensor], Any] | None = None
+    keeper: Keeper = None
 
     @property
     def over_cp(self) -> DeviceMesh:

@@ -9,7 +9,7 @@ so the sharing is correct on every batch, whichever branch runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.layout import I, R
 
-from .later_weights import Readers, keeper
+from .later_weights import Keeper, Readers, keeper
 from .tensor_moves import move
-
-if TYPE_CHECKING:
-    from .regime import Regime
 
 
 class SharedReads:
@@ -33,7 +30,7 @@ class SharedReads:
 
     def __init__(self) -> None:
         self.moved: list[tuple[Tensor, int, Tensor]] | None = None  # (value, its version, moved); None: no call runs
-        self.keeper: Callable[[Tensor], Any] | None = None  # what kept saved tensors when the call began
+        self.keeper: Keeper = None  # what kept saved tensors when the call began
         self.readers: dict[str, Readers] = {}  # by module
 
     def readers_of(self, name: str, shared_with: str | None) -> Readers:
@@ -45,7 +42,7 @@ class SharedReads:
         readers = self.readers.setdefault(shared_with or name, Readers())
         return self.readers.setdefault(name, readers)
 
-    def read(self, x: Tensor, mesh: DeviceMesh, readers: Readers, regime: Regime) -> Tensor:
+    def read(self, x: Tensor, mesh: DeviceMesh, readers: Readers, variant: str, kept_by: Keeper) -> Tensor:
         """A value, moved I -> R; all readers get the same object until the value is changed."""
         if self.moved is None or not (x.requires_grad and torch.is_grad_enabled()):
             return move(x, mesh, I, R)
@@ -54,8 +51,8 @@ class SharedReads:
             if value is x and at == version:
                 return moved
         # A checkpoint of a part of the call runs it again without the call, and must save the same both times.
-        alike = not torch.compiler.is_compiling() and regime.keeper is self.keeper
-        later = readers.later(x, regime) if alike else None
+        alike = not torch.compiler.is_compiling() and kept_by is self.keeper
+        later = readers.later(x, variant, kept_by) if alike else None
         moved = move(x, mesh, I, R, later=later)
         self.moved.append((x, version, moved))
         return moved
