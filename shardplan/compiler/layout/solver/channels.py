@@ -119,8 +119,8 @@ def _dim(features: Tensor) -> int | None:
 
 
 def _heads(flow: Flow, number: int, features: Tensor, output: int) -> int | None:
-    """The number of heads where a result is a value with the features' dim split into two or more; None where it is not.
-    The dims before it may be joined."""
+    """The number of heads where a result is a value with the features' dim split into two or more; None where it is not, or where each
+    feature would be a head. The dims before it may be joined."""
     whole, result, of = flow.run.values[number], flow.run.values[output], _dim(features)
     if of is None or result.numel() != whole.numel():
         return None
@@ -132,6 +132,7 @@ def _heads(flow: Flow, number: int, features: Tensor, output: int) -> int | None
         or end - first < 2
         or result.shape[end:] != after
         or result.shape[first:end].numel() != whole.shape[of]
+        or result.shape[first] == whole.shape[of]
     ):
         return None
     return result.shape[first] if torch.equal(result.reshape(whole.shape), whole) else None
