@@ -160,6 +160,7 @@ def test_what_the_package_says_is_told_from_a_crash() -> None:
     assert reference.said_by_us(ours) and reference.said_by_us(wrapped)
     assert not reference.said_by_us(ours.replace("RuntimeError:", "AssertionError:"))
     assert not reference.said_by_us(ours.replace(f"{package}/runtime", "/elsewhere/torch"))
+    assert not reference.said_by_us(ours.replace("raise RuntimeError(text)", "nn.functional.linear(x, weight)"))
     assert not reference.said_by_us(wrapped.replace(f"{package}/runtime/apply/guards", "/elsewhere/torch", 1))
 
 

@@ -393,7 +393,7 @@ def test_ranks_that_disagree_all_say_so_before_anything_is_done(how):
 
 def refuse(how: str) -> tuple[str, str, tuple[str, ...]]:
     """What apply_plan raises where all ranks ask for the same wrong thing: the kind, the text, the codes of the findings."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     rules = {"model.layers.*.self_attn.q_prj": "colwise", "model.layers.*.mlp.up_prj": "colwise"}
     plan: Any = {"version": "1", "tensor_parallel": rules} if how == "a plan" else "qwen3"
     model = small_model("qwen3")
@@ -417,9 +417,9 @@ def refuse(how: str) -> tuple[str, str, tuple[str, ...]]:
     )
 
 
-@pytest.mark.parametrize("how", ["a plan", "a proof", "an argument"])
-def test_an_error_of_all_ranks_is_printed_by_the_first_one(how):
-    (kind, text, codes), *others = on_ranks(4, refuse, how)
+@pytest.mark.parametrize(("how", "ranks"), [("a proof", 2), ("a plan", 4), ("an argument", 4)])
+def test_an_error_of_all_ranks_is_printed_by_the_first_one(how, ranks):
+    (kind, text, codes), *others = on_ranks(ranks, refuse, how)
     assert kind == ("ValueError" if how == "an argument" else "PlanError") and "rank 0" not in text
     first = text.partition("\n")[0]
     for other in others:

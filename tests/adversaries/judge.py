@@ -86,10 +86,14 @@ def _judge(adversary: Adversary, dtype: torch.dtype, tolerance: float, anyway: b
 
 
 def said_by_us(text: str) -> bool:
-    """Whether the first error of a traceback was raised in the package, and is none of its own bugs."""
+    """Whether the first error of a traceback was raised by a statement of the package (not by torch, that it called), and is none of its
+    own bugs."""
     first = text.partition(CAUSED)[0]
-    frames = re.findall(r'^  File "([^"]+)".*\n(?:    .*\n)*([\w.]+)', first, re.MULTILINE)
-    return bool(frames) and f"{PACKAGE}/" in frames[-1][0] and frames[-1][1].rpartition(".")[2] in OURS
+    frames = re.findall(r'^  File "([^"]+)".*\n    (.*)\n(?:    .*\n)*([\w.]+)', first, re.MULTILINE)
+    if not frames:
+        return False
+    file, code, error = frames[-1]
+    return f"{PACKAGE}/" in file and code.startswith("raise ") and error.rpartition(".")[2] in OURS
 
 
 def errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dict[str, float], frozenset[str]]:
