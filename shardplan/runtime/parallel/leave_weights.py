@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ancestors
 from shardplan.torchlib.private import private
 
@@ -63,15 +63,18 @@ def leave_weights(model: nn.Module, shared: Shared, compiled: Collection[str]) -
 
 def _split(model: nn.Module) -> dict[nn.Module, list[str]]:
     """The layers that read their own rows of a weight, in a block that reads its parameters; and the variants in which they do."""
-    found: dict[nn.Module, list[str]] = defaultdict(list)
-    for module in model.modules():
-        reads = around_of(module, Reads)
-        for variant, members in ({} if reads is None else reads.members).items():
-            for owner, _, program in members:
-                own = program.stored == program.computed and not program.shared
-                if program.name == "weight" and program.dim == 0 and own:
-                    found[owner].append(variant)
-    return found
+    members = (
+        (owner, variant, program)
+        for module in model.modules()
+        if (reads := around_of(module, Reads)) is not None
+        for variant, read in reads.members.items()
+        for owner, _, program in read
+    )
+    return by_key(
+        (owner, variant)
+        for owner, variant, program in members
+        if program.name == "weight" and program.dim == 0 and program.stored == program.computed and not program.shared
+    )
 
 
 def _plain(layer: nn.Linear) -> bool:
