@@ -8,8 +8,9 @@ import pytest
 from shardplan.torchlib.private_attributes import SEEN
 from tests.versions.__main__ import _without
 from tests.versions.environment import ROOT, Pair, constraints, unmet
-from tests.versions.passed import RIGHT, Passed
+from tests.versions.passed import RIGHT, Passed, digest
 from tests.versions.table import HEAD, written
+from tests.zoo import judged_with
 
 ROW = ("2026-11-26", "3.11", "2.13.0+cpu", "5.24.0", "Linux", "`make judge`: all")
 
@@ -88,15 +89,11 @@ def test_what_a_release_needs_and_the_environment_has_not(tmp_path):
 
 
 @pytest.mark.torch
-def test_what_passed_is_noted_until_our_code_changes(tmp_path, monkeypatch, capsys):
+def test_what_passed_is_noted(tmp_path, monkeypatch, capsys):
     """A judge that was ended goes on where it was."""
     from tests.versions.types import main as types
 
-    code = tmp_path / "shardplan" / "code.py"
-    code.parent.mkdir()
-    code.write_text("a = 1")
-    for name in ("ROOT", "BUILD"):
-        monkeypatch.setattr(f"tests.versions.passed.{name}", tmp_path)
+    monkeypatch.setattr("tests.versions.passed.BUILD", tmp_path)
     noted = Passed.of("pair")
     assert noted.said("llama") == ""
     noted.note("llama", RIGHT)
@@ -109,8 +106,31 @@ def test_what_passed_is_noted_until_our_code_changes(tmp_path, monkeypatch, caps
     assert types(["llama", "gpt2", "opt", "--passed", str(noted.file)]) == 1
     assert capsys.readouterr().out == "gpt2: gpt2\nopt: opt\n1 of 3 types are wrong: gpt2\n"
     assert noted.said("opt") == "opt" and noted.said("gpt2") == ""
-    code.write_text("a = 2")
-    assert Passed.of("pair").said("llama") == ""
+
+
+def test_what_passed_counts_until_what_it_depends_on_changes(tmp_path, monkeypatch):
+    """A quick test may read any file of ours; a type depends on its plans and the code of a proof."""
+    test = tmp_path / "tests" / "test_one.py"
+    test.parent.mkdir()
+    test.write_text("a = 1")
+    for name in ("ROOT", "BUILD"):
+        monkeypatch.setattr(f"tests.versions.passed.{name}", tmp_path)
+    noted = Passed.of("pair")
+    kinds = ("quick", "arcee", "gpt2", "gpt2 {'tp': 2}", "a type that no plan is for")
+    for what in kinds:
+        noted.note(what, RIGHT)
+    assert all(map(noted.said, kinds))
+    text = judged_with._text
+
+    def changed(plan: str) -> str:  # arcee extends it
+        return text.__wrapped__(plan) + "# more" if plan == "llama" else text.__wrapped__(plan)
+
+    test.write_text("a = 2")
+    digest.cache_clear()
+    monkeypatch.setattr(judged_with, "_text", changed)
+    assert [bool(noted.said(what)) for what in kinds] == [False, False, True, True, True]
+    monkeypatch.setattr(judged_with, "code", lambda _: "other")
+    assert not any(map(noted.said, kinds))
 
 
 @pytest.mark.torch

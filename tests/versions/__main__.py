@@ -1,6 +1,6 @@
 """`make judge WHAT=versions PAIR=2.13.0/5.24.0`: private names, the tests of `make quick`, twelve runs in real processes, and the proof of each
 model type whose plans, modules, fields or arguments are not those of the pinned transformers. README.md gets a row if what is asked for passes. What
-passed with the same code is not run again, so a run that was ended goes on where it was."""
+passed is not run again while what it depends on is as it was, so a run that was ended goes on where it was."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import argparse
 import sys
 from datetime import date
 
-from shardplan.language import builtin_plans, parse_plan
 from tests.drift.changes import Drift
 from tests.drift.facts import Facts
 from tests.drift.sources import Release
 from tests.sampling import add_share, share_of
 
 from .environment import BUILD, ROOT, Pair, make, wheel
-from .passed import RIGHT, Passed, digest
+from .passed import ONCE, RIGHT, Passed, digest, plans
 from .runs import RUNS
 from .table import written
 
@@ -33,9 +32,9 @@ RUN = ("-m", "tests.versions.runs")
 TYPES = ("-m", "tests.versions.types")
 # Their plans have a rule for either release: they are in every share.
 EITHER = ("codegen", "inkling2_text", "mamba2")
+COMPARED = ("tests/drift",)  # says which types two releases have otherwise
 SYSTEM = "Linux, CPU, gloo"
 PARTS = ("names", "quick", "runs", "types")
-ONCE = ("names", "quick")  # the others note each run and each type
 
 
 def main(argv: list[str]) -> int:
@@ -99,13 +98,12 @@ def _types(pair: Pair) -> list[str]:
     pinned = Pair.read("installed/installed").transformers
     if pinned == pair.transformers:
         return []
-    noted = BUILD / "passed" / f"types-{pinned}-{pair.transformers}-{digest(ROOT)}.txt"
+    noted = BUILD / "passed" / f"types-{pinned}-{pair.transformers}-{digest(ROOT, COMPARED)}.txt"
     if not noted.exists():
         drift = Drift(*(Facts(Release(wheel(name))) for name in (pinned, pair.transformers)))
-        planned = {model for name in builtin_plans() if (plan := parse_plan(name).plan) for model in plan.models}
         noted.parent.mkdir(parents=True, exist_ok=True)
-        noted.write_text("".join(f"{name}\n" for name in drift.model_types if name in planned), "utf-8")
-    return noted.read_text("utf-8").split()
+        noted.write_text("".join(f"{name}\n" for name in drift.model_types), "utf-8")
+    return [name for name in noted.read_text("utf-8").split() if name in plans()]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # No judgement imports these rooms of the package.
 NOT_RUN = {"cli", "export", "convert", "compat"}
 JUDGES = ("tests/zoo", "tests/soundness", "tests/variants", "tests/data/published")
+READ = (".py", ".json")
 PACKAGES = ("torch", "transformers", "diffusers")
 UNKNOWN = "releases that were not noted"
 
@@ -36,20 +38,43 @@ def key(plan: str | None) -> str:
         plan: a built-in plan; anything else: `auto` found none, so which plan is for which type counts.
     """
     releases = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return f"{releases}, {_digest(code(), _text(plan) if plan in builtin_plans() else _types())}"
+    return f"{releases}, {ours(plan) if plan in builtin_plans() else ours()}"
+
+
+def ours(*plans: str, judges: tuple[str, ...] = JUDGES) -> str:
+    """The digest of what a judgement depends on besides the releases.
+
+    Args:
+        plans: built-in plans of a type; without, which plan is for which type counts.
+        judges: files of tests that judge, and folders of such.
+    """
+    return _digest(code(judges), *map(_text, plans), *([] if plans else [_types()]))
 
 
 @cache
-def code() -> str:
-    """The digest of our code, whose judgements are compared."""
+def code(judges: tuple[str, ...]) -> str:
+    """The digest of our code, whose judgements are compared; comments, docstrings and layout decide nothing."""
     files = [
         *(path for path in (ROOT / "shardplan").rglob("*.py") if path.relative_to(ROOT).parts[1] not in NOT_RUN),
-        *(path for folder in JUDGES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json")),
+        *(path for name in judges for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.suffix in READ),
         *(ROOT / "plans").glob("*.toml"),
         ROOT / "tests" / "model_settings.py",
         ROOT / "tests" / "diffusion_models.py",
     ]
-    return _digest(*(f"{path.relative_to(ROOT)}\n{path.read_text('utf-8')}" for path in sorted(files)))
+    return _digest(*(f"{path.relative_to(ROOT)}\n{_meaning(path)}" for path in sorted(files)))
+
+
+def _meaning(path: Path) -> str:
+    text = path.read_text("utf-8")
+    if path.suffix != ".py":
+        return text
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node, clean=False
+        ):
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def is_current(row: Judged, part: str) -> bool:
