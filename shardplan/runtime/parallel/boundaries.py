@@ -28,7 +28,7 @@ from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
 from .regather import note
 from .regime import Shared
-from .tensor_moves import move
+from .tensor_moves import Move, move
 
 Programs = Mapping[str, ModuleProgram]
 Moved = list[tuple[Tensor, Layout, Layout, Tensor]]  # value, source, destination, result
@@ -47,6 +47,7 @@ class Enter:
             variant: self.reads[variant] if _only_first(pr, *self.parameters[:1]) else None
             for variant, pr in programs.items()
         }
+        self.to_readers = Move(mesh, I, R)
         self.readers = self._readers()
         self.readers.modules.append(module)
         if not any(boundary.regather for program in programs.values() for boundary in program.enter):
@@ -59,7 +60,7 @@ class Enter:
         if reads is not None:  # the rest of this method, for most layers
             x = args[0] if args else kwargs.get(self.parameters[0])
             if isinstance(x, Tensor):
-                x = reads.read(x, self.mesh, self.readers, variant, regime.keeper)
+                x = reads.read(x, self.to_readers, self.readers, variant, regime.keeper)
                 return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, self.parameters[0]: x})
         program = self.programs[variant]
         moved: Moved = []
@@ -103,7 +104,7 @@ class Enter:
 
         def moved(x: Tensor) -> Tensor:
             if reads is not None:
-                return reads.read(x, mesh, self.readers, regime.variant, regime.keeper)
+                return reads.read(x, self.to_readers, self.readers, regime.variant, regime.keeper)
             src = boundary.src
             if not over_tp and src.kind == "R":
                 dim = boundary.dst.split_dim(x.ndim)
@@ -116,8 +117,9 @@ class Enter:
                 self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
-                leaves = over_tp and boundary.dst == R
-                later = self.readers.later(x, regime.variant, regime.keeper) if leaves else None
+                leaves = over_tp and boundary.dst == R and x.requires_grad and torch.is_grad_enabled()
+                eager = leaves and not torch.compiler.is_compiling()
+                later = self.readers.later(regime.variant, regime.keeper) if eager else None
                 on_cp = program.on_cp
                 shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
                 return move(x, mesh, src, boundary.dst, shares=shares, later=later)
@@ -184,14 +186,16 @@ class Leave:
         self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
         # The move of a partial sum, where it is all there is to do.
         self.only_sum = {
-            variant: pr.leave if _only_sum(pr) and self.waiting[variant] is self.joins[variant] is None else None
+            variant: Move(mesh, pr.leave.src, pr.leave.dst, pr.leave.size)
+            if pr.leave is not None and _only_sum(pr, pr.leave) and self.waiting[variant] is self.joins[variant] is None
+            else None
             for variant, pr in programs.items()
         }
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         variant, mesh = self.shared.regime.variant, self.mesh
         if (only := self.only_sum[variant]) is not None:  # the rest of this method, for most layers
-            return on_first(output, lambda x: move(x, mesh, only.src, only.dst, size=only.size))
+            return on_first(output, only)
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
         moves = program.leave is not None or over_cp is not None
@@ -267,9 +271,8 @@ def _only_first(program: ModuleProgram, first: str = "") -> bool:
     return moves == [(True, first)] and not program.slices and program.on_cp is None
 
 
-def _only_sum(program: ModuleProgram) -> bool:
-    leave = program.leave
-    if leave is None or leave.src.kind != "P" or program.enter or program.on_cp is not None or program.link == "source":
+def _only_sum(program: ModuleProgram, leave: OutputMove) -> bool:
+    if leave.src.kind != "P" or program.enter or program.on_cp is not None or program.link == "source":
         return False
     return not acts(replace(program, leave=None))
 

@@ -10,7 +10,7 @@ reduction, computes the weights' gradients, and then waits (Megatron-LM's order,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,12 @@ Keeper = Callable[[Tensor], Any] | None
 
 def keeper() -> Keeper:
     """What keeps the tensors that autograd saves now; None: autograd itself."""
-    hooks = None if torch.compiler.is_compiling() else _top_hooks(False)
+    return None if torch.compiler.is_compiling() else eager_keeper()
+
+
+def eager_keeper() -> Keeper:
+    """The same where nothing is being compiled."""
+    hooks = _top_hooks(False)
     return None if hooks is None else hooks[0]
 
 
@@ -35,18 +40,26 @@ class Later:
     """The weights of the layers that may read one moved value.
 
     Args:
-        weights: as their layers read them, [out, in] each, by their ids; trained.
+        layers: these.
         keeper: what keeps saved tensors, if not autograd itself: a checkpoint, offloading.
 
     Attributes:
+        weights: as their layers read them, [out, in] each; trained.
         left: for each weight, by its id: (the backward, the gradient of a layer's output) for each call of its layers.
     """
 
     __slots__ = ("keeper", "left", "weights")
 
-    def __init__(self, weights: Mapping[int, Tensor], keeper: Keeper):
-        self.weights, self.keeper = weights.values(), keeper
-        self.left: dict[int, list[tuple[int, Tensor]]] = {name: [] for name in weights}
+    def __init__(self, layers: Sequence[nn.Module], keeper: Keeper):
+        self.keeper = keeper
+        self.weights: list[Tensor] = []
+        self.left: dict[int, list[tuple[int, Tensor]]] = {}
+        for layer in layers:
+            weight = layer._parameters["weight"]
+            if weight is None or not weight.requires_grad or isinstance(weight, DTensor) or id(weight) in self.left:
+                continue
+            self.weights.append(weight)
+            self.left[id(weight)] = []
 
     def gradients(self, moved: Callable[[], Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The weights' gradients in the move's backward; None for weights whose layers have left nothing.
@@ -87,7 +100,7 @@ def leaving(forward: Callable[..., Tensor], module: nn.Module, args: tuple, kwar
     x = args[0] if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() else None
     later = getattr(x.grad_fn, "later", None) if isinstance(x, Tensor) else None  # this very value is a move's result
     # A checkpoint around the layer runs it again without the move, and the layer must save the same both times.
-    if not isinstance(later, Later) or keeper() is not later.keeper:
+    if not isinstance(later, Later) or eager_keeper() is not later.keeper:
         return forward(*args, **kwargs)
     slots = module._parameters
     weight = slots["weight"]
@@ -121,21 +134,15 @@ class Readers:
         self.modules: list[nn.Module] = []
         self.layers: dict[str, list[nn.Module]] = {}
 
-    def later(self, x: Tensor, variant: str, kept_by: Keeper) -> Later | None:
-        """What the layers may leave to the move of a value; None: nothing. Then nothing is trained, or a part of the block is in a checkpoint of
-        its own: it runs again without the block, reads its parameters itself, and must save the same both times.
+    def later(self, variant: str, kept_by: Keeper) -> Later | None:
+        """What the layers may leave to the move of a value that has a gradient; None: nothing. Then nothing is trained, or a part of the
+        block is in a checkpoint of its own: it runs again without the block, reads its parameters itself, and must save the same both times.
 
         Args:
             kept_by: what kept saved tensors when the block read its parameters.
         """
         layers = self.layers.get(variant)
-        if not layers or torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+        if not layers or eager_keeper() is not kept_by:
             return None
-        if keeper() is not kept_by:
-            return None
-        weights: dict[int, Tensor] = {}
-        for layer in layers:
-            weight = layer._parameters["weight"]
-            if weight is not None and weight.requires_grad and not isinstance(weight, DTensor):
-                weights[id(weight)] = weight
-        return Later(weights, kept_by) if weights else None
+        later = Later(layers, kept_by)
+        return later if later.weights else None

@@ -20,7 +20,7 @@ from .expert_routes import Ranks, columns, every_pair, once_a_rank, own_part
 from .expert_rows import OwnRows
 from .expert_turns import Turn
 from .read_once import once
-from .reading import call_with, slots_of
+from .reading import Place, call_with
 from .regime import Regime
 from .tensor_moves import move, sum_gradients
 
@@ -126,13 +126,13 @@ class OwnExperts:
 
     def _summed_after(
         self, tp: DeviceMesh, module: nn.Module, program: ModuleProgram
-    ) -> tuple[list[tuple[nn.Module, str, Tensor | None]], list[Tensor | None]]:
-        """The slots of the parameters that all experts share, and these parameters, whose gradients are partial sums."""
-        slots = [owner_of(module.get_submodule(owner), parameter.name) for owner, parameter in program.also_reads]
-        members = [(owner, name, slots_of(owner)[name]) for owner, name in slots]
-        trained = [x for *_, x in members if x is not None and x.requires_grad]
+    ) -> tuple[list[Place], list[Tensor | None]]:
+        """The places of the parameters that all experts share, and these parameters, whose gradients are partial sums."""
+        owners = (owner_of(module.get_submodule(owner), parameter.name) for owner, parameter in program.also_reads)
+        places: list[Place] = [(owner._parameters, name, owner._parameters[name]) for owner, name in owners]
+        trained = [x for *_, x in places if x is not None and x.requires_grad]
         sums = iter(sum_gradients(tp, trained, self.regime.reduce_dtype) if trained else ())
-        return members, [next(sums) if x is not None and x.requires_grad else x for *_, x in members]
+        return places, [next(sums) if x is not None and x.requires_grad else x for *_, x in places]
 
 
 def _shaped(result: Tensor, shape: torch.Size) -> Tensor:

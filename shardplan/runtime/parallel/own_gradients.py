@@ -52,25 +52,29 @@ def _alone(gradient: Tensor, of_storage: int) -> bool:
 
 
 class _Given(DTensor):
-    """A gradient on its way to its parameter. Autograd keeps what `detach` of it returns: a DTensor of the same local tensor. The `detach` of a
-    DTensor costs the host more than twice as much, for every parameter in every step. All else is DTensor's."""
+    """A gradient on its way to its parameter. Autograd keeps what `detach` of it returns, and nothing else has it: so it is itself a DTensor
+    from then on. The `detach` of a DTensor makes another one, and costs the host more than twice as much, for every parameter in every
+    step. All else is DTensor's."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is DETACH and type(args[0]) is cls:
-            return _new(DTensor, args[0]._local_tensor, args[0]._spec, requires_grad=False)
+            gradient: Any = args[0]
+            gradient.__class__ = DTensor
+            return gradient
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
 
-def given(gradient: Tensor, spec: Any, stride: tuple[int, ...]) -> DTensor:
+def given(gradient: Tensor, spec: Any, local: Tensor) -> DTensor:
     """A parameter's gradient as autograd gets it.
 
     Args:
         gradient: of the local tensor.
-        spec: the parameter's.
-        stride: the local tensor's.
+        spec, local: the parameter's.
     """
-    if gradient.stride() != stride:
+    if not gradient.is_contiguous() and gradient.stride() != local.stride():
         gradient = gradient.contiguous()
     return _new(_Given, gradient, spec, requires_grad=False)
 

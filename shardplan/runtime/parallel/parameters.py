@@ -16,7 +16,7 @@ from shardplan.torchlib.attributes import owner_of
 from shardplan.torchlib.packing import pack
 
 from .later_weights import leaving
-from .reading import Member, call_with, read, slots_of
+from .reading import Member, Place, call_with, read
 from .regime import Regime
 
 
@@ -86,9 +86,10 @@ class LocalParameters:
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         variant = self.regime.variant
-        names, slots = self.own.get(variant), slots_of(module)
+        names = self.own.get(variant)
         if names is None:
             return self._replaced(forward, module, args, kwargs)
+        slots = module._parameters
         for name in names:
             if isinstance(slots[name], DTensor):
                 return self._replaced(forward, module, args, kwargs)
@@ -96,11 +97,11 @@ class LocalParameters:
         return leaving(forward, module, args, kwargs) if variant in self.leaves else forward(*args, **kwargs)
 
     def _replaced(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        stored: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        stored: list[Place] = []
         try:
             for program in self.parameters[self.regime.variant]:
                 owner, leaf = owner_of(module, program.name)
-                parameters = slots_of(owner)
+                parameters: dict[str, Any] = owner._parameters
                 parameter = parameters[leaf]
                 if program.withheld is not None:
                     stored.append((parameters, leaf, parameter))
@@ -130,9 +131,10 @@ class ParametersBelow:
         self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        members, locals_ = [], []
+        places: list[Place] = []
+        locals_ = []
         for owner, name, program in self.members[self.regime.variant]:
             parameter = owner._parameters[name]
-            members.append((owner, name, parameter))
+            places.append((owner._parameters, name, parameter))
             locals_.append(None if parameter is None else read(parameter, program, self.regime))
-        return call_with(forward, members, locals_, args, kwargs)
+        return call_with(forward, places, locals_, args, kwargs)

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardplan.core.layout import R, V
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
-from .later_weights import keeper
+from .later_weights import eager_keeper
 from .own_gradients import given, own_gradients
 from .regather import note
 from .regime import Regime
@@ -31,12 +32,32 @@ _FakeTensor = private("FakeTensor")
 Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, how it is stored and read)
 
 
+class _Together:
+    """Parameters that one node reads, as their block's every step needs to know them.
+
+    Args:
+        programs: one for each parameter.
+
+    Attributes:
+        plain: whether they gather and divide nothing.
+        summed, on_ep: the numbers of those whose gradients are partial sums, and of those that are distributed over ep.
+    """
+
+    __slots__ = ("on_ep", "plain", "programs", "summed")
+
+    def __init__(self, programs: Sequence[ParameterProgram]):
+        self.programs = programs
+        self.plain = not any(program.shared or program.moved for program in programs)
+        self.summed = [i for i, program in enumerate(programs) if program.summed]
+        self.on_ep = [i for i, program in enumerate(programs) if program.stored.axis is Axis.EP]
+
+
 class _Read(torch.autograd.Function):
     """Trained parameters as local tensors. In backward their gradients become DTensors with the parameters' placements.
     First partial sums are summed by one all-reduce, and those of shared rows by one reduce-scatter.
 
     Args:
-        programs: one for each parameter.
+        together: the parameters.
         gathered: number of a parameter with shared rows -> its gathered tensor.
         rows: those parameters.
     """
@@ -44,45 +65,46 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        programs: Sequence[ParameterProgram],
+        together: _Together,
         gathered: Mapping[int, Tensor],
         rows: SharedRows | None,
         regime: Regime,
         *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.programs, ctx.rows, ctx.regime = programs, rows, regime
+        ctx.together, ctx.rows, ctx.regime = together, rows, regime
         ctx.shared = {i: (whole.shape, whole.dtype, whole.device) for i, whole in gathered.items()}
         ctx.specs = [parameter._spec for parameter in parameters]
         ctx.locals = locals_ = [parameter._local_tensor for parameter in parameters]
         # detach is the only operator that policies of selective checkpointing do not count: so the second run of a checkpoint inside
         # a block finds the parameters that the first run read.
-        return tuple(gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_))
+        return tuple([gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         found = own_gradients(gradients)
-        regime = ctx.regime
-        which = [i for i, program in enumerate(ctx.programs) if program.summed]
-        if any(found[i] is not None for i in which):
-            parts = [part if (part := found[i]) is not None else torch.zeros_like(ctx.locals[i]) for i in which]
-            mesh = ctx.specs[which[0]].mesh  # tp; expert parameters may be on ep
+        regime, together = ctx.regime, ctx.together
+        specs, locals_ = ctx.specs, ctx.locals
+        which = together.summed
+        if which and any(found[i] is not None for i in which):
+            parts = [part if (part := found[i]) is not None else torch.zeros_like(locals_[i]) for i in which]
+            mesh = specs[which[0]].mesh  # tp; expert parameters may be on ep
             for i, total in zip(which, summed(mesh, parts, regime.reduce_dtype), strict=True):
                 found[i] = used(found[i], total)
-        if any(found[i] is not None for i in ctx.shared):
+        if ctx.shared and any(found[i] is not None for i in ctx.shared):
             parts = [
                 part if (part := found[i]) is not None else torch.zeros(shape, dtype=dtype, device=device)
                 for i, (shape, dtype, device) in ctx.shared.items()
             ]
             for i, total in zip(ctx.shared, ctx.rows.reduce(parts, regime.reduce_dtype), strict=True):
                 found[i] = used(found[i], total)
-        specs, locals_ = ctx.specs, ctx.locals
+        for i in together.on_ep if regime.expert_share != 1.0 else ():
+            if (gradient := found[i]) is not None:
+                found[i] = gradient * regime.expert_share
         for i, gradient in enumerate(found):
             if gradient is not None:
-                if (share := regime.share(ctx.programs[i])) != 1.0:
-                    gradient = gradient * share
-                found[i] = given(gradient, specs[i], locals_[i].stride())
+                found[i] = given(gradient, specs[i], locals_[i])
         return (None, None, None, None, *found)
 
 
@@ -101,7 +123,7 @@ def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor
     if not isinstance(parameter, DTensor):
         return parameter
     if not torch.compiler.is_compiling():
-        return _read_together([parameter], [program], regime)[0]
+        return _read_together([parameter], _Together([program]), regime)[0]
     local = _traced(parameter, program, regime)
     if program.shared:
         return _gathered_in_graph(local, parameter, program, regime)
@@ -121,13 +143,7 @@ def _gathered_in_graph(local: Tensor, parameter: DTensor, program: ParameterProg
     return torch.cat(parts, dim)
 
 
-def _read_together(
-    parameters: Sequence[DTensor], programs: Sequence[ParameterProgram], regime: Regime, *, plain: bool = False
-) -> Sequence[Tensor]:
-    """
-    Args:
-        plain: whether the programs are known to gather and to divide nothing.
-    """
+def _read_together(parameters: Sequence[DTensor], together: _Together, regime: Regime) -> Sequence[Tensor]:
     checked = None
     for parameter in parameters:
         if (mesh := parameter._spec.mesh) is checked:
@@ -140,16 +156,17 @@ def _read_together(
                 "output_hidden_states=True).hidden_states has what its blocks return"
             )
     trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
-    if plain and len(trained) == len(parameters):  # the rest of this function, for most blocks
-        return _Read.apply(programs, {}, None, regime, *parameters)
-    shared = [] if plain else [i for i, program in enumerate(programs) if program.shared]
+    if together.plain and len(trained) == len(parameters):  # the rest of this function, for most blocks
+        return _Read.apply(together, {}, None, regime, *parameters)
+    programs = together.programs
+    shared = [] if together.plain else [i for i, program in enumerate(programs) if program.shared]
     rows = _rows(parameters, programs, shared, regime) if shared else None
     gathered = dict(zip(shared, rows.gather(), strict=True)) if rows is not None else {}
     locals_ = [gathered.get(i, p._local_tensor) for i, p in enumerate(parameters)]
     if trained:
         own = [i for i in trained if i in gathered]
         read = _Read.apply(
-            [programs[i] for i in trained],
+            _Together([programs[i] for i in trained]),
             {trained.index(i): gathered[i] for i in own},
             _rows(parameters, programs, own, regime) if own else None,
             regime,
@@ -159,7 +176,7 @@ def _read_together(
             locals_[i] = local
     if rows is not None:
         note([locals_[i] for i in shared], rows.gather)
-    for i, program in () if plain else enumerate(programs):
+    for i, program in () if together.plain else enumerate(programs):
         if program.moved:
             locals_[i] = _moved(locals_[i], parameters[i], program)
     return locals_
@@ -187,27 +204,22 @@ def _traced(parameter: DTensor, program: ParameterProgram, regime: Regime) -> Te
     return scale_gradient(local, regime.share(program)) if local.requires_grad else local
 
 
+# A place of a parameter: the dict in which its module's forward finds it, its name there, and itself. While a forward runs, plain tensors
+# may be in these dicts.
+Place = tuple[dict[str, Any], str, Tensor | None]
+
+
 def call_with(
-    forward: Callable[..., Any],
-    members: Sequence[tuple[nn.Module, str, Tensor | None]],
-    locals_: Iterable[Tensor | None],
-    args: tuple,
-    kwargs: dict,
+    forward: Callable[..., Any], places: Sequence[Place], locals_: Iterable[Tensor | None], args: tuple, kwargs: dict
 ) -> Any:
     """Call with other modules' parameters replaced by local tensors."""
-    slots = [slots_of(owner) for owner, _, _ in members]
     try:
-        for own, (_, name, _), local in zip(slots, members, locals_, strict=True):
-            own[name] = local
+        for (slots, name, _), local in zip(places, locals_, strict=True):
+            slots[name] = local
         return forward(*args, **kwargs)
     finally:
-        for own, (_, name, parameter) in zip(slots, members, strict=True):
-            own[name] = parameter
-
-
-def slots_of(module: nn.Module) -> dict[str, Any]:
-    """The dict in which a module's forward finds its parameters; while it runs, they may be plain tensors."""
-    return module._parameters
+        for slots, name, parameter in places:
+            slots[name] = parameter
 
 
 class Reads:
@@ -221,28 +233,28 @@ class Reads:
     def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
         self.members = members
         self.regime = regime
-        self.plain = {
-            variant: not any(program.shared or program.moved for _, _, program in own)
-            for variant, own in members.items()
-        }
+        self.together = {variant: _Together([program for *_, program in own]) for variant, own in members.items()}
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        if torch.compiler.is_compiling():
-            return _traced_together(forward, self.members[self.regime.variant], self.regime, args, kwargs)
         regime = self.regime
-        found = [
-            (owner, name, parameter, program)
-            for owner, name, program in self.members[regime.variant]
-            if isinstance(parameter := owner._parameters[name], DTensor)
-        ]
-        if not found:
+        members, together = self.members[regime.variant], self.together[regime.variant]
+        if torch.compiler.is_compiling():
+            return _traced_together(forward, members, regime, args, kwargs)
+        places: list[Place] = []
+        parameters: list[DTensor] = []
+        for owner, name, _ in members:
+            parameter = owner._parameters[name]
+            if isinstance(parameter, DTensor):
+                places.append((owner._parameters, name, parameter))
+                parameters.append(parameter)
+        if not places:
             return forward(*args, **kwargs)
-        owners, names, parameters, programs = zip(*found, strict=True)
-        locals_ = _read_together(parameters, programs, regime, plain=self.plain[regime.variant])
-        slots = list(zip(owners, names, parameters, strict=True))
-        before, regime.keeper = regime.keeper, keeper()
+        if len(places) < len(members):
+            together = _Together([pr for owner, name, pr in members if isinstance(owner._parameters[name], DTensor)])
+        locals_ = _read_together(parameters, together, regime)
+        before, regime.keeper = regime.keeper, eager_keeper()
         try:
-            return call_with(forward, slots, locals_, args, kwargs)
+            return call_with(forward, places, locals_, args, kwargs)
         finally:
             regime.keeper = before
 
@@ -252,14 +264,16 @@ def _traced_together(
 ) -> Any:
     """`Reads` in a graph that is being compiled: only for parameters whose gradients are summed. (Loops, because torch.compile cannot
     trace a comprehension with a closure inside a checkpoint.)"""
-    slots: list[tuple[nn.Module, str, DTensor]] = []
+    places: list[Place] = []
     locals_: list[Tensor] = []
     for owner, name, program in members:
         parameter = owner._parameters[name]
         if program.summed and isinstance(parameter, DTensor) and parameter.requires_grad:
-            slots.append((owner, name, parameter))
+            places.append((owner._parameters, name, parameter))
             locals_.append(parameter.to_local(grad_placements=[Replicate()]))
-    if not slots or not torch.is_grad_enabled():
+    if not places or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    summing = sum_gradients(slots[0][2].device_mesh, locals_, regime.reduce_dtype)
-    return call_with(forward, slots, summing, args, kwargs)
+    first = places[0][2]
+    assert isinstance(first, DTensor)
+    summing = sum_gradients(first.device_mesh, locals_, regime.reduce_dtype)
+    return call_with(forward, places, summing, args, kwargs)

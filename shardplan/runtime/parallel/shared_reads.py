@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from shardplan.core.layout import I, R
 
 from .later_weights import Keeper, Readers, keeper
-from .tensor_moves import move
+from .tensor_moves import Move
 
 
 class SharedReads:
@@ -42,26 +39,26 @@ class SharedReads:
         readers = self.readers.setdefault(shared_with or name, Readers())
         return self.readers.setdefault(name, readers)
 
-    def read(self, x: Tensor, mesh: DeviceMesh, readers: Readers, variant: str, kept_by: Keeper) -> Tensor:
-        """A value, moved I -> R; all readers get the same object until the value is changed."""
+    def read(self, x: Tensor, to_readers: Move, readers: Readers, variant: str, kept_by: Keeper) -> Tensor:
+        """A value, moved I -> R; all readers get the same object until the value is changed.
+
+        Args:
+            to_readers: this move.
+        """
         if self.moved is None or not (x.requires_grad and torch.is_grad_enabled()):
-            return move(x, mesh, I, R)
-        version = _version(x)
+            return to_readers(x)
+        compiling = torch.compiler.is_compiling()
+        # How often it was changed in place. This is unknown in a graph that is being compiled; there torch itself refuses to use the
+        # moved value after a change (it is a view that a function of ours returned).
+        version = 0 if compiling else x._version
         for value, at, moved in self.moved:
             if value is x and at == version:
                 return moved
         # A checkpoint of a part of the call runs it again without the call, and must save the same both times.
-        alike = not torch.compiler.is_compiling() and kept_by is self.keeper
-        later = readers.later(x, variant, kept_by) if alike else None
-        moved = move(x, mesh, I, R, later=later)
+        later = None if compiling or kept_by is not self.keeper else readers.later(variant, kept_by)
+        moved = to_readers(x, later=later)
         self.moved.append((x, version, moved))
         return moved
-
-
-def _version(x: Tensor) -> int:
-    """How often a tensor was changed in place. This is unknown in a graph that is being compiled; there torch itself refuses
-    to use the moved value after a change (it is a view that a function of ours returned)."""
-    return 0 if torch.compiler.is_compiling() else x._version
 
 
 class ReadsOnce:

@@ -114,6 +114,64 @@ class _Exchange(torch.autograd.Function):
         return exchange_dims(gradient, *ctx.back), None, None, None
 
 
+class Move:
+    """A move of local tensors from one layout to another. Boundaries prepare theirs once.
+
+    Args:
+        mesh: the one-dimensional tp mesh.
+        src: the layout of a tensor. Its gradient returns in the layout that this defines (core/layout.py).
+        dst: the layout of the result. V's dim may be negative; SEQ must have been replaced.
+        size: the length of the whole dim if a V is a chunk of it. Needed only where the axis does not divide it.
+        shares: for a move from V(d) to V(e): each rank's part of the last dim, if it is not a chunk (a share of each part of packed
+            features).
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        src: Layout,
+        dst: Layout,
+        size: int | None = None,
+        shares: tuple[Ranges, ...] | None = None,
+    ):
+        ops = move_ops(src, dst)
+        assert ops is not None, f"no move {src} -> {dst}"
+        self.mesh, self.src, self.dst, self.ops, self.size, self.shares = mesh, src, dst, ops, size, shares
+        self.nothing = ops.forward == ops.backward == "identity"
+        self.exchanges = ops.forward == "all_to_all"
+        self.over = ops.backward in BEGUN
+        self.split = src if src.kind == "V" else dst
+        # Where it depends on no shape.
+        self.how = _How(mesh, ops, 0, 0) if self.split.kind != "V" else None
+
+    def __call__(self, x: Tensor, later: Later | None = None) -> Tensor:
+        """
+        Args:
+            x: this rank's local tensor.
+            later: what readers of the result leave to this move, if its gradient is reduced.
+
+        Raises:
+            ValueError: the axis does not divide a sequence, and the size is missing.
+        """
+        if self.nothing:
+            return x
+        if self.exchanges:
+            return _Exchange.apply(
+                x, self.mesh, *_cuts(x, self.mesh.size(), self.src, self.dst, self.size, self.shares)
+            )
+        how = self.how
+        if how is None:
+            dim, ranks = self.split.split_dim(x.ndim), ranks_of(self.mesh)
+            length = x.shape[dim]
+            if self.size is None and self.dst.kind == "V" and length % ranks and dim != x.ndim - 1:
+                raise uneven(length, dim, ranks)
+            whole = length * ranks if self.src.kind == "V" else length
+            how = _How(self.mesh, self.ops, dim, whole if self.size is None else self.size)
+        if later is not None and self.over:
+            return _MoveOver.apply(x, how, later, *later.weights)
+        return _Move.apply(x, how)
+
+
 def move(
     x: Tensor,
     mesh: DeviceMesh,
@@ -124,38 +182,8 @@ def move(
     shares: tuple[Ranges, ...] | None = None,
     later: Later | None = None,
 ) -> Tensor:
-    """Move a local tensor from one layout to another; its gradient returns in the layout that `src` defines (core/layout.py).
-
-    Args:
-        x: this rank's local tensor.
-        mesh: the one-dimensional tp mesh.
-        src: the layout of `x`.
-        dst: the layout of the result. V's dim may be negative; SEQ must have been replaced.
-        size: the length of the whole dim if a V is a chunk of it. Needed only where the axis does not divide it.
-        shares: for a move from V(d) to V(e): each rank's part of the last dim, if it is not a chunk (a share of each part of packed
-            features).
-        later: what readers of the result leave to this move, if its gradient is reduced.
-
-    Raises:
-        ValueError: the axis does not divide a sequence, and `size` is missing.
-    """
-    ops = move_ops(src, dst)
-    assert ops is not None, f"no move {src} -> {dst}"
-    if ops.forward == ops.backward == "identity":
-        return x
-    if ops.forward == "all_to_all":
-        return _Exchange.apply(x, mesh, *_cuts(x, mesh.size(), src, dst, size, shares))
-    sharded = src if src.kind == "V" else dst
-    dim, whole = 0, 0
-    if sharded.kind == "V":
-        dim = sharded.split_dim(x.ndim)
-        ranks = ranks_of(mesh)
-        whole = size if size is not None else x.shape[dim] * (ranks if src.kind == "V" else 1)
-        if dst.kind == "V" and size is None and x.shape[dim] % ranks and dim != x.ndim - 1:
-            raise uneven(x.shape[dim], dim, ranks)
-    if later is not None and ops.backward in BEGUN:
-        return _MoveOver.apply(x, _How(mesh, ops, dim, whole), later, *later.weights)
-    return _Move.apply(x, _How(mesh, ops, dim, whole))
+    """Move one local tensor: `Move` says how."""
+    return Move(mesh, src, dst, size, shares)(x, later)
 
 
 def _cuts(

@@ -22,13 +22,11 @@ from shardplan.torchlib.private import private
 
 from .forward import wrap_forward
 from .own_gradients import own_gradients
-from .reading import slots_of, used
+from .reading import Place, call_with, used
 from .second_derivatives import refuse_second_derivatives
 from .tensor_moves import summed
 
 _DeviceMesh = private("DeviceMesh")
-
-Place = tuple[nn.Module, str]  # a module and the name of a parameter in it
 
 
 @dataclass(frozen=True)
@@ -100,25 +98,21 @@ class ReadsScalars:
     """Wraps a forward: while it runs, the module's scalars have the form that its code reads. They are put back after exceptions too.
 
     Args:
-        places: the places of the scalars in the module.
+        scalars: these: (their owner, their name there).
     """
 
-    def __init__(self, places: Sequence[Place], meshes: Meshes):
-        self.places, self.meshes = tuple(places), meshes
+    def __init__(self, scalars: Sequence[tuple[nn.Module, str]], meshes: Meshes):
+        self.scalars, self.meshes = tuple(scalars), meshes
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        stored = [(slots_of(owner), name, slots_of(owner)[name]) for owner, name in self.places]
-        stored = [place for place in stored if self._is_stored(place[2])]  # else an enclosing module has read it
-        try:
-            for (slots, name, _), value in zip(stored, self._read([p for *_, p in stored]), strict=True):
-                slots[name] = value
-            return forward(*args, **kwargs)
-        finally:
-            for slots, name, parameter in stored:
-                slots[name] = parameter
-
-    def _is_stored(self, parameter: Tensor) -> bool:
-        return isinstance(parameter, DTensor) and parameter.device_mesh == self.meshes.stored
+        places: list[Place] = []
+        parameters: list[DTensor] = []
+        for owner, name in self.scalars:
+            parameter = owner._parameters[name]
+            if isinstance(parameter, DTensor) and parameter.device_mesh == self.meshes.stored:
+                places.append((owner._parameters, name, parameter))
+                parameters.append(parameter)  # else an enclosing module has read it
+        return call_with(forward, places, self._read(parameters), args, kwargs)
 
     def _read(self, parameters: Sequence[DTensor]) -> Sequence[Tensor]:
         trained = {id(p): p for p in parameters if p.requires_grad and torch.is_grad_enabled()}
@@ -140,13 +134,13 @@ def store_scalars(
         Whether there are any scalars.
     """
     new: dict[int, nn.Parameter] = {}
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
     for home, module in list(model.named_modules()):
-        for leaf, parameter in slots_of(module).items():
+        for leaf, parameter in list(module._parameters.items()):
             if parameter is None or parameter.ndim or full_name(home, leaf) in ignored:
                 continue
             new.setdefault(id(parameter), _stored(parameter, meshes))
-            slots_of(module)[leaf] = new[id(parameter)]
+            module._parameters[leaf] = new[id(parameter)]
             for reader in readers(home):
                 places.setdefault(reader, []).append((module, leaf))
     for reader, found in places.items():
