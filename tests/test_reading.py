@@ -25,9 +25,9 @@ def reads(monkeypatch, model: nn.Module) -> list[int]:
     """How many parameters each node of a forward reads."""
     found, real = [], reading._Read.forward
 
-    def forward(ctx, partial, gathered, rows, dtype, *parameters):
+    def forward(ctx, how, *parameters):
         found.append(len(parameters))
-        return real(ctx, partial, gathered, rows, dtype, *parameters)
+        return real(ctx, how, *parameters)
 
     monkeypatch.setattr(reading._Read, "forward", staticmethod(forward))
     model(**reduced_model("qwen3", 2).inputs()).loss.backward()
@@ -75,9 +75,9 @@ def test_a_module_called_outside_of_its_block_reads_its_own(mesh, monkeypatch):
 
 
 def counting(found: list[int], real):
-    def apply(partial, gathered, rows, dtype, *parameters):
+    def apply(how, *parameters):
         found.append(len(parameters))
-        return real(partial, gathered, rows, dtype, *parameters)
+        return real(how, *parameters)
 
     return apply
 

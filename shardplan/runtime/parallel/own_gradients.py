@@ -33,22 +33,22 @@ def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     storages = [0 if g is None else g.untyped_storage()._cdata for g in gradients]
     found = [storage for storage in storages if storage]
     several = () if len(set(found)) == len(found) else {storage for storage in found if found.count(storage) > 1}
-    return [
-        g if g is None or (storage not in several and _alone(g, storage)) else g.clone()
-        for g, storage in zip(gradients, storages, strict=True)
-    ]
-
-
-def _alone(gradient: Tensor, of_storage: int) -> bool:
-    if isinstance(gradient, _FakeTensor):
-        return True
-    base = gradient._base
-    tensor, storage, of_base = _measured(base is not None)
-    return (
-        _use_count(gradient) <= tensor
-        and _storage_use_count(of_storage) <= storage
-        and (base is None or _use_count(base) <= of_base)
-    )
+    own = list(gradients)
+    for i, (gradient, storage) in enumerate(zip(gradients, storages, strict=True)):
+        if gradient is None:
+            continue
+        alone = storage not in several
+        if alone and not isinstance(gradient, _FakeTensor):
+            base = gradient._base
+            most = _measured(base is not None)
+            alone = (
+                _use_count(gradient) <= most.tensor
+                and _storage_use_count(storage) <= most.storage
+                and (base is None or _use_count(base) <= most.base)
+            )
+        if not alone:
+            own[i] = gradient.clone()
+    return own
 
 
 class _Given(DTensor):

@@ -8,7 +8,7 @@ would take a third of a small layer's time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,27 +52,30 @@ class _Together:
         self.on_ep = [i for i, program in enumerate(programs) if program.stored.axis is Axis.EP]
 
 
-class _Read(torch.autograd.Function):
-    """Trained parameters as local tensors. In backward their gradients become DTensors with the parameters' placements.
-    First partial sums are summed by one all-reduce, and those of shared rows by one reduce-scatter.
+class _How(NamedTuple):
+    """How parameters are read: one argument, as each costs the host.
 
     Args:
         together: the parameters.
+        regime: their model's.
         gathered: number of a parameter with shared rows -> its gathered tensor.
         rows: those parameters.
     """
 
+    together: _Together
+    regime: Regime
+    gathered: Mapping[int, Tensor]
+    rows: SharedRows | None
+
+
+class _Read(torch.autograd.Function):
+    """Trained parameters as local tensors. In backward their gradients become DTensors with the parameters' placements.
+    First partial sums are summed by one all-reduce, and those of shared rows by one reduce-scatter."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        together: _Together,
-        gathered: Mapping[int, Tensor],
-        rows: SharedRows | None,
-        regime: Regime,
-        *parameters: DTensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, how: _How, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.together, ctx.rows, ctx.regime = together, rows, regime
+        ctx.together, ctx.regime, gathered, ctx.rows = how
         ctx.shared = {i: (whole.shape, whole.dtype, whole.device) for i, whole in gathered.items()}
         ctx.specs = [parameter._spec for parameter in parameters]
         ctx.locals = locals_ = [parameter._local_tensor for parameter in parameters]
@@ -105,7 +108,7 @@ class _Read(torch.autograd.Function):
         for i, gradient in enumerate(found):
             if gradient is not None:
                 found[i] = given(gradient, specs[i], locals_[i])
-        return (None, None, None, None, *found)
+        return (None, *found)
 
 
 def used(own: Tensor | None, total: Tensor) -> Tensor | None:
@@ -157,7 +160,7 @@ def _read_together(parameters: Sequence[DTensor], together: _Together, regime: R
             )
     trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
     if together.plain and len(trained) == len(parameters):  # the rest of this function, for most blocks
-        return _Read.apply(together, {}, None, regime, *parameters)
+        return _Read.apply(_How(together, regime, {}, None), *parameters)
     programs = together.programs
     shared = [] if together.plain else [i for i, program in enumerate(programs) if program.shared]
     rows = _rows(parameters, programs, shared, regime) if shared else None
@@ -166,10 +169,12 @@ def _read_together(parameters: Sequence[DTensor], together: _Together, regime: R
     if trained:
         own = [i for i in trained if i in gathered]
         read = _Read.apply(
-            _Together([programs[i] for i in trained]),
-            {trained.index(i): gathered[i] for i in own},
-            _rows(parameters, programs, own, regime) if own else None,
-            regime,
+            _How(
+                _Together([programs[i] for i in trained]),
+                regime,
+                {trained.index(i): gathered[i] for i in own},
+                _rows(parameters, programs, own, regime) if own else None,
+            ),
             *(parameters[i] for i in trained),
         )
         for i, local in zip(trained, read, strict=True):

@@ -85,10 +85,9 @@ class _MoveOver(torch.autograd.Function):
     """A move whose backward computes gradients of weights while the gradient of the value is reduced."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: _How, later: Later, *weights: Tensor) -> Tensor:
-        ctx.how = how
-        ctx.later = later  # layers that read the result look for it (`later_weights`)
-        mesh, ops, dim, size = how
+    def forward(ctx: Any, x: Tensor, how: tuple[_How, Later], *weights: Tensor) -> Tensor:
+        ctx.how, ctx.later = how  # layers that read the result look for it (`later_weights`)
+        mesh, ops, dim, size = ctx.how
         y = OPERATIONS[ops.forward](x, mesh, dim, size)
         ctx.save_for_backward(y)  # where it is x: an input costs the host less than an output
         return y.view_as(x) if y is x else y
@@ -98,8 +97,8 @@ class _MoveOver(torch.autograd.Function):
         refuse_second_derivatives()
         mesh, ops, dim, _ = ctx.how
         begun = BEGUN[ops.backward](gradient, mesh, dim)
-        weights = ctx.later.gradients(lambda: ctx.saved_tensors[0], ctx.needs_input_grad[3:])
-        return waited(begun), None, None, *weights
+        weights = ctx.later.gradients(lambda: ctx.saved_tensors[0], ctx.needs_input_grad[2:])
+        return waited(begun), None, *weights
 
 
 class _Exchange(torch.autograd.Function):
@@ -168,7 +167,7 @@ class Move:
             whole = length * ranks if self.src.kind == "V" else length
             how = _How(self.mesh, self.ops, dim, whole if self.size is None else self.size)
         if later is not None and self.over:
-            return _MoveOver.apply(x, how, later, *later.weights)
+            return _MoveOver.apply(x, (how, later), *later.weights)
         return _Move.apply(x, how)
 
 
