@@ -38,6 +38,8 @@ SAMPLED = (
     "tuple/second_split",
     "running_mean/slice",
     "flag/right",
+    "chooses_length/slice",
+    "chooses_by_expert/slice",
     "over_own_loss_open/cp_dp",
     "over_plain_shared/cp4",
 )

@@ -80,6 +80,9 @@ SMALL: dict[str, Callable[[Tensor], Tensor | bool]] = {
     "every": lambda h: bool((h.detach().abs() < 7.8).all()),
     "count": lambda h: (h.detach().abs() > 7.8).sum() < 1,
     "counted": lambda h: int((h.detach().abs() > 7.8).sum()) == 0,
+    "rows": lambda h: h[h.detach().abs() > 7.8].shape[0] == 0,
+    "nonzero": lambda h: len((h.detach().abs() > 7.8).nonzero()) == 0,
+    "selected": lambda h: h.masked_select(h.detach().abs() > 7.8).numel() == 0,
     "bound": lambda h: (h.detach().norm() / 35).clamp(min=1) < 1.001,
 }
 

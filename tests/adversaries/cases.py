@@ -22,6 +22,7 @@ from . import (
     mixtures,
     noise,
     outputs,
+    own_choices,
     sequence,
     shared,
     stages,
@@ -32,6 +33,7 @@ from .adversary import Adversary
 
 PARTS = (
     outputs,
+    own_choices,
     buffers,
     hooks,
     functions,

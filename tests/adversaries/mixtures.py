@@ -109,6 +109,12 @@ class Router(nn.Module):
                 self.load.add_(0.1 * counts)
         if self.kind == "by_count":
             weights = weights / (1 + counts[ids])
+        if self.kind == "overfull" and counts.max() > 13:
+            weights = weights / 2
+        if self.kind == "unused" and (counts == 0).sum() > 1:
+            weights = weights / 2
+        if self.kind == "loose":  # as capacity, of more tokens than an expert gets in most batches
+            weights = weights * (F.one_hot(ids, EXPERTS).sum(1).cumsum(0).gather(1, ids) <= 13)
         if self.kind == "capacity":  # an expert takes the first tokens alone
             turn = F.one_hot(ids, EXPERTS).sum(1).cumsum(0).gather(1, ids)
             weights = weights * (turn <= 5)

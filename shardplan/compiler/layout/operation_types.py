@@ -25,6 +25,7 @@ from shardplan.model.reduced.trace import Event, Place
 from shardplan.styles.bound import BoundModule
 
 from .cross_module_reads import below
+from .other_choices import Choice
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
 from .typed_modules import is_mean
@@ -81,7 +82,8 @@ class Operations:
                 self.typed.doubt(output)
             spread = self.spreads.of(event, index)
             if not self.typed.run.requires_grad[output]:
-                self.typed.set_type(output, Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else FREE)
+                later = Type("?") if spread == "?" and self.typed.run.values[output].is_floating_point() else FREE
+                self.typed.set_type(output, Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else later)
                 self._note_detached(event, spread, output)
                 self._agreed(event, spread, output)
             elif spread == "?" or (spread is None and unfilled):
@@ -203,6 +205,11 @@ class Operations:
                 continue
             if decides(place, self.spreads.place(event) if number in self.chosen else None):
                 self._hidden(event, [number], number)
+
+    def choose(self, wrong: Sequence[Choice]) -> None:
+        """Note what joins the choices of a rank's slice, where other choices make the run wrong."""
+        for choice in wrong:
+            self._hidden(choice.teller, [choice.operand], choice.operand)
 
     def _maker_of_own(self, number: int) -> Event | None:
         """The operation that made a split value of which code asks for all elements (`tolist()`, `torch.equal`); None for others."""

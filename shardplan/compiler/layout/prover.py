@@ -22,6 +22,7 @@ from .dropout import is_noisy
 from .finding import Finding
 from .mergeable_sums import shared_sums
 from .operation_types import Operations
+from .other_choices import Choice
 from .provenance import Provenance
 from .reads import shared_reads
 from .spread import SUM, Spread
@@ -46,6 +47,7 @@ def typed_proof(
     drawing: Collection[str] = (),
     results: Sequence[Layout] = (I,),
     decides: Callable[[int, Place | None], bool] = lambda asked, at: False,
+    wrong: Sequence[Choice] = (),
     own_tokens: bool = False,
 ) -> Proof:
     """Type one run.
@@ -62,6 +64,7 @@ def typed_proof(
         drawing: modules whose own code draws random numbers.
         results: as for `Crossings`.
         decides: as for `Operations.asked`.
+        wrong: the choices that make the run wrong where they are others.
         own_tokens: as for `Operations`.
     """
     typed, run = TypedRun(provenance, stop), provenance.run
@@ -71,6 +74,7 @@ def typed_proof(
         _type_parameters(typed, plan, len(spreads.runs))
         _walk(typed, operations, crossings, spreads.runs)
         operations.asked(decides)
+        operations.choose(wrong)
     except Stopped:
         return Proof(tuple(typed.findings), crossings.incoming, (), (), typed.operations, stopped=True)
     taken = (name for name, one in plan.items() if one.boundary.inputs or one.boundary.output is not None)

@@ -41,7 +41,7 @@ class RankRecorder(Recorder):
         reference: the unsharded run.
         ranks: the size of the axis.
         rank: this rank.
-        probes: see Recorder.
+        probes, planted: see Recorder.
     """
 
     def __init__(
@@ -53,8 +53,9 @@ class RankRecorder(Recorder):
         ranks: int,
         rank: int,
         probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
+        planted: Mapping[Place, Tensor] = MappingProxyType({}),
     ):
-        super().__init__(model, atoms, probes)
+        super().__init__(model, atoms, probes, planted=planted)
         self.plan, self.reference, self.ranks, self.rank = plan, reference, ranks, rank
 
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
@@ -295,10 +296,10 @@ def run_rank(
     ranks: int,
     rank: int,
     probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
+    planted: Mapping[Place, Tensor] = MappingProxyType({}),
 ) -> Trace:
     """Run one rank and record it."""
-    recorder = RankRecorder(
-        rank_model(model, plan, ranks, rank, reference.written), atoms, plan, reference, ranks, rank, probes
-    )
+    own = rank_model(model, plan, ranks, rank, reference.written)
+    recorder = RankRecorder(own, atoms, plan, reference, ranks, rank, probes, planted)
     recorder.run(inputs)
     return recorder.trace

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.recorder import record
-from shardplan.model.reduced.trace import Place
+from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.boundary import returns_tokens
 
 from .cross_module_reads import find_cross_module_reads
 from .finding import Finding
 from .mergeable_sums import seen_sums
+from .other_choices import Choice, other_choices
 from .provenance import Provenance
 from .prover import typed_proof
 from .randomness import DrawnAlike, acting_sites
@@ -106,6 +108,14 @@ class RecordedModel:
         with_, without = (self._returned({asked: answer}, {at}) for answer in (lambda x: True, lambda x: False))
         return without is not None and _alike(with_, without)
 
+    def chosen(self, planted: Mapping[Place, Tensor]) -> Trace | None:
+        """The unsharded run with other masks and indices (see `other_choices`); None where the model's code raises."""
+        try:
+            with DrawnAlike() if self.random else nullcontext():
+                return record(copied(self.model), self.inputs, self.atoms, planted=planted)
+        except Exception:
+            return None
+
     def _returned(
         self, answers: Mapping[int, Callable[[Any], Any]], emptied: Collection[Place] = ()
     ) -> Sequence[Tensor] | None:
@@ -142,21 +152,50 @@ def prove(
         recorded: the reduced model.
         stop: whether nothing after a finding matters to the caller.
     """
+    return _prove(plan, recorded, recorded.reference, (), stop)
+
+
+def _prove(
+    plan: ResolvedPlan,
+    recorded: RecordedModel,
+    reference: Trace,
+    planted: Sequence[Mapping[Place, Tensor]],
+    stop: Callable[[Finding], bool],
+) -> Proof:
+    """As `prove`.
+
+    Args:
+        reference: the unsharded run.
+        planted: for each rank, the masks and indices that are others than the model's; () where none are.
+    """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
     assert ranks is not None
     drawing = frozenset(site.module for site in recorded.random)
-    run = partial(run_rank, recorded.model, recorded.inputs, recorded.atoms, bound, recorded.reference, ranks)
-    with DrawnAlike() if drawing else nullcontext():
-        runs = [run(rank) for rank in range(ranks)]
+
+    def run(rank: int, probes: Mapping[Place, Iterable[int]] = MappingProxyType({})) -> Trace:
+        given = planted[rank] if planted else MappingProxyType({})
+        with DrawnAlike() if drawing else nullcontext():
+            return run_rank(
+                recorded.model, recorded.inputs, recorded.atoms, bound, reference, ranks, rank, probes, given
+            )
+
+    runs = [run(rank) for rank in range(ranks)]
+    if planted and any(one.crash is not None for one in runs):  # a rank that raises says so when it trains
+        return Proof((), {}, (), (), 0)
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
-    spreads, provenance = Spreads(bound, recorded.reference, runs), Provenance(runs[0], owners)
+    spreads, provenance = Spreads(bound, reference, runs), Provenance(runs[0], owners)
     unresolved = [
         name for name, one in bound.items() if one.boundary.output and one.boundary.output.unresolved_gradient
     ]
     parts: dict[Place, dict[int, bool]] = {}
 
-    def typed(layout: Layout) -> Proof:
+    def differs(way: Sequence[Mapping[Place, Tensor]]) -> bool:
+        whole, *own = way
+        other = recorded.chosen(whole)
+        return other is not None and bool(_prove(plan, recorded, other, own, lambda finding: True).findings)
+
+    def typed(layout: Layout, wrong: Sequence[Choice] = ()) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
         # Data parallelism adds up gradients over other axes.
         results = (I,) if plan.axis is Axis.TP else (R, V(SEQUENCE)) if returns_tokens(plan) else (R,)
@@ -171,14 +210,16 @@ def prove(
             stop,
             drawing,
             results,
-            recorded.decides,
+            (lambda asked, at: False) if planted else recorded.decides,
+            wrong,
             own_tokens=bool(plan.overlays - {"expert_parallel"}),
         )
 
     while True:
-        best = typed(R)
+        layout, best = R, typed(R)
         if best.findings and unresolved:
-            best = min(best, typed(I), key=lambda proof: (proof.stopped, len(proof.findings)))
+            ways = ((way, best if way is R else typed(way)) for way in (R, I))
+            layout, best = min(ways, key=lambda way: (way[1].stopped, len(way[1].findings)))
         if best.findings or not best.doubts:
             break
         # Nothing is wrong, except what a tolerance or a zero may hide: repeat the runs, with the doubtful operations
@@ -187,10 +228,11 @@ def prove(
             found = parts.setdefault(place, {})
             found.update(dict.fromkeys(positions, False))
         for rank in range(ranks):
-            with DrawnAlike() if drawing else nullcontext():
-                again = run(rank, best.doubts)
-            for place, answers in again.parts.items():
+            for place, answers in run(rank, best.doubts).parts.items():
                 parts[place].update((position, True) for position, acts in answers.items() if acts)
+    if not planted and not best.findings:
+        wrong = [choice for choice in other_choices(spreads) if any(map(differs, choice.ways))]
+        best = typed(layout, wrong) if wrong else best
     return replace(
         best,
         shared_reads=first_readers(plan.tree, runs[0], best.entering),

@@ -183,7 +183,7 @@ def _split(
     lengths = [x.shape[dim] for x in locals_]
     for known in orders:
         if [*map(len, known)] == lengths and all(
-            close(x, reference.index_select(dim, torch.tensor(indices)), tolerance)
+            close(x, reference.index_select(dim, torch.tensor(indices, dtype=torch.long)), tolerance)
             for x, indices in zip(locals_, known, strict=True)
         ):
             return Spread("split", dim, known)

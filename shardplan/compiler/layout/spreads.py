@@ -40,7 +40,7 @@ class Spreads:
         reference, "?" where the runs are out of step."""
         others: list[Event] = []
         count = len(event.inputs if inputs else event.outputs)
-        place = self.place(event)
+        place = self.place(event) if event.kind != "op" or event.place[:2] not in self._uneven else None
         for run in (self.reference, *self.runs):
             at = place if run is self.reference else event.place
             other = run.at.get(at) if at is not None else None
@@ -61,6 +61,13 @@ class Spreads:
                 self._orders[found.order] = None
             self._known[key] = found
         return self._known[key]
+
+    @cached_property
+    def _uneven(self) -> frozenset[tuple[str, int]]:
+        """The calls in which ranks run other operations than each other: the same position is not the same value."""
+        first, *others = ([(event.place, event.name) for event in run.events] for run in self.runs)
+        differing = (frozenset(first) ^ frozenset(other) for other in others if other != first)
+        return frozenset(place[:2] for places in differing for place, _ in places)
 
     @cached_property
     def _whole_parameters(self) -> Mapping[str, Tensor]:

@@ -177,13 +177,14 @@ def record(
     atoms: Iterable[str] = (),
     answers: Mapping[int, Callable[[Any], Any]] = MappingProxyType({}),
     emptied: Collection[Place] = (),
+    planted: Mapping[Place, Tensor] = MappingProxyType({}),
 ) -> Trace:
     """Run a model once and record it. The arguments are those of `OperationRecorder`.
 
     Raises:
         Exception: what the model raises.
     """
-    recorder, written = Recorder(model, atoms, answers=answers, emptied=emptied), writes_to(model)
+    recorder, written = Recorder(model, atoms, answers=answers, emptied=emptied, planted=planted), writes_to(model)
     recorder.run(inputs)
     recorder.trace.written = written()
     if recorder.trace.crash is not None:

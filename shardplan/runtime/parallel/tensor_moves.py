@@ -231,9 +231,9 @@ class _ScaleGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
+def scale_gradient(x: Tensor, factor: float | Tensor) -> Tensor:
     """The unchanged tensor; in backward its gradient is multiplied."""
-    return x if factor == 1.0 else _ScaleGradient.apply(x, factor)
+    return x if isinstance(factor, float) and factor == 1.0 else _ScaleGradient.apply(x, factor)
 
 
 def sum_gradients(mesh: DeviceMesh, tensors: list[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

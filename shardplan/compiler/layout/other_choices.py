@@ -1,0 +1,164 @@
+"""Runs in which code chooses otherwise: masks and indices of split values are others, alike in the unsharded run and on every rank.
+
+Code may ask a rank's slice whether any of its tokens is chosen, or how many are. On the batches of a proof all ranks may hear the same; so
+masks and indices are replaced, each rank's by its part of the unsharded run's, in such ways that ranks hear different answers. What chooses for each
+token by itself is right then too, also where it skips what nobody needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardplan.model.reduced.trace import Event, Place, SourceLine
+
+from .spread import Spread, chunk
+from .spreads import Spreads
+
+# Operations that return as many elements as a mask or the values of indices say.
+LENGTHS = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive repeat_interleave bincount one_hot where".split()
+)
+WAYS = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Masks or indices that one line of code makes, and what reads them of a whole slice.
+
+    Args:
+        teller: the operation of the first rank that joins what its slice chose, or selects by it.
+        operand: the operand of it that was chosen.
+        ways: other values: for the unsharded run and for each rank, place -> value.
+    """
+
+    teller: Event
+    operand: int
+    ways: Sequence[Sequence[Mapping[Place, Tensor]]]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A result of an operation of the first rank: a mask or indices, of which each rank has a part."""
+
+    event: Event
+    index: int
+    spread: Spread
+
+    @property
+    def number(self) -> int:
+        return self.event.outputs[self.index]
+
+
+def other_choices(spreads: Spreads) -> Iterator[Choice]:
+    """The choices of a run that is right, each with other ones."""
+    lines: dict[SourceLine | None, dict[tuple[str, int], _Chosen]] = {}
+    made: set[int] = set()  # booleans and integers that are split
+    for event in spreads.runs[0].events:
+        found = _chosen(spreads, event, made)
+        if found is not None:
+            # One a call: after another choice, code may run other operations, and places would be others.
+            lines.setdefault(event.source, {}).setdefault(event.place[:2], found)
+    for calls in lines.values():
+        told = _teller(spreads, {one.number for one in calls.values()})
+        if told is not None:
+            ways = (_planted(spreads, [*calls.values()], way) for way in range(WAYS))
+            yield Choice(*told, [way for way in ways if way[0]])
+
+
+def _chosen(spreads: Spreads, event: Event, made: set[int]) -> _Chosen | None:
+    """The first result of an operation that is a mask, or integers that are not computed from others, where it is split."""
+    if event.kind != "op" or event.writes:
+        return None
+    values, found = spreads.runs[0].values, None
+    before = {values[i].dtype for i in event.inputs if i in made}
+    for index, output in enumerate(event.outputs):
+        value = values[output]
+        if value.is_floating_point() or value.is_complex() or output in event.inputs:
+            continue
+        spread = spreads.of(event, index)
+        if not isinstance(spread, Spread) or spread.kind != "split" or spread.copies > 1 or spread.joined:
+            continue
+        made.add(output)
+        first = value.dtype not in before if value.dtype == torch.bool else not before
+        if first and found is None:
+            found = _Chosen(event, index, spread)
+    return found
+
+
+def _teller(spreads: Spreads, chosen: set[int]) -> tuple[Event, int] | None:
+    """The first operation that joins what was chosen over a rank's slice, or whose length it is; or the one that made a value of which code
+    reads every element."""
+    run = spreads.runs[0]
+    asked = set(run.answers)
+    for event in run.events:
+        operands = [i for i in event.inputs if i in chosen]
+        if event.kind != "op" or not operands:
+            continue
+        masks = (i for i in operands if run.values[i].dtype == torch.bool)
+        if event.name in LENGTHS or (event.name == "__getitem__" and any(masks)):
+            if event.name != "where" or len(event.inputs) == 1:
+                return event, operands[0]
+        for index, output in enumerate(event.outputs):
+            if run.requires_grad[output] or output in event.inputs:
+                continue
+            chosen.add(output)
+            spread = spreads.of(event, index)
+            if not isinstance(spread, Spread) or spread.kind != "split":
+                return event, operands[0]
+    told = next((i for i in chosen if i in asked), None)
+    return None if told is None else (run.producers[told], told)
+
+
+def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: int) -> Sequence[Mapping[Place, Tensor]]:
+    ranks = len(spreads.runs)
+    found: list[dict[Place, Tensor]] = [{} for _ in range(ranks + 1)]
+    for one in chosen:
+        place, dim = spreads.place(one.event), one.spread.dim
+        assert place is not None and dim is not None, one
+        whole = spreads.reference.values[spreads.reference.at[place].outputs[one.index]]
+        parts = one.spread.order or _chunks(whole.shape[dim], ranks)
+        other = _other(whole, dim, parts, way)
+        if other is not None:
+            found[0][place] = other
+            for rank, indices in enumerate(parts):
+                own = other.index_select(dim, torch.tensor(indices, dtype=torch.long))
+                found[rank + 1][one.event.place] = own
+    return found
+
+
+def _chunks(size: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    parts = (chunk(size, ranks, rank) for rank in range(ranks))
+    return tuple(tuple(range(start, start + length)) for start, length in parts)
+
+
+def _other(whole: Tensor, dim: int, parts: Sequence[Sequence[int]], way: int) -> Tensor | None:
+    """Other choices along a dim; None where all choose alike, or a rank has none.
+
+    | way | masks | indices |
+    |---|---|---|
+    | 0 | the first row of each rank, and all of the last one's | the first rank's as the first token's, the last one's as those of another |
+    | 1 | all of the first rank | the same, exchanged |
+    | 2 | all but the last row of each rank | all as those of the first token |
+
+    Not all rows of a mask: where what is left is zero everywhere, a whole and a sum look alike.
+    """
+    rows = [torch.tensor(part, dtype=torch.long) for part in parts]
+    if not all(map(len, rows)):
+        return None
+    if whole.dtype == torch.bool:
+        most = torch.cat([part[:-1] for part in rows])
+        filled = (torch.cat((*(part[:1] for part in rows), rows[-1])), rows[0], most)[way]
+        return torch.zeros_like(whole).index_fill_(dim, filled, True)
+    one, size = int(rows[0][0]), whole.shape[dim]
+    unlike = (i for i in reversed(range(size)) if not torch.equal(whole.select(dim, i), whole.select(dim, one)))
+    other = next(unlike, None)
+    if other is None:
+        return None
+    if way == 2:
+        return whole[(*(slice(1) for _ in range(dim)), slice(one, one + 1))].expand_as(whole).clone()
+    first, last = (one, other) if way == 0 else (other, one)
+    return whole.index_select(dim, torch.arange(size).index_fill(0, rows[0], first).index_fill(0, rows[-1], last))

@@ -1,0 +1,257 @@
+"""Code that decides for all tokens of a rank by which of its own ones are chosen, or by how many.
+
+In the batches of the proof no token is chosen, or the same ones on all ranks; in the last batch of the run those of one rank are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adversary import Adversary, document
+from .branches import RARE
+from .context import of as over_cp
+from .mixtures import SAME, SLICE, mixture
+from .mixtures import of as mixed
+from .parts import LAST_NORM, LENGTH, MLP, MLP_SEQUENCE, WIDTH, Block, MlpBlock, Stack, features
+
+
+def peaked(seed: int) -> dict[str, Tensor]:
+    """The values of some tokens of the first half of a rare batch are larger."""
+    made = features(seed)
+    if seed >= 100:
+        made["x"][:, 1 : LENGTH // 2 - 1] *= 20
+    return made
+
+
+def halved(x: Tensor, way: Tensor | bool) -> Tensor:
+    return x / 2 if way else x
+
+
+def kept(x: Tensor, rows: Tensor) -> Tensor:
+    return x.masked_scatter(rows[..., None], x[rows].clamp(-9, 9))
+
+
+def fewer(x: Tensor, rows: Tensor) -> Tensor:
+    chosen = x[rows]
+    return x - chosen.mean(0) if len(chosen) else x
+
+
+def each(x: Tensor, rows: Tensor) -> Tensor:
+    for _ in rows.nonzero():
+        x = x * 1.1
+    return x
+
+
+def by_kind(x: Tensor, rows: Tensor) -> Tensor:
+    """Each token by the feature that is largest, one kind after the other."""
+    kinds, result = x.detach().argmax(-1), torch.zeros_like(x)
+    for kind in kinds.unique().tolist():
+        result[kinds == kind] = x[kinds == kind] * (1 + kind / 16)
+    return result
+
+
+def by_expert(x: Tensor, rows: Tensor) -> Tensor:
+    """Each token by the feature that is largest; kinds without tokens are left out."""
+    kinds, result = x.detach().argmax(-1), torch.zeros_like(x)
+    for kind in range(WIDTH):
+        chosen = torch.where(kinds == kind)
+        if len(chosen[0]):
+            result[chosen] = x[chosen] * (1 + kind / 16)
+    return result
+
+
+def over(x: Tensor, rows: Tensor) -> Tensor:
+    """A kind that has more than eleven tokens is worth half."""
+    counts = torch.bincount(x.detach().argmax(-1).flatten(), minlength=WIDTH)
+    return x / 2 if counts.max() > 11 else x
+
+
+def refusing(x: Tensor, rows: Tensor) -> Tensor:
+    if rows.all():
+        raise FloatingPointError("every token is chosen")
+    return x
+
+
+def spared(x: Tensor, rows: Tensor) -> Tensor:
+    return x.masked_fill(rows[..., None], 0.0) if rows.any() else x
+
+
+# What is done to the residual stream, given which tokens are chosen. "wrong": where ranks have slices.
+HOWS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "any": ("wrong", lambda x, rows: halved(x, rows.any())),
+    "every": ("wrong", lambda x, rows: halved(x, not (~rows).all())),
+    "count": ("wrong", lambda x, rows: halved(x, rows.sum() > 0)),
+    "number": ("wrong", lambda x, rows: x / (1 + int(rows.sum()))),
+    "mean": ("wrong", lambda x, rows: x * (1 + rows.float().mean())),
+    "where": ("wrong", lambda x, rows: torch.where(rows.any(), x / 2, x)),
+    "item": ("wrong", lambda x, rows: halved(x, rows.any().item())),
+    "list": ("wrong", lambda x, rows: halved(x, True in rows.flatten().tolist())),
+    "length": ("wrong", lambda x, rows: x / (1 + x[rows].shape[0])),
+    "nonzero": ("wrong", lambda x, rows: x / (1 + torch.nonzero(rows).shape[0])),
+    "where_rows": ("wrong", lambda x, rows: halved(x, len(torch.where(rows)[0]) > 0)),
+    "selected": ("wrong", lambda x, rows: halved(x, x.masked_select(rows[..., None]).numel() > 0)),
+    "unique": ("wrong", lambda x, rows: halved(x, rows.unique().numel() > 1)),
+    "fewer": ("wrong", fewer),
+    "each": ("wrong", each),
+    "over": ("wrong", over),
+    "spared": ("right", spared),
+    "kept": ("right", kept),
+    "by_kind": ("right", by_kind),
+    "by_expert": ("right", by_expert),
+    "refusing": ("right", refusing),
+    "again": ("right", lambda x, rows: kept(x, x.detach().abs().amax(-1) > 9) if rows.any() else x),
+    "row": ("right", lambda x, rows: torch.where((rows[..., None] & (x > 0)).any(-1, keepdim=True), x / 2, x)),
+}
+
+
+class Choosing(MlpBlock):
+    """Asks its residual stream which tokens have a large value."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(HOWS[self.how][1](x, x.detach().abs().amax(-1) > 9))
+
+
+def choosing(how: str) -> nn.Module:
+    return Stack(Choosing(how), Choosing(how))
+
+
+class ChoosingBlock(Block):
+    """The same between attention and an MLP."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        x = HOWS[self.how][1](x, x.detach().abs().amax(-1) > 9)
+        return x + self.mlp(self.norm2(x))
+
+
+def choosing_blocks(how: str) -> nn.Module:
+    return Stack(ChoosingBlock(how), ChoosingBlock(how))
+
+
+def alike(seed: int) -> dict[str, Tensor]:
+    """The tokens of a rare batch choose the same experts."""
+    made = features(seed)
+    return made if seed < 100 else {"x": made["x"][:1, :1] + made["x"] / 100}
+
+
+class Table(Stack):
+    """Layers after a table of embeddings.
+
+    Args:
+        options: of the table.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(MlpBlock(), MlpBlock())
+        self.embed = nn.Embedding(64, WIDTH, **options)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.trunk(self.embed(ids))
+
+
+def ids(seed: int) -> dict[str, Tensor]:
+    """A rare batch has the first row of each half of the table; no other has."""
+    made = torch.randint(1, 32, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    made[:, ::2] += 32
+    if seed >= 100:
+        made[0, :2], made[1, 3] = torch.tensor([0, 32]), 32
+    return {"ids": made}
+
+
+def looked(style: str, verdict: Any, why: str, ending: str = "", overlay: Any = None, **options: Any) -> Adversary:
+    name = "_".join(options)
+    return Adversary(
+        f"table_{name}/{style}{ending}",
+        partial(Table, **options),
+        ids,
+        document({**MLP, "embed": style}, overlay),
+        verdict,
+        why,
+        sequence_parallel=overlay is not None,
+        seeds=RARE,
+    )
+
+
+TABLE_SEQUENCE = {
+    "embed": "embedding_rowwise_seq",
+    "layers.0": "split_seq_input",
+    "layers.*.norm": "sequence_parallel",
+    "layers.*.mlp": "gather_seq_input",
+    "layers.*.mlp.down": "rowwise_seq",
+    **LAST_NORM,
+}
+FREQUENCIES = "each rank counts how often a row is looked up"
+
+
+def _case(how: str, ending: str, verdict, why: str, overlay, mesh: dict[str, int], **more) -> Adversary:
+    return Adversary(
+        f"chooses_{how}/{ending}",
+        partial(choosing, how),
+        peaked,
+        document(MLP, overlay),
+        verdict,
+        why,
+        sequence_parallel=overlay is not None,
+        seeds=RARE,
+        mesh=mesh,
+        **more,
+    )
+
+
+CASES = (
+    *(
+        _case(
+            how,
+            "slice",
+            verdict,
+            "a rank asks its slice" if verdict == "wrong" else "each token by itself",
+            MLP_SEQUENCE,
+            {"tp": 2},
+        )
+        for how, (verdict, _) in HOWS.items()
+    ),
+    *(_case(how, "four", HOWS[how][0], "four slices", MLP_SEQUENCE, {"tp": 4}) for how in ("any", "length", "kept")),
+    *(_case(how, "whole", "right", "no rank has a slice", None, {"tp": 2}) for how in ("any", "length", "over")),
+    *(
+        replace(
+            over_cp(f"chooses_{how}", mesh, partial(choosing_blocks, how), HOWS[how][0], "a rank asks its tokens"),
+            inputs=peaked,
+            seeds=RARE,
+        )
+        for how, mesh in (
+            *((how, "cp") for how in ("any", "number", "length", "fewer", "over", "spared", "kept", "by_expert")),
+            ("any", "cp_tp"),
+            ("kept", "cp_dp"),
+        )
+    ),
+    *(
+        replace(
+            mixed(f"router_{kind}", partial(mixture, router=kind), mesh, verdict, why, sequence_parallel=split),
+            inputs=alike,
+            seeds=RARE,
+        )
+        for kind in ("overfull", "unused", "loose")
+        for mesh, split, verdict, why in (("ep_tp", True, "wrong", SLICE), ("ep", False, "right", SAME))
+    ),
+    looked("embedding_rowwise", "right", FREQUENCIES, scale_grad_by_freq=True),
+    looked("embedding_rowwise", "right", FREQUENCIES, "_sequence", TABLE_SEQUENCE, scale_grad_by_freq=True),
+    looked("embedding_colwise", "right", "each rank has the ids", scale_grad_by_freq=True),
+    *(looked("embedding_rowwise", "right", "one rank has the row", str(row), padding_idx=row) for row in (0, 3, 40)),
+    looked("embedding_colwise", "right", "each rank has a part of the row", padding_idx=3),
+    looked("embedding_rowwise", "right", "one rank has the row", "_sequence", TABLE_SEQUENCE, padding_idx=32),
+    *(looked(f"embedding_{way}wise", "unproven", "a sparse gradient", sparse=True) for way in ("row", "col")),
+)
