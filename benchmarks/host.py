@@ -63,8 +63,8 @@ GROUPS: dict[str, tuple[Way, dict[str, tuple[Way, str]]]] = {
     "compiled per layer": (
         lambda config, mesh: compiled(alone(config, mesh)),
         {
-            "TP": (partial(planned, sp=False, compile={}), "<= 2.0"),
-            "SP": (partial(planned, sp=True, compile={}), "<= 2.2"),
+            "TP": (partial(planned, sp=False, compile=True), "<= 2.0"),
+            "SP": (partial(planned, sp=True, compile=True), "<= 2.2"),
         },
     ),
 }
