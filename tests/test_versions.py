@@ -145,3 +145,18 @@ def test_what_no_plan_fits_is_refused_in_older_releases_alone(release, codes, fi
     monkeypatch.setattr(types, "validate", lambda *_, **__: SimpleNamespace(diagnostics=found, ok=False, proven=False))
     monkeypatch.setattr(types, "version", lambda _: release)
     assert types.judged("jamba") == (fits, "refused: SP401" if fits else "wrong: SP401: wrong")
+
+
+@pytest.mark.torch
+def test_types_are_judged_with_experts_that_a_router_chooses_from(monkeypatch):
+    """Of one expert, HunYuan's default, the weights are 1: the router has no gradient, and before transformers 5.18 no other result."""
+    from tests.versions import types
+
+    seen = []
+
+    def validate(config, *_, **__):
+        seen.append(config)
+        return SimpleNamespace(diagnostics=[], ok=True, proven=True)
+
+    monkeypatch.setattr(types, "validate", validate)
+    assert types.judged("hunyuan_v1_moe") == (True, RIGHT) and seen[0].num_experts > seen[0].moe_topk > 1

@@ -19,7 +19,7 @@ from .environment import BUILD, ROOT
 RIGHT = "right"
 ONCE = ("names", "quick")  # parts with one line; the others have one for each run and each type
 FILES = ("shardplan", "plans", "tests")
-JUDGES = ("tests/versions/runs.py", "tests/versions/types.py")
+JUDGES = ("tests/versions/runs.py", "tests/versions/types.py", "tests/zoo/experts.py")
 
 
 @dataclass(frozen=True)
