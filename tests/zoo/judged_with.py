@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -53,7 +52,7 @@ def ours(*plans: str, judges: tuple[str, ...] = JUDGES) -> str:
 
 @cache
 def code(judges: tuple[str, ...]) -> str:
-    """The digest of our code, whose judgements are compared; comments, docstrings and layout decide nothing."""
+    """The digest of our code, whose judgements are compared; as text, since a judge's Python may not be that of the environment it judges."""
     files = [
         *(path for path in (ROOT / "shardplan").rglob("*.py") if path.relative_to(ROOT).parts[1] not in NOT_RUN),
         *(path for name in judges for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.suffix in READ),
@@ -61,20 +60,7 @@ def code(judges: tuple[str, ...]) -> str:
         ROOT / "tests" / "model_settings.py",
         ROOT / "tests" / "diffusion_models.py",
     ]
-    return _digest(*(f"{path.relative_to(ROOT)}\n{_meaning(path)}" for path in sorted(files)))
-
-
-def _meaning(path: Path) -> str:
-    text = path.read_text("utf-8")
-    if path.suffix != ".py":
-        return text
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node, clean=False
-        ):
-            del node.body[0]
-    return ast.dump(tree)
+    return _digest(*(f"{path.relative_to(ROOT)}\n{path.read_text('utf-8')}" for path in sorted(files)))
 
 
 def is_current(row: Judged, part: str) -> bool:
