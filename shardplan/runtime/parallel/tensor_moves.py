@@ -221,7 +221,7 @@ class _SumGradients(torch.autograd.Function):
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float | Tensor) -> Tensor:
         ctx.factor = factor
         return x.view_as(x)
 
