@@ -69,7 +69,7 @@ def main() -> None:
                     model, reduced_model.inputs(), tree
                 )
             ),
-            *(milliseconds(lambda one=one, recorded=recorded: check_layout(one, recorded)) for one in bound),
+            *(milliseconds(lambda one=one, recorded=recorded: check_layout(one, [recorded])) for one in bound),
         ]
         print(f"| {name} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)
 

@@ -196,7 +196,7 @@ def checked(
     """The plan with what the layout check saw in a run of the model in that mode."""
     model = made(build, recorded)
     plan = bound(model, rules, tp)
-    report = check_layout(plan, RecordedModel(model, inputs_of(build), plan.tree))
+    report = check_layout(plan, [RecordedModel(model, inputs_of(build), plan.tree)])
     return report.onto(plan), report
 
 

@@ -45,7 +45,7 @@ def checked(
     assert not [d for d in parsed.diagnostics if d.is_error], parsed.diagnostics
     resolved, about = bind(parsed.plan, recorded.tree, MeshSizes(tp=tp), overlays_of(sequence_parallel))
     assert not [d for d in about if d.is_error], about
-    return check_layout(resolved, recorded, help=help)
+    return check_layout(resolved, [recorded], help=help)
 
 
 def test_ids_that_a_rule_would_gather_are_found() -> None:
@@ -430,7 +430,7 @@ def test_a_module_that_does_not_run_may_read_what_is_below_it() -> None:
     recorded = RecordedModel(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
     plan = parse_plan({"version": "1", "name": "own", "tensor_parallel": SPLIT}).plan
     resolved, _ = bind(plan, recorded.tree, MeshSizes(tp=2))
-    report = check_layout(resolved, recorded)
+    report = check_layout(resolved, [recorded])
     assert "idle" not in report.cross_module_reads
     program = lower(replace(resolved, cross_module_reads=report.cross_module_reads))
     assert {name for name, _ in program.modules["idle"].also_reads} == {"out_proj"}
@@ -487,7 +487,7 @@ def test_a_tp_size_is_needed() -> None:
     recorded = recorded_of("llama")
     resolved, _ = bind(parse_plan("llama").plan, recorded.tree, MeshSizes())
     with pytest.raises(ValueError, match="tp size"):
-        check_layout(resolved, recorded)
+        check_layout(resolved, [recorded])
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)

@@ -409,7 +409,7 @@ def wrong_norm(search: Search | None) -> LayoutReport:
     plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
     recorded = recorded_of("qwen3")
     resolved, _ = bind(plan.plan, recorded.tree, MeshSizes(tp=2))
-    return check_layout(resolved, recorded, search=search)
+    return check_layout(resolved, [recorded], search=search)
 
 
 @pytest.mark.parametrize("left", [Search(tries=0), Search(seconds=0.0)], ids=["tries", "seconds"])

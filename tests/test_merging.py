@@ -359,7 +359,7 @@ def test_a_sum_after_a_dropout() -> None:
     for block in real.blocks:
         block.drop.p = 0.1
     plan = bound(model, SUMMED)
-    report = check_layout(plan, RecordedModel(model, inputs_of(Stack), plan.tree))
+    report = check_layout(plan, [RecordedModel(model, inputs_of(Stack), plan.tree)])
     assert report.ok and {name for _, name in report.through} == {"blocks.0.drop", "blocks.1.drop"}
     real = tree_of(real)
     assert (
@@ -439,7 +439,7 @@ def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: in
     model = subject(name, 2)
     parsed = from_hf_tp_plan(*hf_tp_plan(model.recorded.model))
     plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
-    report = check_layout(plan, model.recorded)
+    report = check_layout(plan, [model.recorded])
     assert report.ok
     seen = report.onto(plan)
     expected = expected_collectives(lower(seen).modules)
@@ -467,7 +467,7 @@ def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
     """The number of collectives is read off the layout check's run; that they are so many is decided when the model runs."""
     model = subject(name, 2)
     plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), overlays_of(sp))[0]
-    seen = check_layout(plan, model.recorded).onto(plan)
+    seen = check_layout(plan, [model.recorded]).onto(plan)
     sharded = copy.deepcopy(model.models[torch.float32])
     with fake_mesh(2) as mesh:
         apply_program(sharded, read_mesh(mesh), lower(seen), src_data_rank=None)
@@ -486,7 +486,7 @@ def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
 def test_parallel_residuals_are_reduced_once(name: str, sp: bool) -> None:
     model = subject(name, 2)
     plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), overlays_of(sp))[0]
-    report = check_layout(plan, model.recorded)
+    report = check_layout(plan, [model.recorded])
     assert report.ok
     found = expected_collectives(lower(report.onto(plan)).modules)
     operation = "reduce_scatter" if sp else "all_reduce"
@@ -499,7 +499,7 @@ def test_facts_of_the_small_copy_hold_for_all_layers() -> None:
     model = subject("llama", 2)
     parsed = from_hf_tp_plan(*hf_tp_plan(model.recorded.model))
     plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
-    report = check_layout(plan, model.recorded)
+    report = check_layout(plan, [model.recorded])
     alike = Alike(find("llama").tree, model.tree)
     reads, incoming = shared_reads_of(alike, report.shared_reads), incoming_of(alike, report.incoming)
     for found, seen in ((reads, report.shared_reads), (incoming, report.incoming)):

@@ -141,7 +141,7 @@ class Case:
         recorded = RecordedModel(model, {"input_ids": torch.arange(8).view(2, 4)}, tree)
         document = {"version": "1", "name": "case", "tensor_parallel": {**SPLIT, **(rules or {})}}
         plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2))
-        report = check_layout(plan, recorded)
+        report = check_layout(plan, [recorded])
         assert not findings and report.ok, [*findings, *report.diagnostics]
         plan = report.onto(plan) if merged else replace(plan, incoming=report.incoming)
         real = tree if own is None else tree_of(Model(own))

@@ -274,7 +274,7 @@ def counted_again(before: Entry) -> Entry:
     counted = {}
     for word in before.collectives:
         resolved, _ = bind(plan, recorded.tree, MeshSizes(tp=SIZES[0]), overlays_of(word == "sp"))
-        report = check_layout(resolved, recorded, help=False)
+        report = check_layout(resolved, [recorded], help=False)
         counted[word] = report.onto(resolved)
     return communicating(before, counted, recorded, found.tree)
 

@@ -33,11 +33,9 @@ def cut_parts(found: FoundModel, patterns: Iterable[str]) -> dict[str, int | lis
         made = next((product for product in flow.products.values() if product.name in names), None)
         module = found.tree.modules[modules[0]] if modules else None
         weight = module.parameter("weight") if module is not None else None
-        if made is None or module is None or weight is None:
-            continue
-        if (said := lengths.packed(flow, made, features(module, weight, "out"))) is not None:
-            parts[pattern] = said
-    return parts
+        if made is not None and module is not None and weight is not None:
+            parts[pattern] = lengths.packed(flow, made, features(module, weight, "out"))
+    return {pattern: said for pattern, said in parts.items() if said is not None}
 
 
 def _modules(tree: ModuleTree, pattern: str) -> list[str]:

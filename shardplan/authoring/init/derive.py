@@ -22,6 +22,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, block, full_name, part
 from shardplan.model import FoundModel
+from shardplan.model.forward_code import argument_names
 from shardplan.styles import STYLES
 
 from .distributed import with_distributed
@@ -101,32 +102,16 @@ def derive(
     if layouts.random is not None:
         raise PlanError((layouts.random,))
     tree = replace(recorded_models[0].tree, base_prefix="")
-    trials, searched = _with_kinds(recorded_models, tree, found.tree, tp, progress, sequence_parallel=sequence_parallel)
-    result, whole = searched.draft, searched.whole
+    derived = _with_kinds(recorded_models, tree, found.tree, tp, progress, sequence_parallel=sequence_parallel)
     progress("distributing the experts")
-    distributed = with_distributed(ModelLayouts(found, tp, tp), result) if expert_parallel else result
-    no_experts = distributed if isinstance(distributed, str) else None
-    result = result if isinstance(distributed, str) else distributed
-    return Derived(
-        result,
-        recorded_models[0].tree,
-        whole,
-        BOUNDS.drafts - trials.search.tries,
-        searched.no_overlay,
-        no_experts,
-        pipeline_section(recorded_models, found.tree),
-        searched.gathered,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """The results for one way of naming the layers, as the fields of `Derived`."""
-
-    draft: Draft
-    whole: tuple[Whole, ...]
-    gathered: tuple[Whole, ...]
-    no_overlay: str | None
+    if expert_parallel:
+        distributed = with_distributed(ModelLayouts(found, tp, tp), derived.draft)
+        derived = (
+            replace(derived, no_experts=distributed)
+            if isinstance(distributed, str)
+            else replace(derived, draft=distributed)
+        )
+    return replace(derived, pipeline=pipeline_section(recorded_models, found.tree))
 
 
 def _with_kinds(
@@ -137,7 +122,7 @@ def _with_kinds(
     progress: Callable[[str], None],
     *,
     sequence_parallel: bool,
-) -> tuple[DraftTrials, Searched]:
+) -> Derived:
     """The results with separate patterns for kinds of layers, where they make one plan; else those without.
 
     Args:
@@ -147,17 +132,16 @@ def _with_kinds(
     told, own = kinded(reduced, tree)
     if told is not reduced:
         trials = DraftTrials(recorded_models, tp, told)
-        searched = _search(trials, own, progress, sequence_parallel=sequence_parallel)
-        draft = together(searched.draft, told)
-        if draft is not None and _is_right(trials, draft):
-            return trials, replace(searched, draft=draft)
-    trials = DraftTrials(recorded_models, tp, reduced)
-    return trials, _search(trials, tree, progress, sequence_parallel=sequence_parallel)
+        derived = _search(trials, own, progress, sequence_parallel=sequence_parallel)
+        draft = together(derived.draft, told)
+        if draft is not None and trials.right(draft):
+            return replace(derived, draft=draft, tries=BOUNDS.drafts - trials.search.tries)
+    return _search(DraftTrials(recorded_models, tp, reduced), tree, progress, sequence_parallel=sequence_parallel)
 
 
 def _search(
     trials: DraftTrials, tree: ModuleTree, progress: Callable[[str], None], *, sequence_parallel: bool
-) -> Searched:
+) -> Derived:
     """Rules for all groups that can be split, for the vocabulary, and, where wanted, for the sequence.
 
     Args:
@@ -193,7 +177,8 @@ def _search(
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(trials, with_whole_named(result, trials.tree, trials.tp))
     whole += list(_alone(flow, tree, draft, {name for one in (*whole, *gathered) for name in one.patterns}))
-    return Searched(result, tuple(whole), tuple(gathered), reason)
+    tries = BOUNDS.drafts - trials.search.tries
+    return Derived(result, trials.recorded_models[0].tree, tuple(whole), tries, reason, gathered=tuple(gathered))
 
 
 def _alone(flow: Flow, tree: ModuleTree, draft: Draft, told: Collection[str]) -> Iterator[Whole]:
@@ -221,12 +206,6 @@ def _whole(group: Group, why: Forbidden) -> Whole:
     """The parts that stay whole in a group of one kind of layers, with a plan's patterns."""
     matrices = dict.fromkeys(map(plain, (*group.columns, *group.rows)))
     return Whole(tuple(matrices), why)
-
-
-def _is_right(trials: DraftTrials, draft: Draft) -> bool:
-    overlays = (False, True) if draft.sequence_parallel else (False,)
-    reports = [trials.report(draft, overlay=overlay) for overlay in overlays]
-    return all(report is not None and report.ok for report in reports)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
@@ -264,10 +243,8 @@ def with_vocabulary(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft:
     embeddings, heads = [], []
     for product in dict.fromkeys(flow.products.values()):
         module = trials.tree.modules.get(product.name)
-        if module is None:
-            continue
-        weight = module.parameter("weight")
-        if weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
+        weight = None if module is None else module.parameter("weight")
+        if module is None or weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
             continue
         pattern = trials.tree.pattern(product.name)
         if pattern != product.name and block(product.name) != product.name:
@@ -316,8 +293,9 @@ def with_block_inputs(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft:
         pattern = trials.tree.pattern(read.module)
         rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if rule["style"] == "replicate" or rule == PARTIAL:
-            argument = argument_of_input(trials, read.module, read.argument)
-            block_inputs[pattern] = {"style": BLOCK_INPUT, **(argument or moved_alike(flow, pattern))}
+            first = argument_names(trials.recorded_models[0].model.get_submodule(read.module))[0]
+            moved = moved_alike(flow, pattern) if read.argument == first else {"argument": read.argument}
+            block_inputs[pattern] = {"style": BLOCK_INPUT, **moved}
         if rule == PARTIAL:  # a block input does not concern the module's own parameters
             own = partial_gradients(pattern, trials.tree.modules[read.module])
             block_inputs |= {name: options for name, options in own.items() if name not in draft.tensor_parallel}
@@ -350,9 +328,3 @@ def moved_alike(flow: Flow, pattern: str) -> Options:
     """The block input's option that moves the arguments that are the same tensor as the first."""
     alike = dict.fromkeys(flow.alike(pattern), BLOCK_INPUT)
     return {"arguments": alike} if alike else {}
-
-
-def argument_of_input(trials: DraftTrials, module: str, argument: str | None) -> Options:
-    """The option that names the argument that a block input moves, where it is not the first."""
-    first = trials.first_argument(module)
-    return {} if argument == first else {"argument": argument}

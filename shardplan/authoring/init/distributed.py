@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shardplan.compiler.bind import bind
-from shardplan.compiler.check import check as check_structure
+from shardplan.compiler.layout.layout_check import bound_to
 from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
 from shardplan.core.plan import Overlays, overlays_of
@@ -64,9 +63,8 @@ def _reason(layouts: ModelLayouts, tree: ModuleTree, draft: Draft) -> str | None
         overlays_of(on, layouts.sizes) for on in (False, True) if draft.sequence_parallel or not on
     ]
     for overlays in wanted:
-        resolved, about = bind(plan, tree, layouts.sizes, overlays)
-        found = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
-        found = found or list(layouts.check_copy(resolved).diagnostics)
+        resolved, errors = bound_to(tree, plan, layouts.sizes, overlays)
+        found = errors or layouts.check_copy(resolved).diagnostics
         if found:
             where = next((note for note in found[0].notes if "`" in note), "")
             return f"{found[0].message} ({where})" if where else found[0].message
@@ -139,13 +137,9 @@ class Distribution:
     def _shared(self) -> tuple[str, ...]:
         """Split children of the block that have no input move and reduction of their own."""
         assert self.block is not None
-        found = []
-        for child in self.tree.children[self.block]:
-            pattern = self.tree.pattern(child)
-            split = any(rule.startswith(f"{pattern}.") for rule in self.draft.tensor_parallel)
-            if split and child != self.experts and pattern not in self.draft.tensor_parallel:
-                found.append(pattern)
-        return tuple(found)
+        others = (self.tree.pattern(child) for child in self.tree.children[self.block] if child != self.experts)
+        rules = self.draft.tensor_parallel
+        return tuple(p for p in others if p not in rules and any(rule.startswith(f"{p}.") for rule in rules))
 
     def _reduced(self, shared: str) -> Options:
         """The rule for a child's input move and, unless its last matrix reduces its result itself, for its reduction."""

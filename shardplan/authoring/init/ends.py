@@ -35,21 +35,14 @@ class Ends:
     @cached_property
     def starts(self) -> dict[str, int]:
         """Modules whose own code ran -> the number of the first operation."""
-        first: dict[str, int] = {}
-        for number, event in enumerate(self.flow.run.events):
-            if event.kind == "op":
-                first.setdefault(event.module, number)
-        return first
+        numbered = reversed([*enumerate(self.flow.run.events)])
+        return {event.module: number for number, event in numbered if event.kind == "op"}
 
     @cached_property
     def order(self) -> dict[str, int]:
         """Modules that ran -> the number of the last operation."""
-        last: dict[str, int] = {}
-        for number, event in enumerate(self.flow.run.events):
-            if event.kind == "op":
-                for name in (event.module, *ancestors(event.module)):
-                    last[name] = number
-        return last
+        numbered = ((number, event) for number, event in enumerate(self.flow.run.events) if event.kind == "op")
+        return {name: number for number, event in numbered for name in (event.module, *ancestors(event.module))}
 
     @property
     def first(self) -> str:

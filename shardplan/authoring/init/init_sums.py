@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.compiler.layout.mergeable_sums import SharedSum, in_every_block
+from shardplan.compiler.layout.mergeable_sums import in_every_block
 from shardplan.compiler.layout.solver.draft import Draft, DraftTrials, Options
 from shardplan.core.tree import block, element
 
@@ -22,9 +22,7 @@ def with_sums(trials: DraftTrials, draft: Draft) -> Draft:
         "sequence_parallel": {pattern: sums for pattern, sums in changed.items() if sums != whole.get(pattern)},
     }
     more = replace(draft, sums={section: rules for section, rules in sums.items() if rules})
-    overlays = (False, True) if draft.sequence_parallel else (False,)
-    reports = [trials.report(more, overlay=overlay) for overlay in overlays]
-    return more if more.sums and all(report is not None and report.ok for report in reports) else draft
+    return more if more.sums and trials.right(more) else draft
 
 
 def _declared(trials: DraftTrials, draft: Draft, *, overlay: bool) -> Mapping[str, Options]:
@@ -36,13 +34,10 @@ def _declared(trials: DraftTrials, draft: Draft, *, overlay: bool) -> Mapping[st
     for one in report.sums:
         pattern = tree.pattern(block(one.closer))
         blocks = [name for name in tree.modules if element(name) and tree.pattern(name) == pattern]
-        if pattern not in found and in_every_block(report.sums, blocks) and _only_dropouts(trials, one):
+        only_dropouts = all(tree.modules[name].kind == "dropout" for name in one.through)
+        if pattern not in found and in_every_block(report.sums, blocks) and only_dropouts:
             inside = f"{block(one.closer)}."
             found[pattern] = {"sum_outputs": [name.removeprefix(inside) for name in one.members]}
             if one.through:  # with active dropouts, the sums are reduced separately
                 found[pattern] = {**found[pattern], "optional": True}
     return found
-
-
-def _only_dropouts(trials: DraftTrials, one: SharedSum) -> bool:
-    return all(trials.tree.modules[name].kind == "dropout" for name in one.through)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def kinded(reduced: ModuleTree, tree: ModuleTree) -> tuple[ModuleTree, ModuleTre
             classes.setdefault(reduced.pattern(name), {}).setdefault(module.class_name, []).append(name)
     patterns: dict[tuple[str, str], str] = {}
     for pattern, found in classes.items():
-        if len(found) > 1 and any(map(_has_state(reduced), (name for names in found.values() for name in names))):
+        if len(found) > 1 and any(_has_state(reduced, name) for names in found.values() for name in names):
             for class_name, names in found.items():
                 patterns[pattern, class_name] = _numbered(names)
     if not patterns:
@@ -57,17 +57,13 @@ def _numbered(names: Iterable[str]) -> str:
     return full_name(above, f"{{{','.join(number for _, _, number, _ in split)}}}.{last}")
 
 
-def _has_state(tree: ModuleTree) -> Callable[[str], bool]:
-    def has_state(name: str) -> bool:
-        below = [module for other, module in tree.modules.items() if other == name or other.startswith(f"{name}.")]
-        own = below[0]
-        return (
-            any(module.kind == "depthwise" for module in below)
-            or any(len(p.shape) == 1 for p in own.parameters)
-            or any(own.buffers.values())  # decays for each head
-        )
-
-    return has_state
+def _has_state(tree: ModuleTree, name: str) -> bool:
+    below = [module for other, module in tree.modules.items() if f"{other}.".startswith(f"{name}.")]
+    return (
+        any(module.kind == "depthwise" for module in below)
+        or any(len(p.shape) == 1 for p in tree.modules[name].parameters)
+        or any(tree.modules[name].buffers.values())  # decays for each head
+    )
 
 
 def _told(tree: ModuleTree, patterns: Mapping[tuple[str, str], str]) -> KindedTree:
@@ -92,14 +88,10 @@ def together(draft: Draft, tree: ModuleTree) -> Draft | None:
     """
     if not isinstance(tree, KindedTree):
         return draft
-    split = _joined(draft.tensor_parallel, {}, tree)
-    if split is None:
+    split, sequence = _joined(draft.tensor_parallel, {}, tree), draft.sequence_parallel
+    sliced = None if sequence is None else _joined(sequence, draft.tensor_parallel, tree)
+    if split is None or (sliced is None and sequence is not None):
         return None
-    sliced = None
-    if draft.sequence_parallel is not None:
-        sliced = _joined(draft.sequence_parallel, draft.tensor_parallel, tree)
-        if sliced is None:
-            return None
     norms = {plain(norm): {plain(p): o for p, o in rules.items()} for norm, rules in draft.together.items()}
     return replace(draft, tensor_parallel=split, sequence_parallel=sliced, together=norms)
 

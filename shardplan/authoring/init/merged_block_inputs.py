@@ -56,12 +56,14 @@ def _moved(trials: DraftTrials, tree: ModuleTree, draft: Draft, report: LayoutRe
 
 def _width(trials: DraftTrials, flow: Flow, tree: ModuleTree, pattern: str) -> int | None:
     """The width of a part's input; None where no matrix in the part reads this input."""
-    for event in flow.run.events:
-        if event.kind == "enter" and trials.tree.pattern(event.module) == pattern:
-            for product in flow.products.values():
-                if event.inputs[0] in product.inputs and product.name.startswith(f"{event.module}."):
-                    return _features(tree, trials.tree.pattern(product.name))
-    return None
+    readers = (
+        product.name
+        for event in flow.entries(pattern)
+        for product in flow.products.values()
+        if event.inputs[0] in product.inputs and product.name.startswith(f"{event.module}.")
+    )
+    name = next(readers, None)
+    return None if name is None else _features(tree, trials.tree.pattern(name))
 
 
 def _features(tree: ModuleTree, pattern: str) -> int | None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardplan.authoring.context_section import NoSection, context_section
+from shardplan.compiler.check.check_words import join
 from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Rules, is_alternative
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
@@ -199,9 +200,9 @@ def _description(derived: Derived) -> str:
     outside = [rule for rule in rules if "*" not in rule]
     vocabulary = [rule for rule in outside if derived.draft.tensor_parallel[rule]["style"] in VOCABULARY]
     alone = [rule for rule in outside if rule not in vocabulary]
-    words = [f"{_listed(list(parts))} of each layer"] if parts else []
-    words += [_listed(alone)] if alone else []
-    words += [f"{_listed(vocabulary)} over the vocabulary"] if vocabulary else []
+    words = [f"{join(parts, 'and')} of each layer"] if parts else []
+    words += [join(alone, "and")] if alone else []
+    words += [f"{join(vocabulary, 'and')} over the vocabulary"] if vocabulary else []
     distributed = ", and distributes the experts over ep ranks" if derived.draft.distributed else ""
     return f"Splits {', and '.join(words)}{distributed}."
 
@@ -212,10 +213,6 @@ def _part(pattern: str) -> str:
     if first.isdigit() and others:
         return others[0]
     return others[1] if len(others) > 1 and others[0] == "*" else first
-
-
-def _listed(words: list[str]) -> str:
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
 def _kept(found: FoundModel, whole: Whole, code: Code, words: str) -> Diagnostic:

@@ -15,7 +15,6 @@ from shardplan.compiler.layout.solver.draft import (
     DraftTrials,
     Options,
     Rules,
-    alternative,
     partial_gradients,
 )
 from shardplan.compiler.layout.solver.flow import Flow
@@ -68,17 +67,14 @@ def _with_list(trials: DraftTrials, flow: Flow, draft: Draft, listing: str) -> D
     candidates = list(overlay.candidates())
     if overlay.ends.length % trials.tp:
         return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={trials.tp} does not divide"
-    for candidate in Overlay(trials, flow, draft, listing, by_token=True).candidates():
-        if candidate not in candidates:
-            report = trials.report(candidate, overlay=True)
-            if report is not None and report.ok:
-                return candidate
+    by_token = Overlay(trials, flow, draft, listing, by_token=True).candidates()
+    only_right = [candidate for candidate in by_token if candidate not in candidates]  # nothing is repaired in these
     counts: dict[int, int] = {}  # candidate -> the number of its errors
-    for number, candidate in enumerate(candidates):
+    for number, candidate in enumerate((*only_right, *candidates), -len(only_right)):
         report = trials.report(candidate, overlay=True)
         if report is not None and report.ok:
             return candidate
-        if report is not None and len(report.diagnostics) <= BOUNDS.overlay_errors:
+        if number >= 0 and report is not None and len(report.diagnostics) <= BOUNDS.overlay_errors:
             counts[number] = len(report.diagnostics)
     for number in sorted(counts, key=lambda number: (counts[number], number))[: BOUNDS.overlays_fixed]:
         found = trials.fixed(candidates[number], overlay=True)
@@ -274,7 +270,7 @@ class Overlay:
                 container = container or bool(moved)
                 rules[rule] = {**options, **GATHERS, **self._arguments(rule, options), **moved}
         for rule, options in inside.items():
-            if options["style"] == "rowwise" and not container and self._is_module(rule):
+            if options["style"] == "rowwise" and not container and rule in map(self.tree.pattern, self.tree.modules):
                 rules[rule] = {**options, "style": "rowwise_seq"}
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
@@ -282,10 +278,6 @@ class Overlay:
                 rules[rule] = {**options, "style": "reduce_seq_input"}
                 norm = next(m for name, m in self.tree.modules.items() if self.tree.pattern(name) == rule)
                 rules |= partial_gradients(rule, norm)
-        other = self.draft.tensor_parallel.get(alternative(pattern))
-        if other is not None:
-            moved = {"output": "reduce_scatter"} if "output" in other else {}
-            rules[alternative(pattern)] = {**other, **GATHERS, **moved}
         nested = any(options["style"] == BLOCK_INPUT for options in inside.values())
         if self._reads_split(child, inside):
             rules |= {rule: {**o, "style": "colwise_seq"} for rule, o in inside.items() if o["style"] == "colwise"}
@@ -335,9 +327,6 @@ class Overlay:
             p for p in self.flow.products.values() if read.intersection(p.inputs) and p.name.startswith(f"{child}.")
         )
         return any(inside.get(self.tree.pattern(p.name), {}).get("style") == "rowwise" for p in made)
-
-    def _is_module(self, pattern: str) -> bool:
-        return any(self.tree.pattern(name) == pattern for name in self.tree.modules)
 
     def _whole(self, module: ModuleInfo, pattern: str) -> Rules:
         below = [

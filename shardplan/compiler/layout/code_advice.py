@@ -27,10 +27,9 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
 
 def _uneven(plan: ResolvedPlan, module: str) -> str | None:
     """Another tp, where a module counts heads that tp does not divide."""
-    for name, size in plan.tree.modules[module].numbers.items():
-        if role(name) == "heads" and size % (plan.sizes.tp or 1):
-            return f"choose a tp that divides {name}, which is {size} in {module}: a rank computes with whole heads"
-    return None
+    heads = ((name, size) for name, size in plan.tree.modules[module].numbers.items() if role(name) == "heads")
+    said = "choose a tp that divides {}, which is {} in {}: a rank computes with whole heads"
+    return next((said.format(name, n, module) for name, n in heads if n % (plan.sizes.tp or 1)), None)
 
 
 def _of_line(plan: ResolvedPlan, finding: Finding) -> str | None:

@@ -16,9 +16,7 @@ def find_cross_module_reads(run: Trace, tied: Iterable[tuple[str, ...]]) -> Mapp
     """
     names_of = {name: group for group in tied for name in group}
     found: dict[str, dict[str, None]] = {event.module: {} for event in run.events}
-    for event in run.events:
-        if event.kind != "op":
-            continue
+    for event in (event for event in run.events if event.kind == "op"):
         for number in event.inputs:
             if (known := run.parameters.get(number)) is not None:
                 names = (n for n in names_of.get(known, (known,)) if below(parent(n), event.module))

@@ -42,9 +42,7 @@ class DrawingOperand:
 def drawing_operands(run: Trace, typed: TypedRun) -> tuple[DrawingOperand, ...]:
     """The drawing operands of a typed run, each once."""
     found: dict[DrawingOperand, None] = {}
-    for event in run.events:
-        if event.kind != "op":
-            continue
+    for event in (event for event in run.events if event.kind == "op"):
         if event.place[2] == "atom" and event.inputs:
             found[DrawingOperand(event.module, "", None, typed.type_of(event.inputs[0]).kind)] = None
         elif event.name in ELEMENTWISE | WHOLE_FEATURES:

@@ -55,13 +55,10 @@ def _with_flags(value: str | None, old: Rule) -> str | None:
 
 def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] | None:
     """The alternatives of a rule's pattern that reach only unchanged names; None if one reaches changed and unchanged names."""
-    kept = []
-    for text, names in _reached(plan, old):
-        if names & changed and names - changed:
-            return None
-        if not names & changed:
-            kept.append(text)
-    return tuple(kept)
+    reached = [*_reached(plan, old)]
+    if any(names & changed and names - changed for _, names in reached):
+        return None
+    return tuple(text for text, names in reached if not names & changed)
 
 
 def _reached(plan: ResolvedPlan, rule: Rule) -> Iterator[tuple[str, set[str]]]:

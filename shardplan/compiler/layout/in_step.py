@@ -37,9 +37,7 @@ class InStep:
         if not here.isdecimal():
             return place
         own = self._positions((module, call)).get(int(here), int(here))
-        if own is None:
-            return None
-        return module, call, f"{own}.{reading}" if dot else own
+        return None if own is None else (module, call, f"{own}.{reading}" if dot else own)
 
     def _positions(self, scope: tuple[str, int]) -> _Positions:
         """Positions that differ."""

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
 from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
-from shardplan.core.mesh import Axis
+from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.module_program import Draws
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.plan import Assignment, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ModuleTree, ancestors, full_name
-from shardplan.model.reduced import ReducedModel
 from shardplan.styles.boundary import returns_tokens
 
 from .code_advice import advice
@@ -131,7 +131,7 @@ class LayoutReport:
 
 def check_layout(
     resolved: ResolvedPlan,
-    reduced_model: ReducedModel | RecordedModel | Sequence[RecordedModel],
+    recorded_models: Sequence[RecordedModel],
     *,
     help: bool = True,
     search: Search | None = None,
@@ -140,13 +140,12 @@ def check_layout(
 
     Args:
         resolved: the plan, bound to the reduced model's tree, with a tp size and without structural errors.
-        reduced_model: the reduced model, or recorded models with its unsharded runs, which serve many plans.
+        recorded_models: the reduced model with its unsharded runs, one for each kind of input; they serve many plans.
         help: look for the changes that fix the findings; each costs a run.
         search: the limit of that search; None: as much as for a plan of its own.
     """
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
-    recorded_models = _recorded(resolved, reduced_model)
     if resolved.axis is Axis.CP and returns_tokens(
         resolved
     ):  # labels are cut before the model is called, so it must not shift them
@@ -189,25 +188,20 @@ def check_layout(
     )
 
 
+def bound_to(
+    tree: ModuleTree, plan: PlanFile, sizes: MeshSizes, overlays: Overlays
+) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
+    """A plan bound to the tree of a reduced model, and its errors there: those of binding, and the structural ones."""
+    resolved, about = bind(plan, tree, sizes, overlays)
+    return resolved, tuple(d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error)
+
+
 def _joined(reads: Iterable[Mapping[str, tuple[str, ...]]]) -> Mapping[str, tuple[str, ...]]:
     joined: dict[str, dict[str, None]] = {}
     for one in reads:
         for module, names in one.items():
             joined.setdefault(module, {}).update(dict.fromkeys(names))
     return {module: tuple(names) for module, names in joined.items()}
-
-
-def _recorded(
-    resolved: ResolvedPlan, reduced_model: ReducedModel | RecordedModel | Sequence[RecordedModel]
-) -> Sequence[RecordedModel]:
-    if isinstance(reduced_model, RecordedModel):
-        return [reduced_model]
-    if isinstance(reduced_model, ReducedModel):
-        return [
-            RecordedModel(reduced_model.build(), reduced_model.inputs(kind=kind), resolved.tree)
-            for kind in reduced_model.kinds
-        ]
-    return reduced_model
 
 
 def _explain(

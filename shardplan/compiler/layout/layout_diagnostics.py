@@ -156,7 +156,7 @@ def diagnostic(
         primary=primary,
         notes=tuple(_notes(first)),
         help=_help(first, repair) if repair else None,
-        modules=tuple(dict.fromkeys(_place(f) for f in findings)),
+        modules=tuple(dict.fromkeys(f.subject for f in findings)),
     )
 
 
@@ -164,10 +164,6 @@ def _help(first: Finding, repair: Repair) -> str:
     if first.kind != "output" or repair.new is None or repair.new.style != GATHERED:
         return repair.help
     return f"{repair.help}; `{SPLIT}` keeps it split, `{FUSED}` lets the loss make it a chunk of tokens at a time"
-
-
-def _place(finding: Finding) -> str:
-    return finding.subject
 
 
 def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:

@@ -6,6 +6,7 @@ for `shardplan init`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -139,9 +140,8 @@ def shared_sums(run: Trace, outputs: Iterable[tuple[int, str]]) -> tuple[SharedS
         run: the run of a rank.
         outputs: (value, module) for each partial sum that a module reduces at its output, in the order of the run.
     """
-    times = dict.fromkeys((module for _, module in outputs), 0)
-    for _, module in outputs:
-        times[module] += 1
+    outputs = tuple(outputs)
+    times = Counter(module for _, module in outputs)
     once = [(number, module) for number, module in outputs if times[module] == 1 and element(block(module))]
     found = []
     for home, members in groupby(once, key=lambda one: block(one[1])):

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from shardplan.compiler.bind import bind
-from shardplan.compiler.check import check as check_structure
 from shardplan.compiler.check.exchanged_heads import exchanges_heads, heads_shared_over_cp
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import Axis, MeshSizes
@@ -35,7 +34,7 @@ from .drawing_operands import OWN_CODE, DrawingOperand
 from .draws import WHOLE, Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .expert_reads import outside_findings
-from .layout_check import LayoutReport, Search, check_layout
+from .layout_check import LayoutReport, Search, bound_to, check_layout
 from .layout_diagnostics import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
 from .read_results import read_results_of
@@ -159,7 +158,7 @@ class ModelLayouts:
         variants = tuple(overlays)
         for times in range(2 * self.heads_times, BOUNDS.heads_times + 1, self.heads_times):
             larger = self.of(heads_times=times)
-            if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
+            if larger.runs and not any(bound_to(larger.tree, plan, larger.sizes, on)[1] for on in variants):
                 self._forget(times)
                 return True
         return False
@@ -171,11 +170,6 @@ class ModelLayouts:
             vars(self).pop(name, None)
         self._recorded.clear()
         self._plans.clear()
-
-    def _misfits(self, plan: PlanFile, overlays: Overlays) -> tuple[Diagnostic, ...]:
-        """The structural errors of a variant on the reduced model."""
-        resolved, about = bind(plan, self.tree, self.sizes, overlays)
-        return tuple(d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error)
 
     @cached_property
     def recorded_models(self) -> tuple[RecordedModel, ...]:
@@ -297,11 +291,9 @@ class ModelLayouts:
             recorded_models = self.recorded_models
         except PlanError as error:
             return LayoutReport(self._untyped(unproven(d, allow_unproven) for d in error.diagnostics))
-        tree = recorded_models[0].tree
         if others := tuple(site for site in self._sites() if site.name == randomness.OTHERS):
             return LayoutReport((self._about_the_model(randomness.finding(self.found.name, others, self.tp)),))
-        resolved, about = bind(plan, tree, self.sizes, overlays)
-        structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        resolved, structure = bound_to(recorded_models[0].tree, plan, self.sizes, overlays)
         if structure and self.fit(plan, (overlays,)):
             resolved, _ = bind(plan, self.tree, self.sizes, overlays)
         elif structure:
@@ -480,7 +472,7 @@ def _undetermined(names: tuple[str, ...], allowed: bool) -> Diagnostic:
     return unproven(found, allowed)
 
 
-def _not_small(name: str, findings: list[Diagnostic], allowed: bool) -> Diagnostic:
+def _not_small(name: str, findings: Iterable[Diagnostic], allowed: bool) -> Diagnostic:
     found = Diagnostic(
         code=UNTYPED,
         severity=Severity.ERROR,

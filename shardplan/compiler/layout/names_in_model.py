@@ -50,11 +50,8 @@ class Alike:
 
 def _kinds(tree: ModuleTree) -> Mapping[str, frozenset[tuple[str, str]]]:
     """Each block -> its structure: the names of the modules in it, with list indices starred, each with its class."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    for name, module in tree.modules.items():
-        home = block(name)
-        if element(home):
-            found.setdefault(home, set()).add((starred(name[len(home) :]), module.class_name))
+    inside = ((block(name), name, module.class_name) for name, module in tree.modules.items() if element(block(name)))
+    found = by_key((home, (starred(name[len(home) :]), class_name)) for home, name, class_name in inside)
     return {name: frozenset(made) for name, made in found.items()}
 
 

@@ -90,7 +90,11 @@ class Operations:
                 self.typed.set_type(output, Type("?", sources=frozenset(sources)))
             elif spread is None:
                 self._mismatch(event, sources, output)
-            elif spread.kind == "whole" and self._is_mean(event, sources):
+            elif (
+                spread.kind == "whole"
+                and is_mean(self.plan, event.module, event.name)
+                and all(self.typed.type_of(n).kind == "V" for n in sources)
+            ):  # over split features, which the ranks add up: P -> R
                 self.typed.set_type(output, Type("R"))
             else:
                 self.typed.set_type(output, self.combine(event, sources, spread, output))
@@ -103,10 +107,6 @@ class Operations:
             self.typed.set_type(event.outputs[0], Type("I", spread if isinstance(spread, Spread) else WHOLE))
             return
         self.op(event)
-
-    def _is_mean(self, event: Event, sources: list[int]) -> bool:
-        """Whether an operation is a mean over split features that the ranks add up (P -> R)."""
-        return is_mean(self.plan, event.module, event.name) and all(self.typed.type_of(n).kind == "V" for n in sources)
 
     def _readable(self, number: int, reader: str) -> bool:
         """Whether the code of module `reader` gets a parameter as a local tensor. It does in the parameter's owner and
@@ -131,7 +131,7 @@ class Operations:
         kinds = {number: self._kind(number, spread) for number in sources}
         tails = [n for n, kind in kinds.items() if kind == "tail"]
         if tails:
-            return self._untangle(event, sources, tails[0], spread, output)
+            return self._untangle(event, tails[0], spread, output)
         if spread.empty and not self.typed.run.values[output].numel():
             return Type("whole", spread)
         acting = self._acting(event, spread, self.chosen)
@@ -274,13 +274,11 @@ class Operations:
 
     def _found_partial(self, event: Event, number: int) -> None:
         others = tuple(i for i in event.inputs if i != number)
-        parameters = self.typed.provenance.parameters(number)
-        for parameter in parameters:
-            self.typed.find("partial", event, self.typed.run.parameters[parameter], (parameter, *others), once=True)
-        if not parameters:
-            self.typed.find("partial", event, self.typed.maker_of(number, event.module), (number, *others), once=True)
+        subjects = {one: self.typed.run.parameters[one] for one in self.typed.provenance.parameters(number)}
+        for one, subject in (subjects or {number: self.typed.maker_of(number, event.module)}).items():
+            self.typed.find("partial", event, subject, (one, *others), once=True)
 
-    def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
+    def _untangle(self, event: Event, tangled: int, spread: Spread, output: int) -> Type:
         """The type of a result that takes all, the first or the last features of a value whose last features are R."""
         whole, tail = self.typed.run.values[tangled], self.typed.type_of(tangled).tail
         value = self.typed.run.values[output]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import zip_longest
 
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ancestors, block, element
 from shardplan.model.reduced.trace import Trace
 
 from .finding import Finding
-from .repairs import Repair, change, choices, reads_outside, ruled
+from .repairs import Repair, change, choices, origins, reads_outside, ruled
 
 
 def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterator[Repair]:
@@ -25,8 +24,7 @@ def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterato
     if not outside and finding.kind != "output":
         return
     read = read_outside(run)
-    origins = zip_longest(*(operand.from_modules for operand in finding.operands))
-    for origin in dict.fromkeys(name for row in origins for name in row if name is not None):
+    for origin in origins(finding):
         limit = block(origin)
         for name in ancestors(origin):
             if name == limit or not name:
@@ -36,11 +34,10 @@ def outside_repairs(plan: ResolvedPlan, finding: Finding, run: Trace) -> Iterato
 
 
 def _repairs(plan: ResolvedPlan, name: str, positions: tuple[int, ...]) -> Iterator[Repair]:
-    if positions:
-        for style, output in choices("other", overlaid=False):
-            if style is not None and output is None and reads_outside(style):
-                rule = replace(ruled(style, None, None), read_outside=positions)
-                yield change(plan, name, None, rule, "tensor_parallel")
+    for style, output in choices("other", overlaid=False) if positions else ():
+        if style is not None and output is None and reads_outside(style):
+            rule = replace(ruled(style, None, None), read_outside=positions)
+            yield change(plan, name, None, rule, "tensor_parallel")
 
 
 def read_outside(run: Trace) -> Mapping[str, frozenset[int]]:

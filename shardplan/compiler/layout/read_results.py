@@ -3,9 +3,9 @@ router's logits), or by callers that set a flag to get them (hidden states)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleTree
 from shardplan.model.reduced.trace import Trace
 
@@ -18,24 +18,16 @@ def find_read_results(run: Trace) -> Reads:
     for event in run.events:
         if event.kind == "leave" and event.module:
             named = [(n.partition(".")[0], number) for n, number in zip(event.names, event.inputs, strict=True)]
-            read = (
-                n for n, number in named if not all(_within(one.module, event.module) for one in run.readers[number])
-            )
+            inside = f"{event.module}."
+            read = (n for n, i in named if not all(f"{one.module}.".startswith(inside) for one in run.readers[i]))
             found[event.module] = found.get(event.module, frozenset()) | {int(n) for n in read if n.isdecimal()}
     return found
 
 
-def _within(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
-
-
 def read_in_any(runs: Iterable[Reads]) -> Reads:
     """The results that are read in at least one run of the model."""
-    found: dict[str, frozenset[int]] = defaultdict(frozenset)
-    for run in runs:
-        for name, positions in run.items():
-            found[name] |= positions
-    return dict(found)
+    found = by_key(one for run in runs for one in run.items())
+    return {name: frozenset[int]().union(*positions) for name, positions in found.items()}
 
 
 def read_results_of(tree: ModuleTree, read: Reads) -> Reads:

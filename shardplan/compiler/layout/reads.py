@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardplan.core.by_key import by_key
-from shardplan.core.tree import ModuleTree, ancestors, homes, parent
+from shardplan.core.tree import ModuleTree, ancestors, homes
 from shardplan.model.forward_code import argument_names
 from shardplan.model.reduced.trace import Event, Trace
 
@@ -21,13 +21,13 @@ class SharedRead:
 
     Args:
         module: where one block input would do: the innermost module that gets the value as an argument and has no
-            other differentiable reader of it inside; else the module that returns it.
-        argument: the argument; None for the result.
+            other differentiable reader of it inside.
+        argument: the argument.
         readers: the modules that move it.
     """
 
     module: str
-    argument: str | None
+    argument: str
     readers: tuple[str, ...]
 
 
@@ -67,9 +67,7 @@ def same_arguments(model: nn.Module, run: Trace) -> dict[str, dict[str, frozense
         run: unsharded.
     """
     found: dict[str, dict[str, frozenset[str]]] = {}
-    for event in run.events:
-        if event.kind != "enter":
-            continue
+    for event in (event for event in run.events if event.kind == "enter"):
         first = next(iter(argument_names(model.get_submodule(event.module))), None)
         names = ["" if name == first else name for name in event.names]
         own = found.setdefault(event.module, {})
@@ -83,11 +81,8 @@ def same_arguments(model: nn.Module, run: Trace) -> dict[str, dict[str, frozense
 
 def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
     """The agreement of several runs: a module shares its move if it did so in every run in which it ran."""
-    found: dict[str, str | None] = {}
-    for one in reads:
-        for module, first in one.items():
-            found[module] = found.get(module, first) and first
-    return {module: first for module, first in found.items() if first is not None}
+    found = by_key(one for run in reads for one in run.items())
+    return {module: first for module, (*others, first) in found.items() if first is not None and None not in others}
 
 
 def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:
@@ -117,9 +112,6 @@ def _block_input(run: Trace, number: int, readers: list[str], taken: set[str]) -
                 and _alone(run, number, module, readers, passed)
             ):
                 return SharedRead(module, block_input, tuple(dict.fromkeys(readers)))
-        maker = _maker(run.readers.get(number, ()), common)
-        if maker is not None and maker not in taken and _alone(run, number, "", (*readers, maker), passed):
-            return SharedRead(maker, None, tuple(dict.fromkeys(readers)))
         before = run.producers.get(number)
         if before is None or before.kind != "op" or before.place[2] == "atom":
             return None
@@ -132,28 +124,15 @@ def _block_input(run: Trace, number: int, readers: list[str], taken: set[str]) -
 
 def _argument(events: Sequence[Event], module: str, number: int) -> str | None:
     """The argument of a module that is the value."""
-    for event in events:
-        if event.kind == "enter" and event.module == module:
-            return event.names[event.inputs.index(number)]
-    return None
-
-
-def _maker(events: Sequence[Event], common: list[str]) -> str | None:
-    """The module inside the readers' common one whose first result is the value."""
-    for event in events:
-        if event.kind == "leave" and parent(event.module) == common[0] and common[0]:
-            return event.module
-    return None
+    entered = (event for event in events if event.kind == "enter" and event.module == module)
+    return next((event.names[event.inputs.index(number)] for event in entered), None)
 
 
 def _alone(run: Trace, number: int, module: str, readers: Sequence[str], passed: set[int]) -> bool:
     """Whether, inside the module, only the readers compute something differentiable from the value."""
     inside = f"{module}." if module else ""
-    for event in run.readers.get(number, ()):
-        if not (event.module == module or event.module.startswith(inside)) or id(event) in passed:
-            continue
-        if event.kind == "leave" and event.module not in readers:
-            return False
-        if event.kind == "op" and event.module not in readers and any(run.requires_grad[o] for o in event.outputs):
-            return False
-    return True
+    events = (e for e in run.readers.get(number, ()) if f"{e.module}.".startswith(inside) and id(e) not in passed)
+    others = (e for e in events if e.module not in readers)
+    return not any(
+        e.kind == "leave" or (e.kind == "op" and any(run.requires_grad[o] for o in e.outputs)) for e in others
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import zip_longest
 from operator import itemgetter
+from typing import Any
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.folded_names import braced, folded
@@ -144,7 +145,7 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
         found[owner] = None
     elif finding.subject in tree.modules:
         found[finding.subject] = None
-    for origin in _alternating(operand.from_modules for operand in finding.operands):
+    for origin in origins(finding):
         found[origin] = None
         found.update(dict.fromkeys(_single_parameters(plan, origin)))
     found.update(dict.fromkeys(_single_parameters(plan, finding.module)))
@@ -161,18 +162,15 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
 def _single_parameters(plan: ResolvedPlan, name: str) -> Iterator[str]:
     """The parameters of a module that rules name one by one, or could."""
     module = plan.tree.modules[name]
-    names = {p.name: full_name(name, p.name) for p in module.parameters}
-    single = any(full in plan.assignments for full in names.values())
-    for parameter in module.parameters:
-        if parameter.adapter is not None:
-            continue
-        if single or (module.kind == "other" and len(parameter.shape) > 1):
-            yield names[parameter.name]
+    single = any(full_name(name, p.name) in plan.assignments for p in module.parameters)
+    own = (p for p in module.parameters if p.adapter is None)
+    return (full_name(name, p.name) for p in own if single or (module.kind == "other" and len(p.shape) > 1))
 
 
-def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    for row in zip_longest(*lists):
-        yield from (name for name in row if name is not None)
+def origins(finding: Finding) -> Iterable[str]:
+    """The modules that the operands of a finding come from, the nearest of each operand first."""
+    rows = zip_longest(*(operand.from_modules for operand in finding.operands))
+    return dict.fromkeys(name for row in rows for name in row if name is not None)
 
 
 def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
@@ -218,15 +216,13 @@ def reads_outside(style: Style) -> bool:
 
 def choices(kind: TrialKind, *, overlaid: bool) -> tuple[Choice, ...]:
     """The styles to try for a kind of module, the likeliest first, as the styles' records say."""
-    ranks: list[tuple[int, Choice]] = []
-    for style in STYLES.values():
-        for trial in style.trials:
-            rank = trial.sliced if overlaid else trial.whole
-            if kind in trial.on and rank is not None:
-                ranks.append((rank, (style, trial.output)))
-    if not ranks:
-        return ()
-    return tuple(choice for _, choice in sorted([*ranks, (REMOVAL, REMOVE)], key=itemgetter(0)))
+    ranked: list[tuple[int, Choice]] = [
+        (rank, (style, trial.output))
+        for style in STYLES.values()
+        for trial in style.trials
+        if kind in trial.on and (rank := trial.sliced if overlaid else trial.whole) is not None
+    ]
+    return tuple(choice for _, choice in sorted([*ranked, (REMOVAL, REMOVE)] if ranked else [], key=itemgetter(0)))
 
 
 def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
@@ -244,14 +240,10 @@ def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
             continue
         if old is not None and style.name == old.style and output == old.output:
             continue
-        section: Section = "sequence_parallel" if _needs_overlay(style, output) else "tensor_parallel"
-        if assignment is not None and assignment.section == "sequence_parallel":
-            section = "sequence_parallel"
+        overlaid = style.along_sequence or output in ("gather", "reduce_scatter")
+        overlaid = overlaid or (assignment is not None and assignment.section == "sequence_parallel")
+        section: Section = "sequence_parallel" if overlaid else "tensor_parallel"
         yield change(plan, name, old, ruled(style, old, output), section)
-
-
-def _needs_overlay(style: Style, output: Output | None) -> bool:
-    return style.along_sequence or output in ("gather", "reduce_scatter")
 
 
 def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
@@ -270,16 +262,13 @@ def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
 def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Section) -> Iterator[Repair]:
     """The same style with one option changed."""
     style = STYLES[old.style]
-    for output in (*style.options.output, None) if style.options.output else ():
-        if output != old.output:
-            yield change(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
-    if old.grad is not None:
-        yield change(plan, name, old, replace(old, grad=None, location=OURS), section)
-    if style.options.grad and style.is_block_input and old.grad is None:
-        yield change(plan, name, old, replace(old, grad="complete", location=OURS), section)
-    if reads_outside(style):
-        for position in (0, 1) if not old.read_outside else ():
-            yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
+    outputs = (*style.options.output, None) if style.options.output else ()
+    options: list[dict[str, Any]] = [{"output": one, "grad": None} for one in outputs if one != old.output]
+    if old.grad is not None or (style.options.grad and style.is_block_input):
+        options += [{"grad": "complete" if old.grad is None else None}]
+    if reads_outside(style) and not old.read_outside:
+        options += [{"read_outside": (position,)} for position in (0, 1)]
+    return (change(plan, name, old, replace(old, location=OURS, **one), section) for one in options)
 
 
 def change(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:

@@ -33,17 +33,18 @@ def split_lengths(plan: ResolvedPlan, recorded: RecordedModel) -> Mapping[int, s
     grouped = {one.name for one in plan.assignments.values() if one.rule.groups is not None}
     found: dict[int, str] = {}
     for event in run.events:
-        if event.module in grouped:
-            continue
-        whole = recorded.reference.at.get(event.place)
+        whole = None if event.module in grouped else recorded.reference.at.get(event.place)
         if whole is None or event.kind != "op" or whole.name != event.name or len(whole.outputs) != len(event.outputs):
             continue
         for mine, theirs in zip(event.outputs, whole.outputs, strict=True):
             shapes = (run.values[mine].shape, recorded.reference.values[theirs].shape)
-            if len(shapes[0]) != len(shapes[1]):
-                continue
-            differing = [(a, b) for a, b in zip(*shapes, strict=True) if a != b]
-            if len(differing) == 1 and differing[0][0] * ranks == differing[0][1] and differing[0][1] not in rows:
+            differing = [(a, b) for a, b in zip(*shapes, strict=False) if a != b]
+            if (
+                len(shapes[0]) == len(shapes[1])
+                and len(differing) == 1
+                and differing[0][0] * ranks == differing[0][1]
+                and differing[0][1] not in rows
+            ):
                 source = f", {event.source.short}: `{event.source.text}`" if event.source else ""
                 found.setdefault(differing[0][1], f"{starred(event.module) or 'the model'}{source}")
     return found

@@ -112,9 +112,7 @@ def spread_of(
         return None
     locals_, reference = [real_parts(x) for x in locals_], real_parts(reference)  # as one more dim, the last
     if all(x.shape == reference.shape for x in locals_):
-        return _exactly_whole(locals_, reference) or _unsplit(
-            locals_, reference, _tolerance(reference, noise, rounding)
-        )
+        return _unsplit(locals_, reference, noise, rounding)
     differing = {d for x in locals_ for d in range(x.ndim) if x.shape[d] != reference.shape[d]}
     dim = min(differing)
     if differing == {dim, dim + 1}:
@@ -126,8 +124,6 @@ def spread_of(
     total, size = sum(x.shape[dim] for x in locals_), reference.shape[dim]
     if total < size:
         return None
-    if total == size and _exactly_split(locals_, reference, dim):
-        return Spread("split", dim)
     tolerance = _tolerance(reference, noise, rounding)
     if total > size:
         return _shared(locals_, reference, dim, tolerance)
@@ -139,15 +135,11 @@ def _tolerance(reference: Tensor, noise: float, rounding: float) -> float:
     return max(TOLERANCE, 8 * rounding) * scale(reference) + max(1e-6, 8 * rounding) * noise
 
 
-def _exactly_whole(locals_: Sequence[Tensor], reference: Tensor) -> Spread | None:
-    if not reference.numel():
-        return Spread("whole", empty=True)
+def _unsplit(locals_: Sequence[Tensor], reference: Tensor, noise: float, rounding: float) -> Spread | None:
     if all(torch.equal(x, reference) for x in locals_):
-        return Spread("whole", empty=reference.is_floating_point() and not bool(reference.any()))
-    return None
-
-
-def _unsplit(locals_: Sequence[Tensor], reference: Tensor, tolerance: float) -> Spread | None:
+        zero = reference.is_floating_point() and not bool(reference.any())
+        return Spread("whole", empty=zero or not reference.numel())
+    tolerance = _tolerance(reference, noise, rounding)
     if all(close(x, reference, tolerance) for x in locals_):
         return Spread("whole", empty=scale(reference) == 0.0)
     if reference.is_floating_point() and close(_sum(locals_), reference, tolerance):
@@ -159,15 +151,6 @@ def _sum(locals_: Sequence[Tensor]) -> Tensor:
     if locals_[0].dtype in HALF:
         return sum((x.float() for x in locals_[1:]), locals_[0].float()).to(locals_[0].dtype)
     return sum(locals_[1:], locals_[0])
-
-
-def _exactly_split(locals_: Sequence[Tensor], reference: Tensor, dim: int) -> bool:
-    """Whether each rank has its own chunk, bit for bit."""
-    for rank, x in enumerate(locals_):
-        start, length = chunk(reference.shape[dim], len(locals_), rank)
-        if x.shape[dim] != length or not torch.equal(x, reference.narrow(dim, start, length)):
-            return False
-    return True
 
 
 def _split(
@@ -203,18 +186,24 @@ def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: f
     """The spread of slices that several ranks have, neighbours or others; None if the values are no such slices."""
     ranks, size, length = len(locals_), reference.shape[dim], locals_[0].shape[dim]
     if length and size % length == 0 and ranks % (size // length) == 0 and len({x.shape for x in locals_}) == 1:
-        copies = ranks * length // size
-        starts = [rank // copies * length for rank in range(ranks)]
+        known = neighbours(length, ranks * length // size, ranks)
         if all(
-            close(x, reference.narrow(dim, start, length), tolerance) for x, start in zip(locals_, starts, strict=True)
+            close(x, reference.narrow(dim, indices[0], length), tolerance)
+            for x, indices in zip(locals_, known, strict=True)
         ):
-            return Spread("split", dim, tuple(tuple(range(start, start + length)) for start in starts))
+            return Spread("split", dim, known)
     order = [indices_of(x, reference, dim, tolerance) for x in locals_]
     first = indices_of(reference, reference, dim, tolerance)
     found = [indices for indices in order if indices is not None]
     if first is None or len(found) < ranks or {first[i] for indices in found for i in indices} != set(first):
         return None
     return Spread("split", dim, tuple(found))
+
+
+def neighbours(length: int, copies: int, ranks: int) -> Order:
+    """The order in which each slice of a length is on several ranks, one next to the other."""
+    starts = (rank // copies * length for rank in range(ranks))
+    return tuple(tuple(range(start, start + length)) for start in starts)
 
 
 def _among_equals(

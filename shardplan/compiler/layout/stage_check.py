@@ -56,7 +56,7 @@ class CutFacts:
         found: dict[str, None] = {}
         for crossing in self.crossings:
             for root in crossing.roots:
-                module = self.run.returning(root)
+                module = self.run.returning.get(root)
                 if module is None or module in self.parts.carried:
                     return ()
                 found[module] = None
@@ -73,7 +73,7 @@ def cut_facts(recorded_models: Sequence[RecordedModel], parts: StageParts) -> Cu
     tree = recorded_models[0].tree
     bare = [StageRun(recorded.reference, tree, parts) for recorded in recorded_models]
     ends = find_ends(bare)
-    order = next((tuple(run.calls()) for run in bare if [*run.calls()] != [*range(len(parts.blocks))]), None)
+    order = next((run.calls() for run in bare if run.calls() != tuple(range(len(parts.blocks)))), None)
     whole = replace(parts, first=(*parts.first, *ends.first), last=(*parts.last, *ends.last))
     facts = CutFacts(whole, ends)
     if order is not None:

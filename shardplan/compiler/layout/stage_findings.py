@@ -132,9 +132,9 @@ def _crossings(
     seen = set[tuple[str, ...]]()
     tree = run.tree
     for crossing in facts.crossings:
-        sources = [run.returning(root) for root in crossing.roots]
+        sources = [run.returning.get(root) for root in crossing.roots]
         known = tuple(dict.fromkeys(tree.pattern(one) for one in sources if one is not None))
-        maker = run.made(crossing.roots[0]) if crossing.roots else None
+        maker = run.trace.producers.get(crossing.roots[0]) if crossing.roots else None
         key = known or ((tree.pattern(maker.module) if maker is not None else ""),)
         if key in seen:
             continue
@@ -175,7 +175,7 @@ def _message(run: StageRun, crossing: Crossing) -> str:
 
 
 def _notes(run: StageRun, crossing: Crossing) -> tuple[str, ...]:
-    made = [event for root in crossing.roots if (event := run.made(root)) is not None]
+    made = [event for root in crossing.roots if (event := run.trace.producers.get(root)) is not None]
     lines = dict.fromkeys(f"made {_place(run, event)}" for event in made)
     parameters = [run.trace.parameters[root] for root in crossing.roots if root in run.trace.parameters]
     lines |= dict.fromkeys(f"the parameter {name}, of another stage" for name in parameters)

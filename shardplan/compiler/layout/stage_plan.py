@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.compiler.bind import bind
@@ -10,7 +10,7 @@ from shardplan.compiler.check.field_places import field_label
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.stages import HandedOn
-from shardplan.core.tree import ModuleTree, full_name
+from shardplan.core.tree import ancestors, full_name
 from shardplan.torchlib.modes import reduced_runs
 
 from .model import ModelLayouts, unproven
@@ -86,9 +86,8 @@ def with_stages(
     unknown = []
     for name in _outside(resolved):
         root = stage_root(tree, name, resolved.pp_blocks)
-        at = stage.get(tree.pattern(root), stage.get(tree.pattern(name)))
-        if at is None:
-            at = next((stage[p] for p in _around(tree, name) if p in stage), None)
+        places = map(tree.pattern, (root, name, *ancestors(name)))
+        at = next((stage[place] for place in places if place in stage), None)
         if at is None:
             unknown.append(name)
         else:
@@ -104,7 +103,11 @@ def with_stages(
         resolved,
         pp_first=first,
         pp_last=outermost(ends[1]),
-        pp_handed=tuple(_moved(handed, tree, resolved)),
+        pp_handed=tuple(
+            replace(given, module=name)
+            for name in resolved.pp_carried
+            if (given := handed.get(tree.pattern(name))) is not None
+        ),
         pp_results=staged.facts.results or 0,
         pp_written=tuple(name for name in first if tree.pattern(name) in written),
     )
@@ -116,18 +119,6 @@ def _outside(resolved: ResolvedPlan) -> Iterator[str]:
     named = (*resolved.pp_blocks, *resolved.pp_first, *resolved.pp_last)
     prefixes = tuple(full_name(one, "") for one in named)
     return (name for name in resolved.tree.parameters if not full_name(name, "").startswith(prefixes))
-
-
-def _around(tree: ModuleTree, name: str) -> Iterator[str]:
-    """The patterns of the modules around a parameter, the innermost first."""
-    parts = name.split(".")
-    return (tree.pattern(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
-
-
-def _moved(handed: Mapping[str, HandedOn], tree: ModuleTree, resolved: ResolvedPlan) -> Iterator[HandedOn]:
-    for name in resolved.pp_carried:
-        if (one := handed.get(tree.pattern(name))) is not None:
-            yield replace(one, module=name)
 
 
 def _unknown(resolved: ResolvedPlan, names: tuple[str, ...], severity: Severity) -> tuple[Diagnostic, ...]:

@@ -87,16 +87,14 @@ class StageRun:
                 running = None
         return tuple(found)
 
-    def calls(self) -> Iterator[int]:
+    def calls(self) -> tuple[int, ...]:
         """The blocks in the order in which they were called."""
-        for event in self.trace.events:
-            if event.kind == "enter" and event.module in self._index:
-                yield self._index[event.module]
+        entered = (event.module for event in self.trace.events if event.kind == "enter")
+        return tuple(self._index[module] for module in entered if module in self._index)
 
     def read_by(self, event: Event) -> Iterator[str]:
         """The parameters that an operation reads, by the names under which its module has them."""
-        for number in event.inputs:
-            yield from self.names_of(number, event.module)[:1]
+        return (name for number in event.inputs for name in self.names_of(number, event.module)[:1])
 
     def names_of(self, number: int, module: str) -> tuple[str, ...]:
         """The names by which a module's code may read a parameter: those inside it, else all; none for other values."""
@@ -189,23 +187,13 @@ class StageRun:
 
     def carried_results(self) -> Iterator[tuple[str, str]]:
         """Carried modules, with the positions of their results that have gradients."""
-        for event in self.trace.events:
-            if event.kind == "leave" and event.module in self.parts.carried:
-                for name, number in zip(event.names, event.inputs, strict=True):
-                    if self.trace.values[number].is_floating_point():
-                        yield event.module, name
-
-    def made(self, number: int) -> Event | None:
-        """Where a value was made."""
-        return self.trace.producers.get(number)
-
-    def returning(self, number: int) -> str | None:
-        """The module that returns a value, None if no module does. For a further result of a block this is the block,
-        else it is the innermost module."""
-        return self._returning.get(number)
+        left = (e for e in self.trace.events if e.kind == "leave" and e.module in self.parts.carried)
+        named = ((e.module, name, number) for e in left for name, number in zip(e.names, e.inputs, strict=True))
+        return ((module, name) for module, name, number in named if self.trace.values[number].is_floating_point())
 
     @cached_property
-    def _returning(self) -> Mapping[int, str]:
+    def returning(self) -> Mapping[int, str]:
+        """Value -> the module that returns it. For a further result of a block this is the block, else it is the innermost module."""
         found: dict[int, str] = {}
         for event in self.trace.events:
             if event.kind == "leave" and event.module in self._index:

@@ -9,7 +9,7 @@ from typing import Literal
 from shardplan.core.layout import Layout
 from shardplan.core.module_program import ParameterProgram
 
-from .spread import SUM, WHOLE, Spread, SpreadKind, chunk
+from .spread import SUM, WHOLE, Order, Spread, SpreadKind, chunk, neighbours
 
 TypeKind = Literal["I", "R", "V", "P", "whole", "tail", "?"]
 KINDS: Mapping[SpreadKind, TypeKind] = {"whole": "whole", "split": "V", "sum": "P"}
@@ -53,7 +53,7 @@ def declared(layout: Layout, ndim: int) -> Type:
     return Type(layout.kind, SUM if layout.kind == "P" else WHOLE)
 
 
-def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tuple[int, ...], ...] | None:
+def read_order(parameter: ParameterProgram, size: int, ranks: int) -> Order | None:
     """For each rank, the indices along its split dim that it computes with; None where these are its ceil-chunk.
 
     Args:
@@ -66,7 +66,7 @@ def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tupl
     return tuple(tuple(i for start, length in ranges for i in range(start, start + length)) for ranges in own)
 
 
-def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+def rows_order(batch: int, length: int, ranks: int) -> Order:
     """For each rank, its rows of [batch * length, ...], where it has a slice of each sequence of the batch."""
     slices = (chunk(length, ranks, rank) for rank in range(ranks))
     return tuple(
@@ -74,27 +74,16 @@ def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ..
     )
 
 
-def shared_order(found: Spread, copies: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+def shared_order(found: Spread, copies: int, ranks: int) -> Order:
     """For each rank, its indices along the split dim of `found` if each slice were on `copies` neighbouring ranks."""
     size = 1 + max((index for indices in found.order or () for index in indices), default=-1)
-    length = size * copies // ranks
-    starts = [rank // copies * length for rank in range(ranks)]
-    return tuple(tuple(range(start, start + length)) for start in starts)
+    return neighbours(size * copies // ranks, copies, ranks)
 
 
-def same_order(
-    found: tuple[tuple[int, ...], ...] | None, expected: tuple[tuple[int, ...], ...] | None, ranks: int
-) -> bool:
-    if found is None and expected is None:
+def same_order(found: Order | None, expected: Order | None, ranks: int) -> bool:
+    """Whether two orders are equal; None is the order of the ceil-chunks."""
+    known = found or expected
+    if known is None:
         return True
-    return _explicit(found, expected, ranks) == _explicit(expected, found, ranks)
-
-
-def _explicit(
-    order: tuple[tuple[int, ...], ...] | None, other: tuple[tuple[int, ...], ...] | None, ranks: int
-) -> tuple[tuple[int, ...], ...]:
-    if order is not None:
-        return order
-    assert other is not None  # one of the two is not the ceil-chunks
-    size = 1 + max(max(indices, default=-1) for indices in other)
-    return tuple(tuple(range(start, start + length)) for start, length in (chunk(size, ranks, r) for r in range(ranks)))
+    chunks = rows_order(1, 1 + max(max(indices, default=-1) for indices in known), ranks)
+    return (found or chunks) == (expected or chunks)

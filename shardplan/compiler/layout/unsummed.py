@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
+from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ModuleTree, starred
@@ -16,17 +16,11 @@ UNSUMMED = Code("SP412")
 
 def undeclared(seen: Iterable[SeenSum]) -> tuple[Diagnostic, ...]:
     """One diagnostic for each rule and reason, with the modules of all blocks."""
-    found: dict[tuple[object, str, str], Diagnostic] = {}
-    for one in seen:
-        if not one.wrong or one.sum.rule.optional:
-            continue
-        key = (one.sum.rule.location, starred(one.module), one.wrong)
-        before = found.get(key)
-        if before is None:
-            found[key] = _diagnostic(one.sum, f"{starred(one.module)} {one.wrong}", (one.module,))
-        else:
-            found[key] = replace(before, modules=(*before.modules, one.module))
-    return tuple(found.values())
+    wrong = (one for one in seen if one.wrong and not one.sum.rule.optional)
+    found = by_key(((one.sum.rule.location, f"{starred(one.module)} {one.wrong}"), one) for one in wrong)
+    return tuple(
+        _diagnostic(alike[0].sum, words, tuple(one.module for one in alike)) for (_, words), alike in found.items()
+    )
 
 
 def holding(seen: Iterable[SeenSum]) -> frozenset[Location]:

@@ -32,9 +32,8 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
     given = {} if called is None else _shapes(flow, called)
     counts = map(info.numbers.get, divided(rule))
     places = (size for shape in (*info.buffers.values(), *given.values()) for size in shape)
-    for heads in dict.fromkeys(filter(is_count, (*counts, *info.numbers.values(), *places))):
-        if heads == 1 or heads % tp:
-            continue
+    known_counts = filter(is_count, (*counts, *info.numbers.values(), *places))
+    for heads in dict.fromkeys(n for n in known_counts if n > 1 and n % tp == 0):
         buffers = [{name: {"dim": shape.index(heads)}} for name, shape in info.buffers.items() if heads in shape]
         batch = 1 if called is None else flow.run.values[called.inputs[0]].shape[0]
         arguments = list(_with_heads(given, heads, batch, _words(heads, flow.tree, tree)))

@@ -7,21 +7,17 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
-from shardplan.compiler.bind import bind
-from shardplan.compiler.check import check as check_structure
 from shardplan.compiler.layout.finding import Finding
-from shardplan.compiler.layout.layout_check import LayoutReport, Search, check_layout
+from shardplan.compiler.layout.layout_check import LayoutReport, Search, bound_to, check_layout
 from shardplan.compiler.layout.repairs import Repair
 from shardplan.compiler.layout.run import RecordedModel
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.by_key import by_key
-from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.language import parse_plan
-from shardplan.model.forward_code import argument_names
 from shardplan.styles.kept_options import KEPT
 
 Options = Mapping[str, Any]  # `style` and a rule's options
@@ -187,21 +183,13 @@ class DraftTrials:
         self.search = search or Search(BOUNDS.drafts, inf)
         self._proofs: dict[str, Proof] = {}
 
-    def first_argument(self, module: str) -> str:
-        """The name of a module's first argument."""
-        return argument_names(self.recorded_models[0].model.get_submodule(module))[0]
-
     def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
         """The draft bound to the reduced model; None where binding or the structural checks have an error."""
         plan = draft.plan()
         if plan is None:
             return None
-        resolved, errors = self._checked(plan, overlay)
+        resolved, errors = bound_to(self.tree, plan, MeshSizes(tp=self.tp), overlays_of(overlay))
         return None if errors else resolved
-
-    def _checked(self, plan: PlanFile, overlay: bool) -> tuple[ResolvedPlan, list[Diagnostic]]:
-        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), overlays_of(overlay))
-        return resolved, [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
 
     def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:
         """The layout check of a run with the first kind of input; None also where nothing more may be tried."""
@@ -239,11 +227,17 @@ class DraftTrials:
         self.search.seconds = search.seconds
         return found
 
+    def right(self, draft: Draft) -> bool:
+        """Whether a draft passes the layout check, with its overlay and without."""
+        overlays = (False, True) if draft.sequence_parallel else (False,)
+        reports = [self.report(draft, overlay=overlay) for overlay in overlays]
+        return all(report is not None and report.ok for report in reports)
+
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
         """The first error of a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
-        resolved, errors = self._checked(plan, overlay)
+        resolved, errors = bound_to(self.tree, plan, MeshSizes(tp=self.tp), overlays_of(overlay))
         if not errors and self.search.over:
             return f"the search ended after {BOUNDS.drafts} tries"
         found = errors or check_layout(resolved, self.recorded_models, help=False).diagnostics

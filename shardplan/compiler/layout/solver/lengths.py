@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import combinations_with_replacement, islice, product
 
 from torch import nn
 
+from shardplan.core.by_key import by_key
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo, full_name, is_count
-from shardplan.model.reduced.measured import Shapes, shapes_with
+from shardplan.model.reduced.measured import shapes_with
 from shardplan.styles import feature_dim
 from shardplan.styles.style_record import Features
 
@@ -82,17 +83,17 @@ class Lengths:
         model: nn.Module,
         owners: Sequence[tuple[ModuleInfo, ModuleInfo]] = (),
     ):
-        self.reduced_tree, self.tree, self.model, self.owners = reduced_tree, tree, model, owners
+        self.reduced_tree, self.tree, self.owners = reduced_tree, tree, owners
+        self._shapes_with = cache(partial(shapes_with, model))
 
     @cached_property
     def attributes(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
         """The values in the reduced model and in the model itself -> the attributes of the owners with these values."""
-        found: dict[tuple[int, int], dict[str, None]] = {}
-        for reduced, full in self.owners:
-            for name, value in reduced.numbers.items():
-                if is_count(value) and is_count(other := full.numbers.get(name)):
-                    found.setdefault((value, other), {})[name] = None
-        return {pair: tuple(names) for pair, names in found.items()}
+        return counted_by(
+            (name, value, full.numbers.get(name))
+            for reduced, full in self.owners
+            for name, value in reduced.numbers.items()
+        )
 
     def parts(self, parts: Sequence[Part], size: int, of: str) -> Iterator[tuple[Sized, ...]]:
         """Expressions for the parts of a matrix, the most likely first.
@@ -103,13 +104,10 @@ class Lengths:
         """
         kinds = list(dict.fromkeys(parts))
         choices = [list(self._sized(part, of)) for part in kinds]
-        found: list[tuple[float, tuple[Sized, ...]]] = []
-        for chosen in islice(product(*choices), BOUNDS.expressions_together):
-            named = dict(zip(kinds, chosen, strict=True))
-            all_parts = tuple(named[part] for part in parts)
-            if sum(one.full for one in all_parts) == size:
-                found.append((sum(one.likeness for one in all_parts), all_parts))
-        yield from (one for _, one in sorted(found, key=lambda item: -item[0]))
+        chosen = (dict(zip(kinds, one, strict=True)) for one in islice(product(*choices), BOUNDS.expressions_together))
+        sized = (tuple(named[part] for part in parts) for named in chosen)
+        fitting = (one for one in sized if sum(part.full for part in one) == size)
+        yield from sorted(fitting, key=lambda one: -sum(part.likeness for part in one))
 
     def packed(self, flow: Flow, made: Product, size: int | None) -> int | list[str] | None:
         """The parts into which the code cuts a matrix's result, in a rule's words: a number of equal parts, or an expression for each
@@ -152,14 +150,8 @@ class Lengths:
 
     def _shapes(self, number: str, parameter: str) -> bool:
         """Whether the shape of a parameter depends on a number."""
-        if number not in self._shaped:
-            self._shaped[number] = shapes_with(self.model, number)
-        changed = self._shaped[number]
+        changed = self._shapes_with(number)
         return changed is not None and changed.get(parameter) != self.reduced_tree.parameters[parameter][1].shape
-
-    @cached_property
-    def _shaped(self) -> dict[str, Shapes | None]:
-        return {}
 
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
@@ -178,6 +170,12 @@ class Lengths:
             if several[one] * several[other] == value and self._shapes(one, of) and self._shapes(other, of):
                 full = int(self.tree.numbers[one]) * int(self.tree.numbers[other])
                 yield Length(f"{one} * {other}", value, full, likeness=1.0)
+
+
+def counted_by(numbers: Iterable[tuple[str, object, object]]) -> Mapping[tuple[int, int], tuple[str, ...]]:
+    """The values in the reduced model and in the model itself -> the attributes (name, value in each) with these values, if they are counts."""
+    counts = (((one, other), name) for name, one, other in numbers if is_count(one) and is_count(other))
+    return {pair: tuple(dict.fromkeys(names)) for pair, names in by_key(counts).items()}
 
 
 def _likeness(words: str, attribute: str) -> float:

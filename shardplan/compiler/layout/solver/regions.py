@@ -86,9 +86,8 @@ def regions(flow: Flow) -> Sequence[Region]:
     for product in reversed(products):
         feeding, complete = flow.feeding(product)
         home = block(product.module)
-        if not feeding or not complete or flow.tree.pattern(product.name) in taken:
-            continue
-        if any(block(other.module) != home or other.name == product.name for other in feeding):
+        apart = any(block(other.module) != home or other.name == product.name for other in feeding)
+        if not feeding or not complete or apart or flow.tree.pattern(product.name) in taken:
             continue
         if listed and home == product.module and not element(home):
             continue  # outside the blocks: a transform of the last hidden state before the head

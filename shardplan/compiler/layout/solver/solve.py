@@ -55,7 +55,7 @@ class Solver:
 
     def solve(self, group: Group) -> Solved:
         """Rules that split a group and are right on their own; where none are found, the best of the wrong ones."""
-        if self._is_small(group):
+        if not self.candidates.experts(group) and self._share(group) < LEAST:
             return Solved(None)
         state = self._with_state(group)
         solved = state if state.draft is not None else self._split_through(group)
@@ -70,9 +70,6 @@ class Solver:
             return forbidden(self.trials, solved.against)
         share = self._share(group)
         return Forbidden(f"they are {share:.2%} of the parameters of their blocks: to reduce their results costs more")
-
-    def _is_small(self, group: Group) -> bool:
-        return not self.candidates.experts(group) and self._share(group) < LEAST
 
     def _with_state(self, group: Group) -> Solved:
         """Split the states of a state space or linear attention layer, if the group belongs to one."""
@@ -239,19 +236,17 @@ class Solver:
             if other and (other != block(name) or other == parent(name)) and other not in ancestors(block(name))
         )
 
-    def _attributes(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """Numbers of modules that may count the split parts: (pattern of the module, attribute)."""
-        seen: set[tuple[str, str]] = set()
-        for name in modules:
-            module = self.trials.tree.modules[name]
-            config = {f"config.{n}": value for n, value in (module.config or {}).items()}
-            for attribute, value in {**module.numbers, **config}.items():
-                key = (self.trials.tree.pattern(name), attribute)
-                if attribute.removeprefix("config.") in HEAD_SIZES:
-                    continue  # heads are split, not their features
-                if type(value) is int and value > 1 and value % self.trials.tp == 0 and key not in seen:
-                    seen.add(key)
-                    yield key
+    def _attributes(self, modules: Iterable[str]) -> Iterable[tuple[str, str]]:
+        """Numbers of modules that may count the split parts: (pattern of the module, attribute). Heads are split, not their features."""
+        owners = [self.trials.tree.modules[name] for name in modules]
+        numbers = (
+            (self.trials.tree.pattern(owner.name), attribute, value)
+            for owner in owners
+            for prefix, own in (("", owner.numbers), ("config.", owner.config or {}))
+            for attribute, value in ((f"{prefix}{name}", n) for name, n in own.items() if name not in HEAD_SIZES)
+        )
+        counts = ((one, name) for one, name, n in numbers if type(n) is int and n > 1 and n % self.trials.tp == 0)
+        return dict.fromkeys(counts)
 
 
 def _dividing(draft: Draft, number: tuple[str, str]) -> Iterator[Draft]:

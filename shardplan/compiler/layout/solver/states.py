@@ -7,13 +7,13 @@ from itertools import islice, product
 from typing import Any
 
 from shardplan.core.search_bounds import BOUNDS
-from shardplan.core.tree import ModuleInfo, ModuleTree, full_name, is_count
+from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.model.forward_code import forward_reads
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
 from .draft import BLOCK_INPUT, Draft, DraftTrials, Options, Score, divided, sharing
 from .flow import Flow, Product
-from .lengths import Lengths, Sized, matrix_of, output_features
+from .lengths import Lengths, Sized, counted_by, matrix_of, output_features
 from .regions import Group
 
 Rules = dict[str, dict[str, Any]]
@@ -132,11 +132,12 @@ class States:
             without: attributes that are not divided.
         """
         sized = [one for _, parts in choice for one in parts]
-        rules: Rules = {}
-        for found, _ in choice:
-            rules.update(found)
-        rules.update(self._vectors(sized))
-        convolved = [parts for found, parts in choice if _convolves(found)]
+        rules = {pattern: options for found, _ in choice for pattern, options in found.items()} | self._vectors(sized)
+        convolved = [
+            parts
+            for found, parts in choice
+            if any(options.get("style", "").endswith("depthwise") for options in found.values())
+        ]
         return Draft(rules).with_rules(self._numbers(sized, convolved, without))
 
     def _pattern(self, name: str) -> str:
@@ -194,32 +195,23 @@ class States:
         if len(parts) > 1 and len({part.length for part in parts}) == 1 and size % len(parts) == 0:
             yield {"packed": len(parts)} if len(parts) > 2 else {}, ()
 
-    @property
-    def _channels(self) -> str:
-        """The full name of the first convolution's weight; empty without a convolution. Its shape depends on the number of groups;
-        a norm's shape does not."""
-        return full_name(self.convolutions[0].name, "weight") if self.convolutions else ""
-
     def _vectors(self, sized: Sequence[Sized]) -> Rules:
         """Rules for parameters with one number for each split head or channel."""
         pairs = _counted(sized)
         counts = {one.part.length for one in sized} | {count for count, _ in pairs} | self._widths
         found: Rules = {}
-        for module in self.inside:
-            if module.kind != "other":
-                continue
-            for parameter in module.parameters:
-                name = full_name(module.name, parameter.name)
-                if name in (one.name for one in (*self.columns, *self.rows)) or not parameter.shape:
-                    continue
-                shape = [size for size in parameter.shape if size > 1]
-                if shape and shape[0] in counts and shape[0] % self.trials.tp == 0:
-                    found[self._pattern(name)] = {"style": "headwise" if len(shape) > 2 else "colwise"}
-                    if module.name != self.home:
-                        own = self._attributes(module.name)
-                        counting = {name for pair in pairs for name in own.get(pair, ())}
-                        numbers = [name for name in module.numbers if name in counting]
-                        found[self._pattern(module.name)] = dict(sharing({"style": "local_params"}, numbers))
+        matrices = {one.name for one in (*self.columns, *self.rows)}
+        owned = ((module, p) for module in self.inside if module.kind == "other" for p in module.parameters)
+        for module, parameter in owned:
+            name = full_name(module.name, parameter.name)
+            shape = [size for size in parameter.shape if size > 1]
+            if name not in matrices and shape and shape[0] in counts and shape[0] % self.trials.tp == 0:
+                found[self._pattern(name)] = {"style": "headwise" if len(shape) > 2 else "colwise"}
+                if module.name != self.home:
+                    own = self._attributes(module.name)
+                    counting = {name for pair in pairs for name in own.get(pair, ())}
+                    numbers = [name for name in module.numbers if name in counting]
+                    found[self._pattern(module.name)] = dict(sharing({"style": "local_params"}, numbers))
         return found
 
     @property
@@ -236,9 +228,9 @@ class States:
             for name, value in module.numbers.items():
                 whole = full.numbers.get(name)
                 if type(value) is int and type(whole) is int and value > 1 and width % value == 0:
-                    for count in self.lengths.called(
-                        width // value, self._channels or full_name(module.name, "weight")
-                    ):
+                    # The shape of a convolution depends on the number of groups; that of a norm does not.
+                    shaped = (self.convolutions or [module])[0]
+                    for count in self.lengths.called(width // value, full_name(shaped.name, "weight")):
                         if count.full * whole == full.parameters[0].shape[-1]:
                             options = {"style": "colwise_norm", "shares": [{name: {"groups": count.words}}]}
                             yield {self._pattern(module.name): options}, ()
@@ -286,17 +278,8 @@ class States:
             return {}
         read = forward_reads(type(self.trials.recorded_models[0].model.get_submodule(of)))
         alike = [m for m in self.trials.tree.modules.values() if self._pattern(m.name) == self._pattern(of)]
-        found: dict[tuple[int, int], tuple[str, ...]] = {}
-        for name, value in module.numbers.items():
-            other = full.numbers.get(name)
-            if (
-                name in read
-                and is_count(value)
-                and is_count(other)
-                and all(m.numbers.get(name) == value for m in alike)
-            ):
-                found[value, other] = (*found.get((value, other), ()), name)
-        return found
+        same = {name: n for name, n in module.numbers.items() if all(m.numbers.get(name) == n for m in alike)}
+        return counted_by((name, value, full.numbers.get(name)) for name, value in same.items() if name in read)
 
     def _sum(self, parts: Sequence[Sized], divide: Sequence[str]) -> str | None:
         """The total length of parts, as an expression over the module's own numbers; those in `divide` are a rank's.
@@ -321,7 +304,3 @@ def _counted(sized: Sequence[Sized]) -> set[tuple[int, int]]:
     """The numbers that count split parts, in the reduced model and in the model itself."""
     counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
     return counts | {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
-
-
-def _convolves(rules: Rules) -> bool:
-    return any(options.get("style", "").endswith("depthwise") for options in rules.values())
