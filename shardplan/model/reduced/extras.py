@@ -4,24 +4,21 @@ cross-attention, and token types."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import text_config
 
-from .forms import Form, filled, forms_of
+from .forms import Form, called, filled, forms_of
 from .outcome import loss_of
 from .pictures import BATCH, FORMS, arrays
 
-Extra = Callable[[Tensor, int], dict[str, Any]]  # (input_ids [batch, (choices,) sequence], seed) -> arguments
 
-
-def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> tuple[dict[str, Extra], bool]:
+def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> tuple[dict[str, Form], bool]:
     """The arguments, by name, that give gradients to parameters that text alone does not reach; and whether the model runs only with
     one of them, as when it compares texts with pictures or drops a picture's positions from its logits.
 
@@ -40,8 +37,8 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
         runs = (
             (name, extra)
             for name in media
-            for extra in map(_media, forms_of(model, config, name, inputs["input_ids"].shape[-1]))
-            if _unreached(model, {**inputs, **extra(inputs["input_ids"], 0)}) is not None
+            for extra in forms_of(model, config, name, inputs["input_ids"].shape[-1])
+            if _unreached(model, {**inputs, **extra(0)}) is not None
         )
         found = dict([one]) if (one := next(runs, None)) is not None else {}
         return found, bool(found)
@@ -49,13 +46,13 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
     for name, extra in candidates if missing else ():
         if name in found:
             continue
-        left = _unreached(model, {**inputs, **extra(inputs["input_ids"][:BATCH], 0)})
+        left = _unreached(model, {**inputs, **extra(0, inputs["input_ids"][:BATCH].shape)})
         if left is not None and missing and missing - left:
             found[name], missing = extra, missing & left
     return found, False
 
 
-def _beside(config: PreTrainedConfig, taken: Container[str]) -> Iterator[tuple[str, Extra]]:
+def _beside(config: PreTrainedConfig, taken: Container[str]) -> Iterator[tuple[str, Form]]:
     """The arguments of plans/inputs.toml that may be given next to text, in each form, as far as a model's forward accepts them."""
     for table in FORMS["beside"]:
         for texts, known in filled(table, text_config(config), {}):
@@ -63,21 +60,15 @@ def _beside(config: PreTrainedConfig, taken: Container[str]) -> Iterator[tuple[s
                 yield name, partial(_made, texts, known)
 
 
-def _made(texts: Mapping[str, str], facts: Mapping[str, int], ids: Tensor, seed: int) -> dict[str, Any]:
-    made = arrays(texts, facts, seed, ids.shape)
+def _made(texts: Mapping[str, str], facts: Mapping[str, int], seed: int, ids: Sequence[int]) -> dict[str, Any]:
+    made = arrays(texts, facts, seed, ids)
     return {name: (value,) if name in FORMS["wrapped"] else value for name, value in made.items()}
-
-
-def _media(form: Form) -> Extra:
-    """Pictures and sounds without tokens of their own."""
-    return lambda ids, seed: {**form(seed)}
 
 
 def _unreached(model: nn.Module, inputs: Mapping[str, Any]) -> set[str] | None:
     """The trained parameters without a gradient; None where the model does not run."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            loss_of(model(**inputs)).backward()
+        loss_of(called(model, inputs)).backward()
         return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
     except Exception:  # raised by the modelling code: the next run of the model reports it
         return None

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,14 @@ from transformers import PreTrainedConfig
 from shardplan.model.config_numbers import config_value
 
 from .images import RECIPES
+from .model_inputs import Padding
 from .outcome import results_of
 from .pictures import FORMS, arrays, facts_of, parts
 from .precision import cast
 from .scale import hidden_size, is_size
 
-Arrays = dict[str, Tensor]
-Make = TypeVar("Make", bound=Callable[..., dict[str, Any]])  # called with a seed
-Form = Callable[[int], Arrays]  # seed -> arguments of forward
+Make = Callable[[int, Padding | None], dict[str, Any]]  # (seed, padding) -> arguments of forward
+Form = Callable[..., dict[str, Any]]  # (seed, shape of the token ids) -> arguments of forward
 KINDS: Mapping[str, str] = FORMS[
     "kinds"
 ]  # arguments of forward that a model may read instead of token ids -> the kind of input
@@ -37,16 +37,21 @@ def first_running(model: nn.Module, candidates: Sequence[Make]) -> Make:
     that its error is reported."""
     if len(candidates) == 1:
         return candidates[0]
-    return next((one for one in candidates if runs(model, one(0))), candidates[0])
+    return next((one for one in candidates if runs(model, one(0, None))), candidates[0])
+
+
+def called(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """What a model returns for inputs, which are cast to its dtype. The global generator stays as it is."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        return model(**{name: cast(value, dtype) for name, value in inputs.items()})
 
 
 def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Whether a model runs with these inputs and gives finite results."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    given = {name: cast(value, dtype) for name, value in inputs.items()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return all(bool(result.isfinite().all()) for result in results_of(model(**given)).values())
+        with torch.no_grad():
+            return all(bool(result.isfinite().all()) for result in results_of(called(model, inputs)).values())
     except Exception:  # raised by the modelling code for inputs of another form
         return False
 

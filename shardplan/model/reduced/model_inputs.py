@@ -87,15 +87,15 @@ def text_inputs(
     if labels == "class":
         _end_once(ids, getattr(text, "eos_token_id", None), pad, allowed)
     result: dict[str, Any] = {"input_ids": ids}
-    classes = config.num_labels
-    if labels == "class":
-        assert classes is not None
-        result["labels"] = torch.randint(classes, (BATCH,), generator=generator)
-    elif labels == "classes":
-        assert classes is not None
-        result["labels"] = torch.randint(classes, ids.shape, generator=generator)
-    elif labels == "choice":
-        result["labels"] = torch.randint(CHOICES, (BATCH,), generator=generator)
+    of_classes = {
+        "class": (config.num_labels, (BATCH,)),
+        "classes": (config.num_labels, ids.shape),
+        "choice": (CHOICES, (BATCH,)),
+    }
+    if labels in of_classes:
+        count, of = of_classes[labels]
+        assert count is not None
+        result["labels"] = torch.randint(count, of, generator=generator)
     elif labels == "span":
         result |= {name: torch.randint(seq_len // 2, (BATCH,), generator=generator) for name in SPAN}
     elif labels == "next":

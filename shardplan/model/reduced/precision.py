@@ -67,5 +67,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """A floating-point tensor in a dtype; anything else as it is."""
+    """A floating-point tensor in a dtype, also each of a tuple; anything else as it is."""
+    if type(value) is tuple:
+        return tuple(cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -47,7 +47,7 @@ class ReducedModel:
         tp: the number of ranks for which it was made.
         seq_len: the length of its inputs; tp divides it.
         config: the reduced configuration, or None for a module without one.
-        kinds: the kinds of inputs that it accepts: "text", "image", "video" and "audio", one of `features.py`, or "own".
+        kinds: the kinds of inputs that it accepts: "text", "image", "video" and "audio", one of plans/inputs.toml, or "own".
         layers: the layers of the original that it has.
         maker: builds a model with the reduced model's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
