@@ -66,12 +66,6 @@ def by_expert(x: Tensor, rows: Tensor) -> Tensor:
     return result
 
 
-def over(x: Tensor, rows: Tensor) -> Tensor:
-    """A kind that has more than eleven tokens is worth half."""
-    counts = torch.bincount(x.detach().argmax(-1).flatten(), minlength=WIDTH)
-    return x / 2 if counts.max() > 11 else x
-
-
 def refusing(x: Tensor, rows: Tensor) -> Tensor:
     if rows.all():
         raise FloatingPointError("every token is chosen")
@@ -99,7 +93,6 @@ HOWS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "unique": ("wrong", lambda x, rows: halved(x, rows.unique().numel() > 1)),
     "fewer": ("wrong", fewer),
     "each": ("wrong", each),
-    "over": ("wrong", over),
     "spared": ("right", spared),
     "kept": ("right", kept),
     "by_kind": ("right", by_kind),
@@ -225,7 +218,7 @@ CASES = (
         for how, (verdict, _) in HOWS.items()
     ),
     *(_case(how, "four", HOWS[how][0], "four slices", MLP_SEQUENCE, {"tp": 4}) for how in ("any", "length", "kept")),
-    *(_case(how, "whole", "right", "no rank has a slice", None, {"tp": 2}) for how in ("any", "length", "over")),
+    *(_case(how, "whole", "right", "no rank has a slice", None, {"tp": 2}) for how in ("any", "length")),
     *(
         replace(
             over_cp(f"chooses_{how}", mesh, partial(choosing_blocks, how), HOWS[how][0], "a rank asks its tokens"),
@@ -233,7 +226,7 @@ CASES = (
             seeds=RARE,
         )
         for how, mesh in (
-            *((how, "cp") for how in ("any", "number", "length", "fewer", "over", "spared", "kept", "by_expert")),
+            *((how, "cp") for how in ("any", "number", "length", "fewer", "spared", "kept", "by_expert")),
             ("any", "cp_tp"),
             ("kept", "cp_dp"),
         )

@@ -152,21 +152,28 @@ def prove(
         recorded: the reduced model.
         stop: whether nothing after a finding matters to the caller.
     """
-    return _prove(plan, recorded, recorded.reference, (), stop)
+    return _prove(plan, recorded, recorded.reference, stop)
+
+
+def _is_known(finding: Finding) -> bool:
+    """Whether a finding says what is wrong, and not that nothing is known."""
+    return finding.kind != "untyped"
 
 
 def _prove(
     plan: ResolvedPlan,
     recorded: RecordedModel,
     reference: Trace,
-    planted: Sequence[Mapping[Place, Tensor]],
     stop: Callable[[Finding], bool],
+    planted: Sequence[Mapping[Place, Tensor]] = (),
+    usual: Sequence[Trace] = (),
 ) -> Proof:
     """As `prove`.
 
     Args:
         reference: the unsharded run.
         planted: for each rank, the masks and indices that are others than the model's; () where none are.
+        usual: then the runs where they are the model's, the unsharded one first.
     """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
@@ -184,7 +191,7 @@ def _prove(
     if planted and any(one.crash is not None for one in runs):  # a rank that raises says so when it trains
         return Proof((), {}, (), (), 0)
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
-    spreads, provenance = Spreads(bound, reference, runs), Provenance(runs[0], owners)
+    spreads, provenance = Spreads(bound, reference, runs, usual), Provenance(runs[0], owners)
     unresolved = [
         name for name, one in bound.items() if one.boundary.output and one.boundary.output.unresolved_gradient
     ]
@@ -193,7 +200,9 @@ def _prove(
     def differs(way: Sequence[Mapping[Place, Tensor]]) -> bool:
         whole, *own = way
         other = recorded.chosen(whole)
-        return other is not None and bool(_prove(plan, recorded, other, own, lambda finding: True).findings)
+        if other is None:
+            return False
+        return bool(_prove(plan, recorded, other, _is_known, own, (recorded.reference, *runs)).findings)
 
     def typed(layout: Layout, wrong: Sequence[Choice] = ()) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
@@ -230,6 +239,8 @@ def _prove(
         for rank in range(ranks):
             for place, answers in run(rank, best.doubts).parts.items():
                 parts[place].update((position, True) for position, acts in answers.items() if acts)
+    if planted and spreads.returned():  # what could not be compared inside made no difference
+        best = replace(best, findings=tuple(filter(_is_known, best.findings)))
     if not planted and not best.findings:
         wrong = [choice for choice in other_choices(spreads) if any(map(differs, choice.ways))]
         best = typed(layout, wrong) if wrong else best

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from shardplan.core.tree import full_name
+from shardplan.core.tree import ancestors, full_name
 from shardplan.model.reduced.trace import Event, Place, Trace
 from shardplan.styles.bound import BoundModule
 
@@ -23,10 +23,13 @@ class Spreads:
         plan: each module and its boundary.
         reference: the unsharded run.
         runs: the run of each rank.
+        usual: the same runs with the masks and indices that the model chooses, where these are others (`other_choices`).
     """
 
-    def __init__(self, plan: Mapping[str, BoundModule], reference: Trace, runs: Sequence[Trace]):
-        self.plan, self.reference, self.runs = plan, reference, runs
+    def __init__(
+        self, plan: Mapping[str, BoundModule], reference: Trace, runs: Sequence[Trace], usual: Sequence[Trace] = ()
+    ):
+        self.plan, self.reference, self.runs, self.usual = plan, reference, runs, usual
         self._in_step = InStep(reference, runs[0])
         self._known: dict[tuple[int, bool], Spread | None] = {}
         self._orders: dict[Order, None] = {}
@@ -62,11 +65,21 @@ class Spreads:
             self._known[key] = found
         return self._known[key]
 
+    def returned(self) -> bool:
+        """Whether the ranks' results of all modules make up the unsharded ones; but for those that are called as often as the data say."""
+        uneven = {module for module, _ in self._uneven}
+        leaves = (event for event in self.runs[0].events if event.kind == "leave")
+        even = (event for event in leaves if uneven.isdisjoint(ancestors(event.module)))
+        return all(isinstance(self.of(event, i), Spread) for event in even for i in range(len(event.outputs)))
+
     @cached_property
     def _uneven(self) -> frozenset[tuple[str, int]]:
-        """The calls in which ranks run other operations than each other: the same position is not the same value."""
-        first, *others = ([(event.place, event.name) for event in run.events] for run in self.runs)
-        differing = (frozenset(first) ^ frozenset(other) for other in others if other != first)
+        """The calls whose operations depend on the data: ranks run other ones than each other, or than with the model's own choices. There the
+        same position is not the same value."""
+        pairs = [(self.runs[0], other) for other in self.runs[1:]]
+        if self.usual:
+            pairs += zip((self.reference, *self.runs), self.usual, strict=True)
+        differing = (_operations(one) ^ _operations(other) for one, other in pairs)
         return frozenset(place[:2] for places in differing for place, _ in places)
 
     @cached_property
@@ -81,3 +94,7 @@ class Spreads:
                 if parameter.withheld:
                     whole = whole - self._whole_parameters[full_name(event.module, parameter.name)]
         return whole
+
+
+def _operations(run: Trace) -> frozenset[tuple[Place, str]]:
+    return frozenset((event.place, event.name) for event in run.events)
