@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shardplan.model.reduced.trace import Event, Place, SourceLine
 
-from .spread import Spread, chunk
+from .spread import Spread
 from .spreads import Spreads
+from .types import rows_order
 
 # Operations that return as many elements as a mask or the values of indices say.
 LENGTHS = frozenset(
@@ -120,23 +121,18 @@ def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: int) -> Sequence[
         place, dim = spreads.place(one.event), one.spread.dim
         assert place is not None and dim is not None, one
         whole = spreads.reference.values[spreads.reference.at[place].outputs[one.index]]
-        parts = one.spread.order or _chunks(whole.shape[dim], ranks)
-        other = _other(whole, dim, parts, way)
+        parts = one.spread.order or rows_order(1, whole.shape[dim], ranks)
+        rows = [torch.tensor(part, dtype=torch.long) for part in parts]
+        other = _other(whole, dim, rows, way)
         if other is not None:
             found[0][place] = other
-            for rank, indices in enumerate(parts):
-                own = other.index_select(dim, torch.tensor(indices, dtype=torch.long))
-                found[rank + 1][one.event.place] = own
+            for own, part in zip(found[1:], rows, strict=True):
+                own[one.event.place] = other.index_select(dim, part)
     return found
 
 
-def _chunks(size: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    parts = (chunk(size, ranks, rank) for rank in range(ranks))
-    return tuple(tuple(range(start, start + length)) for start, length in parts)
-
-
-def _other(whole: Tensor, dim: int, parts: Sequence[Sequence[int]], way: int) -> Tensor | None:
-    """Other choices along a dim; None where all choose alike, or a rank has none.
+def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: int) -> Tensor | None:
+    """Other choices along a dim, where each rank has its rows; None where all choose alike, or a rank has none.
 
     | way | masks | indices |
     |---|---|---|
@@ -146,7 +142,6 @@ def _other(whole: Tensor, dim: int, parts: Sequence[Sequence[int]], way: int) ->
 
     Not all rows of a mask: where what is left is zero everywhere, a whole and a sum look alike.
     """
-    rows = [torch.tensor(part, dtype=torch.long) for part in parts]
     if not all(map(len, rows)):
         return None
     if whole.dtype == torch.bool:

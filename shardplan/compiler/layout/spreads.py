@@ -76,11 +76,12 @@ class Spreads:
     def _uneven(self) -> frozenset[tuple[str, int]]:
         """The calls whose operations depend on the data: ranks run other ones than each other, or than with the model's own choices. There the
         same position is not the same value."""
-        pairs = [(self.runs[0], other) for other in self.runs[1:]]
+        runs = [*map(_operations, self.runs)]
+        pairs = [(runs[0], other) for other in runs[1:]]
         if self.usual:
-            pairs += zip((self.reference, *self.runs), self.usual, strict=True)
-        differing = (_operations(one) ^ _operations(other) for one, other in pairs)
-        return frozenset(place[:2] for places in differing for place, _ in places)
+            whole, *own = map(_operations, self.usual)
+            pairs += [(_operations(self.reference), whole), *zip(runs, own, strict=True)]
+        return frozenset(place[:2] for one, other in pairs for place, _ in one ^ other)
 
     @cached_property
     def _whole_parameters(self) -> Mapping[str, Tensor]:
