@@ -126,8 +126,8 @@ class Enter:
             if torch.compiler.is_compiling():  # the partitioner recomputes a checkpoint's content
                 return checkpoint(move, x, mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, mesh, src, boundary.dst)
-            shard, dim, size = x.detach(), src.split_dim(x.ndim), whole.shape[src.split_dim(x.ndim)]
-            note([whole], lambda: [all_gather(shard, mesh, dim, size)])
+            shard, dim = x.detach(), src.split_dim(x.ndim)
+            note([whole], lambda: [all_gather(shard, mesh, dim)])
             return whole
 
         if boundary.argument == "*":

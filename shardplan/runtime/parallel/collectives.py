@@ -32,10 +32,10 @@ def all_reduce(x: Tensor, mesh: Group, op: str = "sum", *, wait: bool = True) ->
     return _run(FUNCTIONAL.all_reduce.default, x.contiguous(), op, of_group(mesh)[0], wait=wait)
 
 
-def all_gather(x: Tensor, mesh: Group, dim: int, size: int) -> Tensor:
-    """The chunks of all ranks along `dim`, `size` long in all; chunks may be uneven (ceil-chunks)."""
+def all_gather(x: Tensor, mesh: Group, dim: int, size: int | None = None) -> Tensor:
+    """The chunks of all ranks along `dim`, alike, or ceil-chunks that are `size` long in all."""
     ranks = ranks_of(mesh)
-    if size % ranks == 0:
+    if size is None or size % ranks == 0:
         return _gather(x, mesh, dim)
     padded = pad_chunk(x, dim, chunk_size(size, ranks))
     return _gather(padded, mesh, dim).narrow(dim, 0, size)

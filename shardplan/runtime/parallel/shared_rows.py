@@ -66,8 +66,7 @@ class SharedRows:
         ]
         for copies, chosen in self._exchanges(found):
             own = [found[i][j] for i, j in chosen]
-            flat = torch.cat([x.reshape(-1) for x in own])
-            rows = all_gather(flat, self.groups[copies], 0, copies * flat.numel()).view(copies, -1)
+            rows = all_gather(torch.cat([x.reshape(-1) for x in own]), self.groups[copies], 0).view(copies, -1)
             for (i, j), x, all_ranks in zip(chosen, own, rows.split([x.numel() for x in own], 1), strict=True):
                 found[i][j] = torch.cat([one.view(x.shape) for one in all_ranks.unbind()], self.dims[i])
         return self._joined(found)

@@ -20,20 +20,20 @@ from .process_groups import ranks_of
 from .second_derivatives import refuse_second_derivatives
 
 
-def _slice(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+def _slice(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> Tensor:
     return own_chunk(x, dim, mesh)
 
 
-def _pad(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+def _pad(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None) -> Tensor:
     whole = list(x.shape)
-    whole[dim] = size
+    whole[dim] = whole[dim] * mesh.size() if size is None else size
     result = x.new_zeros(whole)
     own_chunk(result, dim, mesh).copy_(x)
     return result
 
 
-# Each takes (x, mesh, dim, size of the whole dim). A change of the split dim is `exchange_dims`.
-OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int], Tensor]] = {
+# Each takes (x, mesh, dim, size of the whole dim or None). A change of the split dim is `exchange_dims`.
+OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int | None], Tensor]] = {
     "identity": lambda x, mesh, dim, size: x,
     "all_reduce": lambda x, mesh, dim, size: all_reduce(x, mesh),
     "all_gather": all_gather,
@@ -53,13 +53,13 @@ class _How(NamedTuple):
     """How a tensor moves: one argument, as each costs the host.
 
     Args:
-        size: the length of the whole dim.
+        size: the length of the whole dim; None: the axis divides it.
     """
 
     mesh: DeviceMesh
     ops: MoveOps
     dim: int
-    size: int
+    size: int | None
 
 
 class _Move(torch.autograd.Function):
@@ -160,12 +160,12 @@ class Move:
             )
         how = self.how
         if how is None:
-            dim, ranks = self.split.split_dim(x.ndim), ranks_of(self.mesh)
-            length = x.shape[dim]
-            if self.size is None and self.dst.kind == "V" and length % ranks and dim != x.ndim - 1:
-                raise uneven(length, dim, ranks)
-            whole = length * ranks if self.src.kind == "V" else length
-            how = _How(self.mesh, self.ops, dim, whole if self.size is None else self.size)
+            dim, size = self.split.split_dim(x.ndim), self.size
+            if size is None and self.dst.kind == "V":
+                size, ranks = x.shape[dim], ranks_of(self.mesh)
+                if size % ranks and dim != x.ndim - 1:
+                    raise uneven(size, dim, ranks)
+            how = _How(self.mesh, self.ops, dim, size)
         if later is not None and self.over:
             return _MoveOver.apply(x, (how, later), *later.weights)
         return _Move.apply(x, how)

@@ -33,8 +33,7 @@ _largest_per_rank = private("run_per_rank")(_largest)
 
 def _merge(x: Tensor, k: int, first: int, group: Group) -> tuple[Tensor, Tensor]:
     values, ids = _largest_per_rank(x, k, first)
-    count = k * group.size()
-    values, ids = all_gather(values, group, -1, count), all_gather(ids, group, -1, count)
+    values, ids = all_gather(values, group, -1), all_gather(ids, group, -1)
     # The fill is at the end and the sort is stable, so a real logit of -inf comes before it.
     real_first = (ids == _NONE).to(torch.uint8).argsort(dim=-1, stable=True)
     values, ids = values.gather(-1, real_first), ids.gather(-1, real_first)
