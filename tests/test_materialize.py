@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardplan
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 from shardplan.weights import materialize
 
 MODELS = [("gemma3_text", True), ("phi3", False), ("gpt2", True), ("qwen3_moe", False), ("qwen3", True)]
@@ -120,6 +121,79 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * x
+
+
+class Rotated(nn.Module):
+    """A table that `reset_parameters` alone computes, and what nothing computes."""
+
+    def __init__(self, *unknown: str) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(8), persistent=False)
+        self.factor = nn.Parameter(torch.empty(8))
+        if "buffer" in unknown:
+            self.register_buffer("mask", torch.ones(8, dtype=torch.bool), persistent=False)
+        if "parameter" in unknown:
+            self.bias = nn.Parameter(torch.zeros(8))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.factor)
+        self.table.copy_(torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x + self.table
+
+
+class Around(nn.Module):
+    """A model whose `_init_weights` knows of Linears alone, as those of transformers know of their own modules."""
+
+    def __init__(self, *unknown: str) -> None:
+        super().__init__()
+        self.up, self.rotated = nn.Linear(8, 8), Rotated(*unknown)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rotated(self.up(x))
+
+
+def left_by_the_model() -> tuple[list[Tensor], list[str]]:
+    """Values of what `_init_weights` does not know of, and what is said where nothing else does."""
+    plan = {"version": "1", "name": "around", "tensor_parallel": {"up": "colwise_gather_output"}}
+    values, said = [], []
+    for unknown in ((), ("parameter",), ("buffer",), ("parameter", "buffer")):
+        with torch.device("meta"):
+            model = Around(*unknown)
+        shardplan.apply_plan(model, mesh_of("tp alone"), plan, allow_unproven=True)
+        if "buffer" not in unknown:  # a state dict has no buffer that is not persistent
+            state = {name: torch.full(x.shape, 3.0) for name, x in Around(*unknown).state_dict().items()}
+            values += [*materialize(model, "cpu", state_dict=state).rotated.state_dict().values(), model.rotated.table]
+            continue
+        with pytest.raises(ValueError) as caught:
+            materialize(model, "cpu", state_dict=Around(*unknown).state_dict())
+        said.append(str(caught.value))
+    for unknown in ((), ("parameter",)):
+        with torch.device("meta"):
+            model = Around(*unknown)
+        shardplan.apply_plan(model, mesh_of("tp alone"), plan, allow_unproven=True)
+        if unknown == ():
+            values += [materialize(model, "cpu").rotated.factor.detach(), model.rotated.table]
+            continue
+        with pytest.warns(UserWarning, match="NaN until weights are loaded") as caught:
+            materialize(model, "cpu")
+        said.append(str(caught[0].message))
+        assert to_local_if_dtensor(model.rotated.bias).isnan().all()
+    return [*map(to_local_if_dtensor, values)], said  # replicated
+
+
+def test_what_init_weights_does_not_know_of_is_reset_by_its_module_or_named():
+    threes, ones, table = torch.full((8,), 3.0), torch.ones(8), torch.arange(8.0)
+    for values, said in on_ranks(4, left_by_the_model):
+        expected = [threes, table, threes, threes, table, ones, table]
+        assert all(map(torch.equal, values, expected)) and len(values) == len(expected)
+        assert [text.partition(": no ")[0] for text in said] == [*2 * ("rotated.mask of Rotated",), "rotated.bias"]
 
 
 def refusals() -> list[str]:

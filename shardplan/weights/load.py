@@ -25,7 +25,7 @@ from .all_ranks import all_or_none, is_first
 from .checkpoint_names import Resolved, StateEntry, resolve, state_entries
 from .folders import repair
 from .lazy import Lazy, leaf, leaves, read
-from .materialize import initialize
+from .materialize import initialize, refuse_blank
 from .progress import OnProgress, Progress, reporter
 from .ranges import Ranges, boxes_of
 from .safetensors_folder import Reader, stored_tensors
@@ -109,7 +109,8 @@ def load_checkpoint(
     Raises:
         ValueError: no plan was applied; the model has adapters, or is partly on the meta device; a file is damaged; the index
             names a file outside the folder; names, shapes or dtypes do not fit (integers for floating-point numbers, or the
-            reverse; all are listed); tied parameters have different values; the checkpoint is quantized.
+            reverse; all are listed); tied parameters have different values; the checkpoint is quantized; on the meta device, neither
+            the checkpoint nor an initialisation has a value of something.
         FileNotFoundError: the folder or a file of it is missing.
         RuntimeError: another rank failed, or sees other files. Every rank raises.
     """
@@ -141,7 +142,8 @@ def load_checkpoint(
                     _cast(part.inner, dtype)
                 if on_meta:
                     part.outer.to_empty(device=place)
-                    initialize(part.inner, part.packed, place, drawn=frozenset(own.missing))
+                    left = initialize(part.inner, part.packed, place, drawn=frozenset(own.missing))
+                    refuse_blank(part.inner, left, {t.entry.name for t in own.tasks})
                 done += _fill(own, part.inner, report)
         for part in parts:
             if isinstance(part.inner, PreTrainedModel):

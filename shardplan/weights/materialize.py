@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.first_few import in_a_row
 from shardplan.core.tree import block, full_name
 from shardplan.model.adapters import adapters_in, unwrapped
+from shardplan.model.initialisation import Blank, by_model, initializer_of
 from shardplan.model.stage_stubs import is_stub
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.slices import Packing, like
@@ -19,6 +22,7 @@ from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.cut_model import Absent
 from shardplan.torchlib.attributes import whole_attributes
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 
 def materialize(
@@ -40,8 +44,9 @@ def materialize(
         The same model.
 
     Raises:
-        ValueError: a parameter is not on the meta device; a module has no initialisation; no plan was applied; the
-            model has adapters (without an initialisation), and no `state_dict` is given.
+        ValueError: a parameter is not on the meta device; no initialisation gives a parameter or a buffer a value (of a model with
+            `_init_weights`: a buffer that no state dict has; its parameters are NaN then, with a warning, and may be loaded later); no plan
+            was applied; the model has adapters, and no `state_dict` is given.
     """
     if isinstance(model, Pipeline):
         sources = [torch] if torch.device(device).type == "cpu" else [torch, torch.get_device_module(device)]
@@ -71,7 +76,13 @@ def _materialize(
     packed = packed_parameters(record.program) if record.tp > 1 else {}
     model.to_empty(device=device)
     with torch.no_grad():
-        initialize(inner, packed, torch.device(device), absent=absent if state_dict is None else None)
+        left = initialize(inner, packed, torch.device(device), absent=absent if state_dict is None else None)
+    later = inner.state_dict() if state_dict is not None or hasattr(inner, "_init_weights") else ()
+    refuse_blank(inner, left, later)
+    if state_dict is None and left:
+        warnings.warn(
+            f"{in_a_row(left, 5)}: no initialisation gives a value, NaN until weights are loaded", stacklevel=3
+        )
     if state_dict is not None:
         model.load_state_dict(state_dict)
 
@@ -83,7 +94,7 @@ def initialize(
     *,
     drawn: Collection[str] | None = None,
     absent: Absent | None = None,
-) -> None:
+) -> list[str]:
     """Initialise block by block, in the order of `nn.Module.apply`, children first.
 
     Args:
@@ -91,71 +102,69 @@ def initialize(
             in the whole model. None: they are not drawn.
         drawn: the names of the parameters that get values; None: all. The others keep their values: meta tensors replace
             them meanwhile, so that initialisation computes only buffers.
+
+    Returns:
+        The names of parameters and buffers that no initialisation gave a value.
     """
-    seen: set[int] = set()
+    blank, left, seen = Blank(), set[str](), set[int]()
     names = {id(module): name for name, module in model.named_modules()}
     tied: dict[str, Tensor] = {}
 
     def act(module: nn.Module, initializer: nn.Module) -> None:
         if not is_stub(module):
-            _initialize_module(module, initializer)
+            by_model(module, initializer)
         elif absent is not None and names[id(module)] in absent.modules:
             _draw(absent, names[id(module)], device, initializer, tied)
 
-    def visit(module: nn.Module, initializer: nn.Module) -> None:
-        if callable(getattr(module, "_init_weights", None)):
-            initializer = module
+    def visit(module: nn.Module, outer: nn.Module) -> None:
         name = names[id(module)]
-        if block(name) == name and name:
-            with _whole_parameters(module, name, packed, device, seen, drawn):
-                _apply(module, initializer, act)
-            return
-        for child in module.children():
-            visit(child, initializer)
-        with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
-            act(module, initializer)
+        whole = bool(name) and block(name) == name
+        for child in () if whole else module.children():
+            visit(child, initializer_of(module, outer))
+        with _whole_parameters(module, name, packed, device, seen, drawn, blank, left, recurse=whole):
+            blank.initialize(module, outer, ends=is_stub if whole else lambda _: True, act=act)
 
+    for buffer in model.buffers():
+        blank.fill(buffer)
     with whole_attributes(model):  # initialisations compute with them (A_log: one number a head)
         visit(model, model)
     for name, value in tied.items():
-        parameter = model.get_parameter(name)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(like(value, parameter, packed.get(name)).to_local())
-        else:
-            parameter.copy_(value)
+        _keep(value, model.get_parameter(name), packed.get(name))
+    # A module around may have computed what a block left.
+    own = {name: model.get_parameter(name) for name in left} | dict(model.named_buffers())
+    return [name for name, tensor in own.items() if blank.has(to_local_if_dtensor(tensor))]
+
+
+def refuse_blank(model: nn.Module, names: Collection[str], loaded: Collection[str]) -> None:
+    """
+    Args:
+        names: what no initialisation gave a value.
+        loaded: the names of what gets other values.
+
+    Raises:
+        ValueError: something else has none.
+    """
+    classes = {
+        name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names if name not in loaded
+    }
+    if classes:
+        raise ValueError(
+            f"{in_a_row((f'{name} of {kind}' for name, kind in classes.items()), 5)}: no value is known. Neither `_init_weights(module)` "
+            "of a model around nor the module's own `reset_parameters()` computes it: add one, so that a meta-device model can be "
+            "initialised, or build the model with memory"
+        )
 
 
 def _draw(absent: Absent, name: str, device: torch.device, initializer: nn.Module, tied: dict[str, Tensor]) -> None:
     """Draw the parameters of another stage's module as the whole model does; keep values only for a tied parameter of this stage."""
-    module = copy.deepcopy(absent.modules[name]).to_empty(device=device)
-    _apply(module, initializer, _initialize_module)
+    module, blank = copy.deepcopy(absent.modules[name]).to_empty(device=device), Blank()
+    for tensor in (*module.parameters(), *module.buffers()):
+        blank.fill(tensor)
+    blank.initialize(module, initializer)
     for leaf, parameter in module.named_parameters(remove_duplicate=False):
         own = absent.tied.get(full_name(name, leaf))
         if own is not None:
             tied.setdefault(own, parameter.detach())
-
-
-def _apply(module: nn.Module, initializer: nn.Module, act: Callable[[nn.Module, nn.Module], None]) -> None:
-    if callable(getattr(module, "_init_weights", None)):
-        initializer = module
-    if not is_stub(module):
-        for child in module.children():
-            _apply(child, initializer, act)
-    act(module, initializer)
-
-
-def _initialize_module(module: nn.Module, initializer: nn.Module) -> None:
-    own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-    by_model, by_itself = getattr(initializer, "_init_weights", None), getattr(module, "reset_parameters", None)
-    if callable(by_model):  # transformers' models
-        by_model(module)
-    elif own and callable(by_itself):  # torch's modules
-        by_itself()
-    elif own:
-        raise ValueError(
-            f"{type(module).__name__} has parameters or buffers, but no reset_parameters() and no model with "
-            "_init_weights(module): add one, so that a meta-device model can be initialised"
-        )
 
 
 @contextmanager
@@ -166,11 +175,13 @@ def _whole_parameters(
     device: torch.device,
     seen: set[int],
     drawn: Collection[str] | None,
+    blank: Blank,
+    left: set[str],
     *,
-    recurse: bool = True,
+    recurse: bool,
 ) -> Iterator[None]:
-    """Replace DTensor parameters by plain whole tensors in this context. At its end each gets its slice of them. A parameter
-    that is not drawn is replaced by a meta tensor, and stays as it was.
+    """Replace parameters by plain whole tensors in this context. At its end each gets its slice of them, and `left` the names
+    of those without a value. A parameter that is not drawn is replaced by a meta tensor, and stays as it was.
 
     A tied parameter is drawn under each of its names, as in the unsharded model before it is tied. The values of the first
     name stay.
@@ -179,13 +190,12 @@ def _whole_parameters(
     exchanged = []
     for owner_name, owner in owners:
         for leaf, parameter in owner._parameters.items():
-            full_name = f"{owner_name}.{leaf}" if owner_name else leaf
-            wanted = drawn is None or full_name in drawn
-            if parameter is not None and (isinstance(parameter, DTensor) or not wanted):
-                place = device if wanted else "meta"
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=place)
-                whole = nn.Parameter(whole, parameter.requires_grad)
-                exchanged.append((owner, leaf, parameter, whole, full_name, wanted))
+            if parameter is not None:
+                name = full_name(owner_name, leaf)
+                wanted = drawn is None or name in drawn
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device if wanted else "meta")
+                whole = nn.Parameter(blank.fill(whole), parameter.requires_grad)
+                exchanged.append((owner, leaf, parameter, whole, name, wanted))
     for owner, leaf, _, whole, _, _ in exchanged:
         owner._parameters[leaf] = whole
     try:
@@ -193,7 +203,15 @@ def _whole_parameters(
     finally:
         for owner, leaf, parameter, *_ in exchanged:
             owner._parameters[leaf] = parameter
-    for _, _, parameter, whole, full_name, wanted in exchanged:
-        if wanted and isinstance(parameter, DTensor) and id(parameter) not in seen:
+    for _, _, parameter, whole, name, wanted in exchanged:
+        if wanted and id(parameter) not in seen:
             seen.add(id(parameter))
-            parameter.to_local().copy_(like(whole.detach(), parameter, packed.get(full_name)).to_local())
+            left.update([name] if blank.has(whole) else ())
+            _keep(whole.detach(), parameter, packed.get(name))
+
+
+def _keep(whole: Tensor, parameter: Tensor, packing: Packing | None) -> None:
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(like(whole, parameter, packing).to_local())
+    else:
+        parameter.copy_(whole)

@@ -12,6 +12,7 @@ from torch import nn
 from shardplan.core.diagnostics import Code, PlanError
 from shardplan.model.float8 import without_float8
 from shardplan.model.found import FoundModel, Inputs
+from shardplan.model.initialisation import Blank
 from shardplan.model.model_findings import causes, refuse
 from shardplan.model.rebinding import HeldParameter, NotBound, copied
 
@@ -142,19 +143,6 @@ def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> Plan
     )
 
 
-def _initialize(module: nn.Module, initializer: nn.Module) -> None:
-    """Initialise as `materialize` does, children first: by the nearest `_init_weights(module)` around a module, else by its `reset_parameters()`."""
-    if callable(getattr(module, "_init_weights", None)):
-        initializer = module
-    for child in module.children():
-        _initialize(child, initializer)
-    by_model, by_itself = getattr(initializer, "_init_weights", None), getattr(module, "reset_parameters", None)
-    if callable(by_model):
-        by_model(module)
-    if callable(by_itself):
-        by_itself()
-
-
 def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     if isinstance(model, FoundModel):
         return model.build("cpu")
@@ -162,13 +150,12 @@ def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     if not any(t.is_meta for t in (*result.parameters(), *result.buffers())):
         return result.to("cpu")
     result.to_empty(device="cpu")
+    blank = Blank()
     with torch.no_grad():
         for tensor in (*result.parameters(), *result.buffers()):
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
-    filled = {(id(b), b._version) for b in result.buffers()}
-    with torch.no_grad():
-        _initialize(result, result)
-    unset = [n for n, b in result.named_buffers() if (id(b), b._version) in filled or bool(b.isnan().any())]
+            blank.fill(tensor)
+        blank.initialize(result, result)
+    unset = [n for n, b in result.named_buffers() if blank.has(b)]
     if unset:
         raise refuse(
             NO_REDUCED_MODEL,
