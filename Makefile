@@ -43,6 +43,10 @@ build/timm: | $(VENV)/.installed
 build/optimizers: | $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --target $@ torchao pytorch_optimizer
 
+# What a training step is compared with on that page: its plans, without what its recipes need.
+build/automodel: | $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --target $@ nemo_automodel
+
 test-all: $(VENV)/.installed build/timm  ## the slow rest: real processes, whole matrices
 	$(PYTEST) -m "slow and not exhaustive" $(DRAWN)
 
@@ -57,7 +61,7 @@ docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
 demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 	@$(BIN)/python -m demo
 
-bench: $(VENV)/.installed build/timm build/optimizers  ## the figures of docs/benchmarks*.md, on an idle machine; most of an hour
+bench: $(VENV)/.installed build/timm build/optimizers build/automodel  ## the figures of docs/benchmarks*.md, on an idle machine; most of an hour
 	$(BIN)/python -m benchmarks
 
 release: $(VENV)/.installed  ## both distributions, built, installed into new environments and tried there; VERSION=0.2.0 writes the version first

@@ -18,6 +18,7 @@ from training_runs import TWO_BY_TWO, Recipe, compare
 
 import shardplan
 from shardplan.proof.compare import relative_error
+from shardplan.runtime.parallel.fsdp_units import groups_of
 
 LAYERS = 4
 
@@ -246,7 +247,7 @@ def gathered_at(depths: list[tuple[int | None, int | None]]) -> list[tuple[list[
         )
         model = planned("llama", mesh, reshard_after_forward=True, prefetch=ahead)
         layers = list(model.model.layers)
-        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
+        groups = [groups_of(layer._get_fsdp_state())[0] for layer in layers]
         # In a layer, its first norm is the first to compute forward, and its last matrix backward.
         first.update((layer.input_layernorm, i) for i, layer in enumerate(layers))
         last.update((layer.mlp.down_proj, i) for i, layer in enumerate(layers))

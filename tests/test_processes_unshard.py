@@ -18,6 +18,7 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.parallel.fsdp_units import groups_of
 from shardplan.runtime.training import log_probabilities, unshard
 from tests.collective_counter import CollectiveCounter
 
@@ -40,7 +41,7 @@ def state_of(model: nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             found += [state._training_state, state._state_ctx.iter_forward_root, state._is_root]
-            for group in state._fsdp_param_groups:
+            for group in groups_of(state):
                 found += [group._training_state, group._sharded_state, group.post_forward_mesh_info]
     return found
 
