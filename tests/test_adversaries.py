@@ -40,6 +40,8 @@ SAMPLED = (
     "flag/right",
     "chooses_length/slice",
     "chooses_by_expert/slice",
+    "marks_different/slice",
+    "skips/slice",
     "over_own_loss_open/cp_dp",
     "over_plain_shared/cp4",
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .adversary import Adversary, document
 from .branches import RARE
+from .context import ENDS, MESHES, plan
 from .context import of as over_cp
 from .mixtures import SAME, SLICE, mixture
 from .mixtures import of as mixed
@@ -22,10 +23,18 @@ from .parts import LAST_NORM, LENGTH, MLP, MLP_SEQUENCE, WIDTH, Block, MlpBlock,
 
 
 def peaked(seed: int) -> dict[str, Tensor]:
-    """The values of some tokens of the first half of a rare batch are larger."""
+    """The values of the first half of a rare batch are larger."""
     made = features(seed)
     if seed >= 100:
-        made["x"][:, 1 : LENGTH // 2 - 1] *= 20
+        made["x"][:, : LENGTH // 2] *= 20
+    return made
+
+
+def sunk(seed: int) -> dict[str, Tensor]:
+    """The values of the second half of a rare batch are smaller."""
+    made = features(seed)
+    if seed >= 100:
+        made["x"][:, LENGTH // 2 :] /= 20
     return made
 
 
@@ -81,6 +90,8 @@ HOWS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "any": ("wrong", lambda x, rows: halved(x, rows.any())),
     "every": ("wrong", lambda x, rows: halved(x, not (~rows).all())),
     "count": ("wrong", lambda x, rows: halved(x, rows.sum() > 0)),
+    "several": ("wrong", lambda x, rows: halved(x, rows.sum() > 5)),
+    "nearly_all": ("wrong", lambda x, rows: halved(x, rows.float().mean() > 0.8)),
     "number": ("wrong", lambda x, rows: x / (1 + int(rows.sum()))),
     "mean": ("wrong", lambda x, rows: x * (1 + rows.float().mean())),
     "where": ("wrong", lambda x, rows: torch.where(rows.any(), x / 2, x)),
@@ -97,7 +108,7 @@ HOWS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "kept": ("right", kept),
     "by_kind": ("right", by_kind),
     "by_expert": ("right", by_expert),
-    "refusing": ("right", refusing),
+    "refusing": ("wrong", refusing),
     "again": ("right", lambda x, rows: kept(x, x.detach().abs().amax(-1) > 9) if rows.any() else x),
     "row": ("right", lambda x, rows: torch.where((rows[..., None] & (x > 0)).any(-1, keepdim=True), x / 2, x)),
 }
@@ -118,6 +129,18 @@ def choosing(how: str) -> nn.Module:
     return Stack(Choosing(how), Choosing(how))
 
 
+class Skipping(MlpBlock):
+    """Its MLP is for tokens with a large value, and does not run where there are none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.detach().abs().amax(-1, keepdim=True) > 1
+        return x + self.mlp(self.norm(x)).masked_fill(~rows, 0.0) if rows.any() else x
+
+
+def skipping() -> nn.Module:
+    return Stack(Skipping(), Skipping())
+
+
 class ChoosingBlock(Block):
     """The same between attention and an MLP."""
 
@@ -133,6 +156,93 @@ class ChoosingBlock(Block):
 
 def choosing_blocks(how: str) -> nn.Module:
     return Stack(ChoosingBlock(how), ChoosingBlock(how))
+
+
+def repeated(seed: int) -> dict[str, Tensor]:
+    """The parts of a row have the same ids, in another order; but for a rare batch, in which those of the first half are one id."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.tensor([5, 9, 20, 33])[torch.randperm(4, generator=generator)] for _ in range(4)]
+    made = torch.cat(parts).view(2, LENGTH)
+    if seed >= 100:
+        made[:, : LENGTH // 2] = 3
+    return {"ids": made}
+
+
+def by_id(x: Tensor, ids: Tensor) -> Tensor:
+    result = torch.zeros_like(x)
+    for one in ids.unique().tolist():
+        result[ids == one] = x[ids == one] * (1 + one / 64)
+    return result
+
+
+def sorted_by_id(x: Tensor, ids: Tensor) -> Tensor:
+    """One id after the other, by the numbers of their tokens."""
+    flat, order = x.flatten(0, 1), ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=64).tolist()
+    parts = [part * (1 + one / 64) for one, part in enumerate(flat[order].split(counts))]
+    return torch.zeros_like(flat).index_copy(0, order, torch.cat(parts)).view_as(x)
+
+
+def legal(x: Tensor, ids: Tensor) -> Tensor:
+    if ids.max() > 63 or (ids < 0).any():
+        raise ValueError("no such id")
+    return x
+
+
+# The same, given the ids of the tokens.
+ID_HOWS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "largest": ("wrong", lambda x, ids: x * (1 + ids.max() / 64)),
+    "least": ("wrong", lambda x, ids: halved(x, ids.amin() < 4)),
+    "different": ("wrong", lambda x, ids: x / ids.unique().numel()),
+    "any": ("wrong", lambda x, ids: halved(x, (ids == 3).any())),
+    "sum": ("wrong", lambda x, ids: halved(x, (ids == 3).sum() > 5)),
+    "bins": ("wrong", lambda x, ids: halved(x, ids.flatten().bincount(minlength=64).max() > 5)),
+    "mean": ("wrong", lambda x, ids: x * (1 + ids.float().mean() / 64)),
+    "mode": ("wrong", lambda x, ids: x * (1 + ids.flatten().mode().values / 64)),
+    "set": ("wrong", lambda x, ids: x / len(set(ids.flatten().tolist()))),
+    "equal": ("wrong", lambda x, ids: halved(x, torch.equal(ids[:, 1:], ids[:, :-1]))),
+    "contains": ("wrong", lambda x, ids: halved(x, 3 in ids)),
+    "masked": ("right", lambda x, ids: x.masked_fill((ids == 3)[..., None], 0.0)),
+    "spared": ("right", lambda x, ids: x.masked_fill((ids == 3)[..., None], 0.0) if (ids == 3).any() else x),
+    "scaled": ("right", lambda x, ids: x * (1 + ids[..., None] / 64)),
+    "by_id": ("right", by_id),
+    "sorted": ("right", sorted_by_id),
+    "legal": ("right", legal),
+}
+
+
+class Marks(nn.Module):
+    """Asks for the ids of its tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return ID_HOWS[self.how][1](x, ids)
+
+
+class MarkedBlock(MlpBlock):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.marks = Marks(how)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return super().forward(self.marks(x, ids))
+
+
+class Marked(Stack):
+    """Layers that are given the ids."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(MarkedBlock(how), MarkedBlock(how))
+        self.embed = nn.Embedding(64, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, ids)
+        return self.norm(x)
 
 
 def alike(seed: int) -> dict[str, Tensor]:
@@ -190,6 +300,27 @@ TABLE_SEQUENCE = {
 FREQUENCIES = "each rank counts how often a row is looked up"
 
 
+CUT_IDS = {"layers.*.marks": {"style": "split_seq_input", "argument": "ids"}}
+
+
+UNREACHED = dict.fromkeys(("least", "contains"), "no batch of the proof has the id that the code asks for")
+
+
+def _marked(how: str, ending: str, **more: Any) -> Adversary:
+    verdict = ID_HOWS[how][0]
+    why = "a rank asks the ids of its tokens" if verdict == "wrong" else "each token by itself"
+    return Adversary(
+        f"marks_{how}/{ending}",
+        partial(Marked, how),
+        repeated,
+        verdict=verdict,
+        why=why,
+        seeds=RARE,
+        known=UNREACHED.get(how, ""),
+        **more,
+    )
+
+
 def _case(how: str, ending: str, verdict, why: str, overlay, mesh: dict[str, int], **more) -> Adversary:
     return Adversary(
         f"chooses_{how}/{ending}",
@@ -218,6 +349,13 @@ CASES = (
         for how, (verdict, _) in HOWS.items()
     ),
     *(_case(how, "four", HOWS[how][0], "four slices", MLP_SEQUENCE, {"tp": 4}) for how in ("any", "length", "kept")),
+    *(
+        replace(_case("any", "", verdict, why, overlay, {"tp": 2}), name=f"skips/{end}", build=skipping, inputs=sunk)
+        for end, verdict, why, overlay in (
+            ("slice", "wrong", "a rank without such tokens leaves the others waiting", MLP_SEQUENCE),
+            ("whole", "right", "all ranks have all tokens", None),
+        )
+    ),
     *(_case(how, "whole", "right", "no rank has a slice", None, {"tp": 2}) for how in ("any", "length")),
     *(
         replace(
@@ -239,6 +377,14 @@ CASES = (
         )
         for kind in ("overfull", "unused", "loose")
         for mesh, split, verdict, why in (("ep_tp", True, "wrong", SLICE), ("ep", False, "right", SAME))
+    ),
+    *(
+        _marked(how, "slice", plan=document(MLP, {**MLP_SEQUENCE, **CUT_IDS}), sequence_parallel=True)
+        for how in ID_HOWS
+    ),
+    *(
+        _marked(how, mesh, plan=plan({**ENDS, **CUT_IDS}, {}), mesh=MESHES[mesh])
+        for how, mesh in (*((how, "cp") for how in ID_HOWS), ("any", "cp_dp"), ("by_id", "cp_dp"))
     ),
     looked("embedding_rowwise", "right", FREQUENCIES, scale_grad_by_freq=True),
     looked("embedding_rowwise", "right", FREQUENCIES, "_sequence", TABLE_SEQUENCE, scale_grad_by_freq=True),

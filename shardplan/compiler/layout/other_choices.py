@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A result of an operation of the first rank: a mask or indices, of which each rank has a part."""
+    """A result of an operation of the first rank, or what moves to a module: a mask or indices, of which each rank has a part."""
 
     event: Event
     index: int
@@ -71,8 +71,9 @@ def other_choices(spreads: Spreads) -> Iterator[Choice]:
 
 
 def _chosen(spreads: Spreads, event: Event, made: set[int]) -> _Chosen | None:
-    """The first result of an operation that is a mask, or integers that are not computed from others, where it is split."""
-    if event.kind != "op" or event.writes:
+    """The first result of an operation, or of a move to a module, that is a mask, or integers that are not computed from others, where it is
+    split."""
+    if event.kind not in ("op", "enter") or event.writes:
         return None
     values, found = spreads.runs[0].values, None
     before = {values[i].dtype for i in event.inputs if i in made}
@@ -138,15 +139,14 @@ def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: int) -> Tensor 
     |---|---|---|
     | 0 | the first row of each rank, and all of the last one's | the first rank's as the first token's, the last one's as those of another |
     | 1 | all of the first rank | the same, exchanged |
-    | 2 | all but the last row of each rank | all as those of the first token |
+    | 2 | all but the last row of the last rank | all as those of the first token |
 
     Not all rows of a mask: where what is left is zero everywhere, a whole and a sum look alike.
     """
     if not all(map(len, rows)):
         return None
     if whole.dtype == torch.bool:
-        most = torch.cat([part[:-1] for part in rows])
-        filled = (torch.cat((*(part[:1] for part in rows), rows[-1])), rows[0], most)[way]
+        filled = (torch.cat((*(part[:1] for part in rows), rows[-1])), rows[0], torch.cat([*rows])[:-1])[way]
         return torch.zeros_like(whole).index_fill_(dim, filled, True)
     one, size = int(rows[0][0]), whole.shape[dim]
     unlike = (i for i in reversed(range(size)) if not torch.equal(whole.select(dim, i), whole.select(dim, one)))

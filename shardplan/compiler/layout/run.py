@@ -160,6 +160,17 @@ def _is_known(finding: Finding) -> bool:
     return finding.kind != "untyped"
 
 
+def _misses_all(run: Trace) -> bool:
+    """Whether an operation raises that reads a tensor without elements."""
+    return run.crash is not None and not all(run.values[number].numel() for number in run.crash.inputs)
+
+
+def _moves(run: Trace) -> list[Place]:
+    """Where modules' arguments and results move: each is a collective, forward or backward."""
+    crossed = (event for event in run.events if event.kind in ("enter", "leave") and event.inputs != event.outputs)
+    return [event.place for event in crossed]
+
+
 def _prove(
     plan: ResolvedPlan,
     recorded: RecordedModel,
@@ -188,8 +199,10 @@ def _prove(
             )
 
     runs = [run(rank) for rank in range(ranks)]
-    if planted and any(one.crash is not None for one in runs):  # a rank that raises says so when it trains
+    if planted and any(map(_misses_all, runs)):  # a rank without chosen values says so when it trains
         return Proof((), {}, (), (), 0)
+    if planted and any(_moves(one) != _moves(runs[0]) for one in runs):  # they wait for each other
+        return Proof((Finding("crash", "", ""),), {}, (), (), 0)
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
     spreads, provenance = Spreads(bound, reference, runs, usual), Provenance(runs[0], owners)
     unresolved = [

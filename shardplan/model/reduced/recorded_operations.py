@@ -52,7 +52,7 @@ class OperationRecorder(TorchFunctionMode):
         probes: operation -> the operands for which `Trace.parts` reports whether they contribute to its result.
         answers: which of `Trace.answers` are changed, and how.
         emptied: operations whose operands of booleans and integers are filled with zeros before.
-        planted: operation -> what its result of booleans or integers is instead.
+        planted: operation, or a module's arguments -> what its result, or the argument, of booleans or integers is instead.
     """
 
     def __init__(

@@ -70,10 +70,16 @@ class Recorder(OperationRecorder):
             before = tuple(self.number(t, f"{name}.{n}") for n, t in named.items())
             self._scopes.append((name, self._calls[name]))
             moved = self.moved_arguments(self._scopes[-1], module, dict(inputs))
+            place = (*self._scopes[-1], "in")
+            if place in self.planted:
+                instead = self.planted[place]
+                given = (
+                    n for n, t in {**named, **moved}.items() if (t.dtype, t.shape) == (instead.dtype, instead.shape)
+                )
+                moved |= dict.fromkeys([*given][:1], instead.clone())
             after = tuple(
                 self._new(moved[n], (v,)) if n in moved else v for (n, _), v in zip(named.items(), before, strict=True)
             )
-            place = (*self._scopes[-1], "in")
             self._add(Event("enter", type(module).__name__, place, before, after, tuple(named), model_line()))
             if moved:
                 positions = [n for n, _ in inputs]
@@ -145,6 +151,8 @@ class Recorder(OperationRecorder):
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if id(parameter) not in self._numbers:
                 self.trace.parameters[self._new(parameter, copy=False)] = name
+        if self.planted or self.emptied:  # which write in place, also into views of the inputs
+            inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
         handles: list[RemovableHandle] = []
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
