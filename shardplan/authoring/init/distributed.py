@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.compiler.layout.layout_check import bound_to
+from shardplan.compiler.layout.layout_diagnostics import with_line
 from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
 from shardplan.core.plan import Overlays, overlays_of
@@ -66,8 +67,7 @@ def _reason(layouts: ModelLayouts, tree: ModuleTree, draft: Draft) -> str | None
         resolved, errors = bound_to(tree, plan, layouts.sizes, overlays)
         found = errors or layouts.check_copy(resolved).diagnostics
         if found:
-            where = next((note for note in found[0].notes if "`" in note), "")
-            return f"{found[0].message} ({where})" if where else found[0].message
+            return with_line(found[0])
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
+from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleTree, full_name, parent
 from shardplan.model.reduced.trace import Trace
 
@@ -29,12 +31,16 @@ def below(name: str, other: str) -> bool:
     return name != other and name.startswith(full_name(other, ""))
 
 
+def joined_reads(runs: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, tuple[str, ...]]:
+    """The reads of several runs of a model together."""
+    found = by_key(one for run in runs for one in run.items())
+    return {module: tuple(dict.fromkeys(chain.from_iterable(names))) for module, names in found.items()}
+
+
 def cross_module_reads_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
     """The reads in all layers of a model, from those in its reduced model."""
-    known: dict[str, dict[str, None]] = {}
-    for module, names in reads.items():
-        suffixes = (name.removeprefix(full_name(module, "")) for name in names)
-        known.setdefault(tree.pattern(module), {}).update(dict.fromkeys(suffixes))
+    inside = ((tree.pattern(m), [name.removeprefix(full_name(m, "")) for name in names]) for m, names in reads.items())
+    known = joined_reads({pattern: names} for pattern, names in inside)
     return {
         module: tuple(
             n for suffix in known[tree.pattern(module)] if (n := full_name(module, suffix)) in tree.parameters

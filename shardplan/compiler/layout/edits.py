@@ -17,14 +17,9 @@ def edits_of(plan: ResolvedPlan, repair: Repair | None) -> tuple[Edit, ...]:
     Args:
         plan: the plan, bound to the reduced model, as the change is.
     """
-    made: list[Edit] = []
-    while repair is not None:
-        edit = _edit(plan, repair.placed)
-        if edit is None:
-            return ()
-        made.append(edit)
-        repair = repair.also
-    return tuple(made)
+    made = [_edit(plan, one.placed) for one in (repair.changes if repair is not None else ())]
+    edits = tuple(edit for edit in made if edit is not None)
+    return edits if len(edits) == len(made) else ()
 
 
 def _edit(plan: ResolvedPlan, repair: Repair) -> Edit | None:

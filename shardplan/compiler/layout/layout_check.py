@@ -21,6 +21,7 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.styles.boundary import returns_tokens
 
 from .code_advice import advice
+from .cross_module_reads import joined_reads
 from .drawing_operands import DrawingOperand
 from .edits import edits_of
 from .finding import Finding
@@ -175,7 +176,7 @@ def check_layout(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
         incoming={name: layout for proof in reversed(proofs) for name, layout in proof.incoming.items()},
-        cross_module_reads=_joined(recorded.cross_module_reads for recorded in recorded_models),
+        cross_module_reads=joined_reads(recorded.cross_module_reads for recorded in recorded_models),
         repairs=tuple(changes),
         reads=tuple(one for one in proofs[-1].reads if all(one in proof.reads for proof in proofs)),
         sums=tuple(one for one in proofs[-1].sums if all(one in proof.sums for proof in proofs)),
@@ -194,14 +195,6 @@ def bound_to(
     """A plan bound to the tree of a reduced model, and its errors there: those of binding, and the structural ones."""
     resolved, about = bind(plan, tree, sizes, overlays)
     return resolved, tuple(d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error)
-
-
-def _joined(reads: Iterable[Mapping[str, tuple[str, ...]]]) -> Mapping[str, tuple[str, ...]]:
-    joined: dict[str, dict[str, None]] = {}
-    for one in reads:
-        for module, names in one.items():
-            joined.setdefault(module, {}).update(dict.fromkeys(names))
-    return {module: tuple(names) for module, names in joined.items()}
 
 
 def _explain(

@@ -160,6 +160,11 @@ def diagnostic(
     )
 
 
+def with_line(found: Diagnostic) -> str:
+    """The message of a diagnostic, with the line of the model's code."""
+    return next((f"{found.message} ({note})" for note in found.notes if "`" in note), found.message)
+
+
 def _help(first: Finding, repair: Repair) -> str:
     if first.kind != "output" or repair.new is None or repair.new.style != GATHERED:
         return repair.help

@@ -309,6 +309,8 @@ class ModelLayouts:
         draws, undrawn = self._draws(report, of_model)
         alike = Alike(self.found.tree, self.tree)
         unlike = disagreeing(alike, report.incoming)
+        # Without a configuration, the reduced model has the model's sizes, and nothing else tells which of them tp must divide.
+        lengths_count = report.ok and not overlays and self.found.config is None
         return replace(
             report,
             draws=draws,
@@ -326,7 +328,7 @@ class ModelLayouts:
                 *((_unseen(self.found.name, self.reduced_model.unseen),) if self.reduced_model.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
-            lengths=self._lengths(resolved) if report.ok and not overlays else {},
+            lengths=split_lengths(resolved, recorded_models[0]) if lengths_count else {},
         )
 
     @cached_property
@@ -363,10 +365,6 @@ class ModelLayouts:
         if self.tp == 1 or not active or any(d.is_error for d in found):
             return found
         return (*found, unmanaged(active))
-
-    def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
-        """The lengths that tp must divide in the code of a model without configuration. The reduced model of such a model has the same sizes."""
-        return {} if self.found.config is not None else split_lengths(resolved, self.recorded_models[0])
 
     def _too_many(self, plan: PlanFile) -> Diagnostic | None:
         """A finding if tp does not divide a dim that the code of a model without configuration splits. The check runs

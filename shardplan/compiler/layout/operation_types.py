@@ -296,7 +296,6 @@ class Operations:
         if output not in self.typed.used:  # e.g. weights of attention that the caller drops
             self.typed.set_type(output, FREE)
             return
-        kinds = {self.typed.type_of(number).kind for number in sources}
         split = [n for n in sources if self.typed.type_of(n).kind == "V"]
         if not event.module and split:  # the model's last operation on its logits, before callers get them
             actual = self.typed.type_of(split[0]).describe(self.typed.run.values[split[0]].ndim)
@@ -304,6 +303,4 @@ class Operations:
             self.typed.doubt(output)
             self.typed.set_type(output, FREE)
             return
-        self.typed.find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
-        self.typed.doubt(output)
-        self.typed.set_type(output, Type("P", SUM) if "P" in kinds else FREE)
+        self.typed.set_type(output, self._hidden(event, sources, output))

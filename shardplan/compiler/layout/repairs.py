@@ -68,11 +68,12 @@ class Repair:
     @property
     def help(self) -> str:
         """The instruction; and its cost, where it gives up a split."""
-        return f"{', and '.join(self._instructions)}{self.given_up}"
+        return f"{', and '.join(one.placed._instruction for one in self.changes)}{self.given_up}"
 
     @property
-    def _instructions(self) -> tuple[str, ...]:
-        return (self.placed._instruction, *(self.also._instructions if self.also is not None else ()))
+    def changes(self) -> tuple[Repair, ...]:
+        """The change of each rule."""
+        return (self, *(self.also.changes if self.also is not None else ()))
 
     @property
     def placed(self) -> Repair:

@@ -84,8 +84,7 @@ class RecordedModel:
                 with either answer, the condition saves time alone, and each rank may have its own.
         """
         if (asked, at) not in self._decides:
-            with DrawnAlike() if self.random else nullcontext():
-                self._decides[asked, at] = self._depends(asked) and (at is None or not self._only_saves_time(asked, at))
+            self._decides[asked, at] = self._depends(asked) and (at is None or not self._only_saves_time(asked, at))
         return self._decides[asked, at]
 
     def _depends(self, asked: int) -> bool:
@@ -98,30 +97,25 @@ class RecordedModel:
                 return not answer if isinstance(answer, bool) else ~answer
             return factor * abs(answer) + (1 if factor > 0 else -1)
 
-        found = [self._returned({asked: partial(other, factor)}) for factor in (1e4, -1e4)]
+        found = [self.again({asked: partial(other, factor)}) for factor in (1e4, -1e4)]
         # The other way of a condition may be one to raise: then no rank goes on alone.
-        return any(
-            not (made is None and any(conditions)) and not _alike(made, self.reference.results) for made in found
-        )
+        return any(not (made is None and any(conditions)) and not _alike(made, self.reference) for made in found)
 
     def _only_saves_time(self, asked: int, at: Place) -> bool:
-        with_, without = (self._returned({asked: answer}, {at}) for answer in (lambda x: True, lambda x: False))
+        with_, without = (self.again({asked: answer}, {at}) for answer in (lambda x: True, lambda x: False))
         return without is not None and _alike(with_, without)
 
-    def chosen(self, planted: Mapping[Place, Tensor]) -> Trace | None:
-        """The unsharded run with other masks and indices (see `other_choices`); None where the model's code raises."""
+    def again(
+        self,
+        answers: Mapping[int, Callable[[Any], Any]] = MappingProxyType({}),
+        emptied: Collection[Place] = (),
+        planted: Mapping[Place, Tensor] = MappingProxyType({}),
+    ) -> Trace | None:
+        """The unsharded run with other answers, or with other masks and indices (see `other_choices`); None where the model's code
+        raises, of which they are a part. The arguments are those of `record`."""
         try:
             with DrawnAlike() if self.random else nullcontext():
-                return record(copied(self.model), self.inputs, self.atoms, planted=planted)
-        except Exception:
-            return None
-
-    def _returned(
-        self, answers: Mapping[int, Callable[[Any], Any]], emptied: Collection[Place] = ()
-    ) -> Sequence[Tensor] | None:
-        """What the model returns with other answers; None where its code raises, of which the answer is a part."""
-        try:
-            return record(copied(self.model), self.inputs, self.atoms, answers, emptied).results
+                return record(copied(self.model), self.inputs, self.atoms, answers, emptied, planted)
         except Exception:
             return None
 
@@ -136,8 +130,10 @@ class RecordedModel:
         return made if made.reference.finite else self
 
 
-def _alike(some: Sequence[Tensor] | None, others: Sequence[Tensor]) -> bool:
-    return some is not None and len(some) == len(others) and all(map(same, some, others))
+def _alike(one: Trace | None, other: Trace) -> bool:
+    """Whether the model returns the same in both runs."""
+    results = None if one is None else one.results
+    return results is not None and len(results) == len(other.results) and all(map(same, results, other.results))
 
 
 def prove(
@@ -212,7 +208,7 @@ def _prove(
 
     def differs(way: Sequence[Mapping[Place, Tensor]]) -> bool:
         whole, *own = way
-        other = recorded.chosen(whole)
+        other = recorded.again(planted=whole)
         if other is None:
             return False
         return bool(_prove(plan, recorded, other, _is_known, own, (recorded.reference, *runs)).findings)

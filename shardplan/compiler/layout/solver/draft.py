@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_check import LayoutReport, Search, bound_to, check_layout
+from shardplan.compiler.layout.layout_diagnostics import with_line
 from shardplan.compiler.layout.repairs import Repair
 from shardplan.compiler.layout.run import RecordedModel
 from shardplan.compiler.layout.typing_result import Proof
@@ -241,8 +242,7 @@ class DraftTrials:
         if not errors and self.search.over:
             return f"the search ended after {BOUNDS.drafts} tries"
         found = errors or check_layout(resolved, self.recorded_models, help=False).diagnostics
-        where = next((note for note in found[0].notes if "`" in note), "")
-        return f"{found[0].message} ({where})" if where else found[0].message
+        return with_line(found[0])
 
     def fixed(self, draft: Draft, *, overlay: bool = False, rounds: int = BOUNDS.repair_rounds) -> Draft | None:
         """The draft with the changes that the layout check proposes; None where they do not suffice."""

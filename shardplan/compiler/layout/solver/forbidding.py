@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardplan.compiler.layout.code_advice import advice
-from shardplan.compiler.layout.layout_diagnostics import diagnostic
+from shardplan.compiler.layout.layout_diagnostics import diagnostic, with_line
 
 from .draft import Draft, DraftTrials
 
@@ -29,5 +29,4 @@ def forbidden(trials: DraftTrials, draft: Draft) -> Forbidden:
     if not hard or resolved is None:
         return Forbidden(trials.reason(draft))
     said = diagnostic(resolved, hard[:1], None, None)
-    where = next((note for note in said.notes if "`" in note), "")
-    return Forbidden(f"{said.message} ({where})" if where else said.message, advice(resolved, hard[0]))
+    return Forbidden(with_line(said), advice(resolved, hard[0]))
