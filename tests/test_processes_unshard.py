@@ -119,7 +119,7 @@ def inference_between_steps(sizes: dict[str, int], reshard: bool | int | str, fi
     assert [type(s) for s in state_of(model)] == [type(s) for s in state_of(other.model)]
     for own, fresh in zip(model.modules(), other.model.modules(), strict=True):
         if isinstance(own, FSDPModule):
-            groups = (module._get_fsdp_state()._fsdp_param_groups for module in (own, fresh))
+            groups = (groups_of(module._get_fsdp_state()) for module in (own, fresh))
             for a, b in zip(*groups, strict=True):
                 assert (a.post_forward_mesh_info is None) == (b.post_forward_mesh_info is None)
                 assert a._sharded_state == b._sharded_state
