@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan import validate
+from shardplan.core.data_files import data_folder
+from shardplan.model import find_model
 from shardplan.model.reduced import make_reduced_model
 
 
@@ -166,3 +169,22 @@ def test_its_plan_is_proven():
     rules = {**PLAN, **DENSE}
     report = validate(built(BreitModel), {"version": "1", "tensor_parallel": rules}, {"tp": 2})
     assert report.ok and not report.diagnostics, report
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["exaone", "lara_mini", "sarvam_moe", "sarvam_mla"])
+def test_types_of_a_newer_release(name, tp):
+    """They came with transformers 5.24: no plan is theirs, and none of their fields was added anywhere."""
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip(f"the installed transformers has no type {name}")
+    assert not (data_folder("plans") / f"{name}.yaml").exists()
+    found = find_model(name)
+    reduced = make_reduced_model(found, tp=tp)
+    small, large = reduced.config, found.build("meta").config
+    assert small.hidden_size < min(300, large.hidden_size) and small.num_hidden_layers <= 4
+    assert (small.num_attention_heads % tp == 0) == (large.num_attention_heads % tp == 0)
+    model = reduced.build()
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    model(**reduced.inputs()).loss.backward()
+    unread = [n for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert not unread, "each parameter decides the loss"
