@@ -10,8 +10,10 @@ from torch import Tensor, nn
 class Blank:
     """Tensors that have memory and no value yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, *tensors: Tensor) -> None:
         self._versions: dict[int, int] = {}
+        for tensor in tensors:
+            self.fill(tensor)
 
     def fill(self, tensor: Tensor) -> Tensor:
         """NaN shows which elements nothing computed; of integers and booleans only a write to the tensor shows."""

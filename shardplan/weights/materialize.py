@@ -106,7 +106,7 @@ def initialize(
     Returns:
         The names of parameters and buffers that no initialisation gave a value.
     """
-    blank, left, seen = Blank(), set[str](), set[int]()
+    blank, left, seen = Blank(*model.buffers()), set[str](), set[int]()
     names = {id(module): name for name, module in model.named_modules()}
     tied: dict[str, Tensor] = {}
 
@@ -124,8 +124,6 @@ def initialize(
         with _whole_parameters(module, name, packed, device, seen, drawn, blank, left, recurse=whole):
             blank.initialize(module, outer, ends=is_stub if whole else lambda _: True, act=act)
 
-    for buffer in model.buffers():
-        blank.fill(buffer)
     with whole_attributes(model):  # initialisations compute with them (A_log: one number a head)
         visit(model, model)
     for name, value in tied.items():
@@ -157,10 +155,8 @@ def refuse_blank(model: nn.Module, names: Collection[str], loaded: Collection[st
 
 def _draw(absent: Absent, name: str, device: torch.device, initializer: nn.Module, tied: dict[str, Tensor]) -> None:
     """Draw the parameters of another stage's module as the whole model does; keep values only for a tied parameter of this stage."""
-    module, blank = copy.deepcopy(absent.modules[name]).to_empty(device=device), Blank()
-    for tensor in (*module.parameters(), *module.buffers()):
-        blank.fill(tensor)
-    blank.initialize(module, initializer)
+    module = copy.deepcopy(absent.modules[name]).to_empty(device=device)
+    Blank(*module.parameters(), *module.buffers()).initialize(module, initializer)
     for leaf, parameter in module.named_parameters(remove_duplicate=False):
         own = absent.tied.get(full_name(name, leaf))
         if own is not None:

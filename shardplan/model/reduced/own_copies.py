@@ -150,10 +150,8 @@ def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     if not any(t.is_meta for t in (*result.parameters(), *result.buffers())):
         return result.to("cpu")
     result.to_empty(device="cpu")
-    blank = Blank()
     with torch.no_grad():
-        for tensor in (*result.parameters(), *result.buffers()):
-            blank.fill(tensor)
+        blank = Blank(*result.parameters(), *result.buffers())
         blank.initialize(result, result)
     unset = [n for n, b in result.named_buffers() if blank.has(b)]
     if unset:
