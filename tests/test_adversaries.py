@@ -17,6 +17,7 @@ from tests.adversaries.adversary import Adversary, document, squares, tensors
 from tests.adversaries.cases import CASES, ON_MESHES
 from tests.adversaries.generated import adversary_of, drawn, outcome_of
 from tests.adversaries.judge import judge
+from tests.adversaries.own_choices import ID_HOWS, Marked, halved
 from tests.adversaries.parts import MLP, MlpBlock, Stack, features
 from tests.adversaries.random_modules import Outcome, run, specs
 from tests.adversaries.said import as_expected, validate
@@ -52,6 +53,24 @@ REST = sorted({*NAMES} - {*WITH_REFERENCE} - OF_MESHES)
 def test_validate_says_what_it_must(name: str) -> None:
     said = validate(NAMES[name])
     assert as_expected(NAMES[name], said), said
+
+
+class Bytes(Marked):
+    """Its layers get the ids as bytes."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, ids.to(torch.int8))
+        return self.norm(x)
+
+
+@pytest.mark.parametrize(("number", "verdict"), [(100, "wrong"), (200, "right")])
+def test_ids_become_no_number_that_their_dtype_has_not(monkeypatch: pytest.MonkeyPatch, number: int, verdict: str):
+    monkeypatch.setitem(ID_HOWS, "above", (verdict, lambda x, ids: halved(x, ids.max() > number)))
+    case = replace(NAMES["marks_most/slice"], build=lambda: Bytes("above"), verdict=verdict)
+    said = validate(case)
+    assert as_expected(case, said), said
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ class SearchBounds:
         help_drafts: that the solver runs for the helps of one model, over all its plans; a group of matrices takes 2 to 30.
         help_seconds: of processor time for those.
         drawing_places: in the code that are drawn anew, to see whether they change the result; others are reported untried.
+        numbers_compared: with ids of tokens by the code of one line, which the ids of one rank become.
         aligned: operations of one call that are compared with another run's: the time is quadratic.
         compared: elements that are compared pair by pair to find the slices that a value consists of.
         roots: values of other stages that one value comes from; a message names no more.
@@ -61,6 +62,7 @@ class SearchBounds:
     help_drafts: int = 120
     help_seconds: float = 5.0
     drawing_places: int = 8
+    numbers_compared: int = 8
     aligned: int = 2000
     compared: int = 2**24
     roots: int = 8

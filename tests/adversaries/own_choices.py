@@ -193,6 +193,8 @@ def legal(x: Tensor, ids: Tensor) -> Tensor:
 ID_HOWS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "largest": ("wrong", lambda x, ids: x * (1 + ids.max() / 64)),
     "least": ("wrong", lambda x, ids: halved(x, ids.amin() < 4)),
+    "most": ("wrong", lambda x, ids: halved(x, ids.max() <= 3)),
+    "one": ("wrong", lambda x, ids: halved(x, ids.min() == 3)),
     "different": ("wrong", lambda x, ids: x / ids.unique().numel()),
     "any": ("wrong", lambda x, ids: halved(x, (ids == 3).any())),
     "sum": ("wrong", lambda x, ids: halved(x, (ids == 3).sum() > 5)),
@@ -303,9 +305,6 @@ FREQUENCIES = "each rank counts how often a row is looked up"
 CUT_IDS = {"layers.*.marks": {"style": "split_seq_input", "argument": "ids"}}
 
 
-UNREACHED = dict.fromkeys(("least", "contains"), "no batch of the proof has the id that the code asks for")
-
-
 def _marked(how: str, ending: str, **more: Any) -> Adversary:
     verdict = ID_HOWS[how][0]
     why = "a rank asks the ids of its tokens" if verdict == "wrong" else "each token by itself"
@@ -316,7 +315,6 @@ def _marked(how: str, ending: str, **more: Any) -> Adversary:
         verdict=verdict,
         why=why,
         seeds=RARE,
-        known=UNREACHED.get(how, ""),
         **more,
     )
 

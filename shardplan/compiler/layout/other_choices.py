@@ -7,13 +7,14 @@ token by itself is right then too, also where it skips what nobody needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardplan.model.reduced.trace import Event, Place, SourceLine
+from shardplan.core.search_bounds import BOUNDS
+from shardplan.model.reduced.trace import Event, Place, SourceLine, Trace
 
 from .spread import Spread
 from .spreads import Spreads
@@ -24,6 +25,7 @@ LENGTHS = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive repeat_interleave bincount one_hot where".split()
 )
 WAYS = 3
+Way = int | tuple[int, bool]  # one of these, or a number that code compares with (`_compared`)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,11 @@ def other_choices(spreads: Spreads) -> Iterator[Choice]:
             # One a call: after another choice, code may run other operations, and places would be others.
             lines.setdefault(event.source, {}).setdefault(event.place[:2], found)
     for calls in lines.values():
-        told = _teller(spreads, {one.number for one in calls.values()})
+        chosen = {one.number for one in calls.values()}
+        numbers = _compared(spreads.runs[0], chosen)
+        told = _teller(spreads, chosen)
         if told is not None:
-            ways = (_planted(spreads, [*calls.values()], way) for way in range(WAYS))
+            ways = (_planted(spreads, [*calls.values()], way) for way in (*range(WAYS), *numbers))
             yield Choice(*told, [way for way in ways if way[0]])
 
 
@@ -115,7 +119,20 @@ def _teller(spreads: Spreads, chosen: set[int]) -> tuple[Event, int] | None:
     return None if told is None else (run.producers[told], told)
 
 
-def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: int) -> Sequence[Mapping[Place, Tensor]]:
+def _compared(run: Trace, chosen: Iterable[int]) -> Iterator[tuple[int, bool]]:
+    """Numbers that a rank's indices may be, on both sides of those with which code compares them, or integers that come from them; each with
+    whether the others are the largest index of the batch, or the least."""
+    found, known = set(chosen), set[int]()
+    for event in run.events:
+        if event.kind == "op" and not found.isdisjoint(event.inputs):
+            found.update(i for i in event.outputs if not run.values[i].is_floating_point())
+    for number in found:
+        known |= run.compared.get(number, set())
+    for one in sorted(known)[: BOUNDS.numbers_compared]:
+        yield from ((one, True), (one, False), (one - 1, True), (one + 1, False))
+
+
+def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: Way) -> Sequence[Mapping[Place, Tensor]]:
     ranks = len(spreads.runs)
     found: list[dict[Place, Tensor]] = [{} for _ in range(ranks + 1)]
     for one in chosen:
@@ -132,7 +149,7 @@ def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: int) -> Sequence[
     return found
 
 
-def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: int) -> Tensor | None:
+def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: Way) -> Tensor | None:
     """Other choices along a dim, where each rank has its rows; None where all choose alike, or a rank has none.
 
     | way | masks | indices |
@@ -140,11 +157,18 @@ def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: int) -> Tensor 
     | 0 | the first row of each rank, and all of the last one's | the first rank's as the first token's, the last one's as those of another |
     | 1 | all of the first rank | the same, exchanged |
     | 2 | all but the last row of the last rank | all as those of the first token |
+    | a number | - | the first rank's are it, all others the largest or the least of the batch |
 
     Not all rows of a mask: where what is left is zero everywhere, a whole and a sum look alike.
     """
     if not all(map(len, rows)):
         return None
+    if isinstance(way, tuple):
+        number, is_largest = way
+        if whole.dtype == torch.bool or not whole.numel() or not _fits(number, whole.dtype):
+            return None
+        rest = int(whole.amax() if is_largest else whole.amin())
+        return None if rest == number else torch.full_like(whole, rest).index_fill_(dim, rows[0], number)
     if whole.dtype == torch.bool:
         filled = (torch.cat((*(part[:1] for part in rows), rows[-1])), rows[0], torch.cat([*rows])[:-1])[way]
         return torch.zeros_like(whole).index_fill_(dim, filled, True)
@@ -157,3 +181,8 @@ def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: int) -> Tensor 
         return whole[(*(slice(1) for _ in range(dim)), slice(one, one + 1))].expand_as(whole).clone()
     first, last = (one, other) if way == 0 else (other, one)
     return whole.index_select(dim, torch.arange(size).index_fill(0, rows[0], first).index_fill(0, rows[-1], last))
+
+
+def _fits(number: int, dtype: torch.dtype) -> bool:
+    limits = torch.iinfo(dtype)
+    return limits.min <= number <= limits.max

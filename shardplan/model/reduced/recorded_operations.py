@@ -37,6 +37,8 @@ QUIET = frozenset(
 TELLING = frozenset(
     "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
+# Questions how a tensor's values are to another value.
+COMPARING = frozenset("eq ne lt le gt ge contains".split())
 
 
 # The rounding of operations in half precision, relative to the result.
@@ -151,6 +153,12 @@ class OperationRecorder(TorchFunctionMode):
         known = (self._numbers.get(id(t), (0, -1))[1] for t in tensors)
         self.trace.kept.update(number for number in known if number >= 0)
 
+    def _note_compared(self, args: tuple) -> None:
+        numbers = {one for one in args if type(one) is int}
+        for t in args if numbers else ():
+            if isinstance(t, Tensor) and not t.is_floating_point() and id(t) in self._numbers:
+                self.trace.compared.setdefault(self._numbers[id(t)][1], set()).update(numbers)
+
     def note_kept(self) -> None:
         """After the run, note the values that code has kept and may read later."""
         own = Counter(map(id, self._alive))
@@ -175,6 +183,8 @@ class OperationRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if not self._inside and name.strip("_") in COMPARING:
+            self._note_compared(args)
         if self._inside or (name in QUIET and name != "__get__"):
             if not self._inside and name in TELLING:
                 self._told(*tensors_in(args), *tensors_in(kwargs))

@@ -86,6 +86,7 @@ class Trace:
         parameters: value -> full name, for values that are parameters; `later`: the same for parameters that the forward has changed.
         at: place -> event.
         kept: values that code read as numbers, or kept after the run (in an attribute); results are not among them.
+        compared: value of booleans or integers -> the whole numbers that code compares it with.
         answers: the values whose content code asked for (`item()`, `float()`, `if`, `tolist()`), in order; -1 for others.
         returned: module -> the length of the tuple or list that its last call returned; 0: one tensor, None: something else.
         written: the parameters that the run changed, by full name.
@@ -101,6 +102,7 @@ class Trace:
     later: dict[int, str] = field(default_factory=dict)
     at: dict[Place, Event] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
+    compared: dict[int, set[int]] = field(default_factory=dict)
     answers: list[int] = field(default_factory=list)
     returned: dict[str, int | None] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
