@@ -88,7 +88,7 @@ adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past val
 mutants: $(VENV)/.installed  ## changes of the run-time, made by rule: validate refuses a plan that uses the line; ten minutes
 	$(BIN)/python -m tests.mutants $(or $(DRAWN),--seed $(SEED))
 
-zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour; goes on where it was stopped
+zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; hours; goes on where it was stopped
 	@wrong=0; run() { echo "$$*"; $(BIN)/python -m "$$@" $(DRAWN) || wrong=1; }; \
 	run tests.zoo --table reports/model-types.md; \
 	run tests.zoo.image_text --table reports/image-text-types.md; \
