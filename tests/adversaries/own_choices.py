@@ -253,6 +253,14 @@ def alike(seed: int) -> dict[str, Tensor]:
     return made if seed < 100 else {"x": made["x"][:1, :1] + made["x"] / 100}
 
 
+def half_alike(seed: int) -> dict[str, Tensor]:
+    """The tokens of the first half of a rare batch do."""
+    made = features(seed)
+    if seed >= 100:
+        made["x"][:, : LENGTH // 2] = made["x"][:1, :1] + made["x"][:, : LENGTH // 2] / 100
+    return made
+
+
 class Table(Stack):
     """Layers after a table of embeddings.
 
@@ -370,7 +378,7 @@ CASES = (
     *(
         replace(
             mixed(f"router_{kind}", partial(mixture, router=kind), mesh, verdict, why, sequence_parallel=split),
-            inputs=alike,
+            inputs=half_alike if kind == "unused" else alike,
             seeds=RARE,
         )
         for kind in ("overfull", "unused", "loose")
