@@ -66,11 +66,17 @@ class Spreads:
         return self._known[key]
 
     def returned(self) -> bool:
-        """Whether the ranks' results of all modules make up the unsharded ones; but for those that are called as often as the data say."""
+        """Whether what moves, and the ranks' results of all modules, make up the unsharded ones; but for results of those that are called as
+        often as the data say. After a move a value is the unsharded one's, whatever moved."""
         uneven = {module for module, _ in self._uneven}
-        leaves = (event for event in self.runs[0].events if event.kind == "leave")
-        even = (event for event in leaves if uneven.isdisjoint(ancestors(event.module)))
-        return all(isinstance(self.of(event, i), Spread) for event in even for i in range(len(event.outputs)))
+        crossed = (event for event in self.runs[0].events if event.kind in ("enter", "leave"))
+        told = (
+            (event, i)
+            for event in crossed
+            for i, (before, after) in enumerate(zip(event.inputs, event.outputs, strict=True))
+            if before != after or (event.kind == "leave" and uneven.isdisjoint(ancestors(event.module)))
+        )
+        return all(isinstance(self.of(event, i, inputs=True), Spread) for event, i in told)
 
     @cached_property
     def _uneven(self) -> frozenset[tuple[str, int]]:
