@@ -1,4 +1,4 @@
-"""A sample of the adversaries; `make adversaries` runs all of them, and more random modules."""
+"""What `validate` says of the adversaries, and a sample in processes; `make adversaries` runs all of them so, and more random modules."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ SAMPLED = (
     "over_own_loss_open/cp_dp",
     "over_plain_shared/cp4",
 )
+UNSAMPLED = sorted(NAMES.keys() - {*SAMPLED})
 REST = sorted({*NAMES} - {*WITH_REFERENCE} - OF_MESHES)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", [*SAMPLED, *(pytest.param(n, marks=pytest.mark.slow) for n in UNSAMPLED)])
 def test_validate_says_what_it_must(name: str) -> None:
     said = validate(NAMES[name])
     assert as_expected(NAMES[name], said), said
