@@ -118,7 +118,7 @@ def _without_versions(text: str) -> str:
 
     for name, version in installed_versions().items():
         text = re.sub(rf'({name}"?: .*?){re.escape(version)}(?="|$)', rf"\1<{name}>", text, flags=re.MULTILINE)
-    return text
+    return text.replace("RuntimeError: mm: ", "RuntimeError: ")  # torch names the operation since 2.15
 
 
 def _without_errors(text: str) -> str:

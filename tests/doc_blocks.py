@@ -43,11 +43,12 @@ MARK = re.compile(
 )
 SETUP_OF = re.compile(r"^<!-- setup of (\S+) -->$")
 FENCE = re.compile(r"^ *```(?P<language>\w*)$")
-# What may differ from machine to machine: rounding errors, and where the largest of them is.
+# What may differ: rounding errors, where the largest of them is, and the operation that torch names since 2.15.
 ROUNDING = (
     (re.compile(r"\d\.\de[+-]\d\d"), "<error>"),
     (re.compile(r"(worst <error> at) \S+"), r"\1 <name>"),
     (re.compile(r"\brank \d\b"), "<rank>"),
+    (re.compile(r"RuntimeError: mm: "), "RuntimeError: "),
 )
 
 

@@ -135,7 +135,8 @@ def local_tensors(model, optimizer):
 UNFIT = {
     "torch": (lambda p: torch.optim.Adafactor(p), "Adafactor cannot step .* takes means of rows and columns in place"),
     "transformers": (lambda p: Adafactor(p), r"Adafactor cannot step .*Write torch.optim.AdamW\(...\)"),
-    "Rprop": (lambda p: torch.optim.Rprop(p), "Rprop cannot step .* at places that a mask chooses"),
+    # Since torch 2.15 one matrix after the other can be stepped.
+    "Rprop": (lambda p: torch.optim.Rprop(p, foreach=True), "Rprop cannot step .* at places that a mask chooses"),
     "SGD": (
         lambda p: torch.optim.SGD(p, fused=True),
         r"SGD\(..., fused=True\) cannot .*Write SGD\(..., foreach=True\)",

@@ -277,6 +277,15 @@ def test_what_cannot_step_whole_matrices_is_found_when_it_is_made(options, error
         stepped_by(lambda matrices: Packaged(matrices, **options))
 
 
+def test_a_packages_optimizer_is_tried_where_there_is_a_device(monkeypatch):
+    """A build for CUDA names it on a machine without a GPU too, unless it is asked what is there."""
+    named = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else named
+    )
+    stepped_by(Packaged)
+
+
 def test_a_state_of_other_matrices_is_refused(monkeypatch):
     first = Muon(Tower(), **SOAP)
     for group in first.param_groups:

@@ -65,7 +65,7 @@ def _kept(optimizer: Optimizer, matrix: Tensor, made: Mapping[str, Any]) -> Stat
 
 def _try(make: MakeOptimizer) -> None:
     """Try some steps of a small matrix from two initial values. All ranks find the same, before any rank waits for another."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(_PROBED)]
     updates = []
