@@ -20,14 +20,10 @@ ROOT = str(Path(__file__).parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from shardplan.core.search_bounds import BOUNDS  # noqa: E402
+import tests.unbounded  # noqa: E402, F401
 
 # Around every test.
 from tests.left_behind import nothing_is_left, nothing_is_left_of_a_file  # noqa: E402, F401
-
-# On a slow machine a search for helps ends early. Tests say what it finds: the number of tries alone ends it here.
-object.__setattr__(BOUNDS, "repair_seconds", 600.0)
-object.__setattr__(BOUNDS, "help_seconds", 600.0)
 
 # The files of `make quick`: their tests need no torch, but for those that are marked `torch`.
 QUICK = {
