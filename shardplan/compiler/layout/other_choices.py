@@ -7,8 +7,9 @@ token by itself is right then too, also where it skips what nobody needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ LENGTHS = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive repeat_interleave bincount one_hot where".split()
 )
 WAYS = 3
-Way = int | tuple[int, bool]  # one of these, or a number that code compares with (`_compared`)
+Way = Callable[[Tensor, int, Sequence[Tensor]], Tensor | None]  # of whole values along a dim, and the rows of each rank
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ def other_choices(spreads: Spreads) -> Iterator[Choice]:
             lines.setdefault(event.source, {}).setdefault(event.place[:2], found)
     for calls in lines.values():
         chosen = {one.number for one in calls.values()}
-        numbers = _compared(spreads.runs[0], chosen)
         told = _teller(spreads, chosen)
         if told is not None:
-            ways = (_planted(spreads, [*calls.values()], way) for way in (*range(WAYS), *numbers))
-            yield Choice(*told, [way for way in ways if way[0]])
+            numbers = _compared(spreads.runs[0], chosen)
+            ways = (*(partial(_other, way=way) for way in range(WAYS)), *(partial(_alone, to=to) for to in numbers))
+            planted = (_planted(spreads, [*calls.values()], way) for way in ways)
+            yield Choice(*told, [one for one in planted if one[0]])
 
 
 def _chosen(spreads: Spreads, event: Event, made: set[int]) -> _Chosen | None:
@@ -141,7 +143,7 @@ def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: Way) -> Sequence[
         whole = spreads.reference.values[spreads.reference.at[place].outputs[one.index]]
         parts = one.spread.order or rows_order(1, whole.shape[dim], ranks)
         rows = [torch.tensor(part, dtype=torch.long) for part in parts]
-        other = _other(whole, dim, rows, way)
+        other = way(whole, dim, rows) if all(map(len, rows)) else None
         if other is not None:
             found[0][place] = other
             for own, part in zip(found[1:], rows, strict=True):
@@ -149,26 +151,17 @@ def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: Way) -> Sequence[
     return found
 
 
-def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: Way) -> Tensor | None:
-    """Other choices along a dim, where each rank has its rows; None where all choose alike, or a rank has none.
+def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: int) -> Tensor | None:
+    """Other choices along a dim, where each rank has its rows; None where all choose alike.
 
     | way | masks | indices |
     |---|---|---|
     | 0 | the first row of each rank, and all of the last one's | the first rank's as the first token's, the last one's as those of another |
     | 1 | all of the first rank | the same, exchanged |
     | 2 | all but the last row of the last rank | all as those of the first token |
-    | a number | - | the first rank's are it, all others the largest or the least of the batch |
 
     Not all rows of a mask: where what is left is zero everywhere, a whole and a sum look alike.
     """
-    if not all(map(len, rows)):
-        return None
-    if isinstance(way, tuple):
-        number, is_largest = way
-        if whole.dtype == torch.bool or not whole.numel() or not _fits(number, whole.dtype):
-            return None
-        rest = int(whole.amax() if is_largest else whole.amin())
-        return None if rest == number else torch.full_like(whole, rest).index_fill_(dim, rows[0], number)
     if whole.dtype == torch.bool:
         filled = (torch.cat((*(part[:1] for part in rows), rows[-1])), rows[0], torch.cat([*rows])[:-1])[way]
         return torch.zeros_like(whole).index_fill_(dim, filled, True)
@@ -183,6 +176,12 @@ def _other(whole: Tensor, dim: int, rows: Sequence[Tensor], way: Way) -> Tensor 
     return whole.index_select(dim, torch.arange(size).index_fill(0, rows[0], first).index_fill(0, rows[-1], last))
 
 
-def _fits(number: int, dtype: torch.dtype) -> bool:
-    limits = torch.iinfo(dtype)
-    return limits.min <= number <= limits.max
+def _alone(whole: Tensor, dim: int, rows: Sequence[Tensor], to: tuple[int, bool]) -> Tensor | None:
+    """Other indices, where the first rank's are one number (see `_compared`); None for masks, and where they cannot be, or all would."""
+    number, is_largest = to
+    if whole.dtype == torch.bool or not whole.numel():
+        return None
+    limits, rest = torch.iinfo(whole.dtype), int(whole.amax() if is_largest else whole.amin())
+    if rest == number or not limits.min <= number <= limits.max:
+        return None
+    return torch.full_like(whole, rest).index_fill_(dim, rows[0], number)

@@ -162,9 +162,8 @@ def _misses_all(run: Trace) -> bool:
 
 
 def _moves(run: Trace) -> list[Place]:
-    """Where modules' arguments and results move: each is a collective, forward or backward."""
-    crossed = (event for event in run.events if event.kind in ("enter", "leave") and event.inputs != event.outputs)
-    return [event.place for event in crossed]
+    """Where modules' arguments and results move."""
+    return [event.place for event in run.events if event.moved]
 
 
 def _prove(

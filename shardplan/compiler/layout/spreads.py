@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -69,14 +69,13 @@ class Spreads:
         """Whether what moves, and the ranks' results of all modules, make up the unsharded ones; but for results of those that are called as
         often as the data say. After a move a value is the unsharded one's, whatever moved."""
         uneven = {module for module, _ in self._uneven}
-        crossed = (event for event in self.runs[0].events if event.kind in ("enter", "leave"))
-        told = (
-            (event, i)
-            for event in crossed
-            for i, (before, after) in enumerate(zip(event.inputs, event.outputs, strict=True))
-            if before != after or (event.kind == "leave" and uneven.isdisjoint(ancestors(event.module)))
-        )
-        return all(isinstance(self.of(event, i, inputs=True), Spread) for event, i in told)
+
+        def told(event: Event) -> Iterable[int]:
+            even = event.kind == "leave" and uneven.isdisjoint(ancestors(event.module))
+            return range(len(event.inputs)) if even else event.moved
+
+        events = self.runs[0].events
+        return all(isinstance(self.of(event, i, inputs=True), Spread) for event in events for i in told(event))
 
     @cached_property
     def _uneven(self) -> frozenset[tuple[str, int]]:

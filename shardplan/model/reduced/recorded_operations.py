@@ -150,14 +150,17 @@ class OperationRecorder(TorchFunctionMode):
 
     def _told(self, *tensors: Tensor) -> None:
         """Record that code reads the content of tensors."""
-        known = (self._numbers.get(id(t), (0, -1))[1] for t in tensors)
-        self.trace.kept.update(number for number in known if number >= 0)
+        self.trace.kept.update(number for number in self._known(tensors) if number >= 0)
+
+    def _known(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The number of each tensor that has one, of the value that it had when it got it; -1 for others."""
+        return [self._numbers.get(id(t), (0, -1))[1] for t in tensors]
 
     def _note_compared(self, args: tuple) -> None:
         numbers = {one for one in args if type(one) is int}
-        for t in args if numbers else ():
-            if isinstance(t, Tensor) and not t.is_floating_point() and id(t) in self._numbers:
-                self.trace.compared.setdefault(self._numbers[id(t)][1], set()).update(numbers)
+        for known in self._known(t for t in args if isinstance(t, Tensor) and not t.is_floating_point()):
+            if numbers and known >= 0:
+                self.trace.compared.setdefault(known, set()).update(numbers)
 
     def note_kept(self) -> None:
         """After the run, note the values that code has kept and may read later."""
@@ -206,7 +209,7 @@ class OperationRecorder(TorchFunctionMode):
 
     def _answered(self, func: Callable[..., Any], args: tuple, kwargs: dict, answer: Any) -> Any:
         place = len(self.trace.answers)
-        self.trace.answers.append(next((self._numbers.get(id(t), (0, -1))[1] for t in tensors_in(args)), -1))
+        self.trace.answers.append(next(iter(self._known(tensors_in(args))), -1))
         if place not in self.answers:
             return answer
         if isinstance(answer, bool | int | float):
@@ -215,7 +218,7 @@ class OperationRecorder(TorchFunctionMode):
 
     def _guarded(self, func: Any, args: tuple, kwargs: dict, name: str) -> Any:
         if self._mapped is not None:
-            known = (self._numbers.get(id(t), (0, -1))[1] for t in (*tensors_in(args), *tensors_in(kwargs)))
+            known = self._known((*tensors_in(args), *tensors_in(kwargs)))
             self._mapped.update((i, None) for i in known if i >= 0 and self.trace.requires_grad[i])
         try:
             check_sizes(func, args, kwargs)

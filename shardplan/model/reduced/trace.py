@@ -70,6 +70,14 @@ class Event:
     def module(self) -> str:
         return self.place[0]
 
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """At "enter" and "leave", the positions of the values that were moved; each move is a collective, forward or backward."""
+        if self.kind not in ("enter", "leave"):
+            return ()
+        pairs = zip(self.inputs, self.outputs, strict=True)
+        return tuple(i for i, (before, after) in enumerate(pairs) if before != after)
+
 
 @dataclass
 class Trace:
