@@ -48,7 +48,7 @@ class Search:
     """
 
     tries: int = BOUNDS.repairs_of_plan
-    seconds: float = BOUNDS.repair_seconds
+    seconds: float = field(default_factory=lambda: BOUNDS.repair_seconds)
     solved: Callable[[ResolvedPlan, Finding], Iterator[Repair]] = field(
         default=lambda plan, finding: iter(()), compare=False
     )
