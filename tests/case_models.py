@@ -403,3 +403,25 @@ class Told(Stack):
 def told_blocks() -> nn.Module:
     """Two blocks that compute something else with a switch of the call."""
     return Told([Block(), Block()])
+
+
+class UnitText(Stack):
+    """With a head, whose logits its loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__([UnitBlock(), UnitBlock()])
+        self.head = nn.Linear(16, 128)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(super().forward(x))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def unit_text() -> nn.Module:
+    """Two blocks whose backward is not linear, and a head."""
+    return UnitText()
+
+
+def features_and_labels(seed: int) -> dict[str, torch.Tensor]:
+    labels = torch.randint(128, (2, 8), generator=torch.Generator().manual_seed(seed))
+    return {**features(seed), "labels": labels}

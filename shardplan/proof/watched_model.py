@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.model.reduced.nests import named_results, replaced
 from shardplan.model.reduced.recorder import Recorder
+from shardplan.runtime.parallel.fused_logits import FusedLogits
 from shardplan.torchlib.private import private
 
 _current_graph_task_id = private("current_graph_task_id")
@@ -78,8 +79,8 @@ class WatchedModel(Recorder):
         """A view of each tensor, by the tensor's id."""
         views: dict[int, Tensor] = {}
         for key, tensor in values:
-            if isinstance(tensor, DTensor) or not tensor.is_floating_point():
-                continue
+            if isinstance(tensor, (DTensor, FusedLogits)) or not tensor.is_floating_point():
+                continue  # the values of fused logits are made by the loss
             place = of(key)
             self.seen[place] = self.trace.values[self.number(tensor)]
             origin, _ = self._places.get(id(tensor), (place, tensor))
