@@ -425,3 +425,41 @@ def unit_text() -> nn.Module:
 def features_and_labels(seed: int) -> dict[str, torch.Tensor]:
     labels = torch.randint(128, (2, 8), generator=torch.Generator().manual_seed(seed))
     return {**features(seed), "labels": labels}
+
+
+class UnitSiLU(nn.SiLU):
+    """As UnitBlock."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / gradient.norm())
+        return hidden
+
+
+def unit_qwen3() -> nn.Module:
+    """A small Qwen3 whose backward is not linear."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    model = Qwen3ForCausalLM(Qwen3Config(hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=64, **sizes))
+    for layer in model.model.layers:
+        layer.mlp.act_fn = UnitSiLU()
+    return model
+
+
+class NoViews(UnitBlock):
+    """Does not run on views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.act(self.up(x))._is_view():
+            raise RuntimeError("needs a tensor with memory of its own")
+        return super().forward(x)
+
+
+def no_views() -> nn.Module:
+    return NoViews()

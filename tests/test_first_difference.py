@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardplan
 from shardplan.core.tree import parent
 from shardplan.proof import first_difference as judged
+from shardplan.proof.prove import Trial
 from shardplan.proof.simulate import results_on_ranks
 from shardplan.proof.threads import rank_threads
 from shardplan.proof.wrong_forms import form_of
 from tests.planned_run import planned_run
+from tests.test_letters import TABLE
+from tests.zoo.table import read
 
 DRAWN = 5  # of each plan
 MORE = ("qwen3", "gemma3_text", "phi3", "mixtral", "deepseek_v3", "mamba2", "falcon", "olmo2", "gpt_oss", "bloom")
@@ -63,6 +67,35 @@ def test_what_a_right_plan_has_is_no_difference(name: str, monkeypatch: pytest.M
     """The gradient of what `mla_kv_a_proj` returns, whose rotary part all heads read; that of a state's groups, which both ranks have; and
     sums that wait for one that they are reduced with."""
     assert missed(name, False, monkeypatch) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v32"])
+def test_a_right_plan_over_cp_has_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 gathers its results, Mixtral routes a rank's own tokens, and the attention of DeepSeek V3.2 reads two arguments."""
+    assert set(over_cp(name, 2, monkeypatch)) == {None}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "name", [name for name, e in read(TABLE).items() if e.context.get("cp 2 tp 1", "").startswith("right")]
+)
+def test_no_right_plan_over_cp_has_a_difference(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(over_cp(name, ranks, monkeypatch)) <= {None}
+
+
+def over_cp(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[judged.FirstDifference | None]:
+    """The first differences of the runs that prove the plan of a model type."""
+    found, settled = [], Trial.settled
+
+    def noted(trial: Trial, *args: Any, **given: Any) -> Any:
+        found.append(trial.first_difference())
+        return settled(trial, *args, **given)
+
+    monkeypatch.setattr(Trial, "settled", noted)
+    shardplan.validate(name, "auto", {"cp": ranks, "tp": 1})
+    return found
 
 
 @pytest.mark.exhaustive

@@ -14,6 +14,8 @@ from shardplan.compiler.layout.spread import SUM, Spread, scale, spread_of
 from shardplan.compiler.lower import Program
 from shardplan.core.tree import ancestors, full_name, parent
 from shardplan.model.forward_code import argument_names
+from shardplan.model.model_findings import reason
+from shardplan.styles.boundary import returns_tokens
 
 from .simulate import Run, common_to_ranks, results_on_ranks
 from .steps import run_steps
@@ -32,8 +34,8 @@ class FirstDifference:
     """The first difference of a run.
 
     Args:
-        modules: whose rules may be wrong, in the names of the reduced model, the likeliest first.
-        text: the tensor, and what it is made from.
+        modules: whose rules may be wrong, in the names of the reduced model, the likeliest first; none where it is not known.
+        text: the tensor, and what it is made from; why it is not known.
     """
 
     modules: tuple[str, ...]
@@ -46,8 +48,7 @@ def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDiff
     Ranks of the first batch are compared. Values inside of experts, and of tables of a rank's own rows, are left out.
 
     Returns:
-        None where every such tensor is whole, split or a partial sum, so that only a parameter's own gradient is wrong, and for a model
-        whose code cannot run on views of its tensors.
+        None where every such tensor is whole, split or a partial sum, so that only a parameter's own gradient is wrong.
     """
     unsharded, given = run.build(), iter(run.references[0].directions)
     names = {name: argument_names(module) for name, module in unsharded.named_modules()}
@@ -60,8 +61,11 @@ def first_difference(run: Run, program: Program, on_ranks: OnRanks) -> FirstDiff
             found = results_on_ranks(
                 run, program, on_ranks, lambda rank, model: ranks.update({rank: watch(model, names)})
             )
-        except RuntimeError:  # it changes a view in place that a custom function returned
-            return None
+        except RuntimeError as error:  # it changes a view in place that a custom function returned
+            return FirstDifference(
+                (),
+                f"the first difference is not known, as the model does not run on views of its tensors: {reason(error)}",
+            )
     return _first(whole, [ranks[rank] for rank, (index, _) in enumerate(found) if index == 0], program)
 
 
@@ -86,14 +90,18 @@ def spreads_of(
     outside = {name for name, one in program.modules.items() if one.outside is not None}
     tails = {name: one.tail for name, one in program.modules.items() if one.tail}
     waiting = frozenset(_waiting(program))
-    shared: dict[Place, Spread] = {}  # gradient -> how its value is spread, where several ranks have the same slices
+    cp = program.resolved.sizes.cp
+    routed = set(_routed(whole, ranks, cp)) if cp > 1 else set()
+    values: dict[Place, Spread] = {}  # gradient -> how its value is spread
     largest = max((scale(gradient) for place, gradient in whole.seen.items() if place.gradient), default=0.0)
     for place, reference in whole.seen.items():
         if place.gradient and scale(reference) <= ROUNDING * torch.finfo(reference.dtype).eps * largest:
             continue  # zero, but for rounding
+        if not reference.ndim and returns_tokens(program.resolved.on_cp):
+            continue  # the loss of a rank's own tokens
         parts = [rank.seen[place] for rank in ranks if place in rank.seen]
         mixed = place.module in (outside if place.gradient else waiting)
-        if len(parts) < len(ranks) or mixed or place.module.startswith(exchanged):
+        if len(parts) < len(ranks) or mixed or place.module in routed or place.module.startswith(exchanged):
             continue
         if place.gradient and place.side == "result" and (tail := tails.get(place.module)):
             pieces = ([one[..., cut] for one in parts] for cut in (slice(-tail), slice(-tail, None)))
@@ -101,12 +109,30 @@ def spreads_of(
             if any(spread_of(own, one) is None for own, one in zip(pieces, wholes, strict=True)):
                 yield place, None
             continue
-        found, copied = spread_of(parts, reference), shared.get(place)
-        if found is None and copied is not None:
-            found = _added_up(parts, reference, copied)
-        elif found is not None and found.copies > 1 and not place.gradient:
-            shared[place._replace(gradient=True)] = found
+        found, value = spread_of(parts, reference), values.get(place)
+        if place.gradient and cp > 1 and (value is None or value.kind != "whole" or found is None):
+            # Ranks of cp average the gradients of parameters, so that those of their own tokens are as many times as large.
+            parts = [one / cp for one in parts]
+            found = spread_of(parts, reference)
+        if found is None and value is not None and value.copies > 1:
+            found = _added_up(parts, reference, value)
+        elif found is not None and not place.gradient:
+            values[place._replace(gradient=True)] = found
         yield place, found
+
+
+def _routed(whole: WatchedModel, ranks: Sequence[WatchedModel], cp: int) -> Iterator[str]:
+    """The modules that get rows which a router chooses: on a rank of cp, from its own tokens."""
+    for place, reference in whole.seen.items():
+        if any(place in rank.seen and not _is_part(rank.seen[place].shape, reference.shape, cp) for rank in ranks):
+            yield place.module
+
+
+def _is_part(shape: Sequence[int], whole: Sequence[int], ranks: int) -> bool:
+    """Whether each dim is whole or a share of it, on as many ranks or on some of them."""
+    return len(shape) == len(whole) and all(
+        n == of or (n > 0 and of % n == 0 and ranks % (of // n) == 0) for n, of in zip(shape, whole, strict=True)
+    )
 
 
 def _waiting(program: Program) -> Iterator[str]:

@@ -374,8 +374,7 @@ class Trial:
                 yield Run(partial(_built, self.reduced_model, dtype), [batches for batches, _ in made], references)
 
     def first_difference(self) -> FirstDifference | None:
-        """Where the first difference is, by one more run; None for processes, where ranks of cp and of tp split one value, and where a
-        run of views raises."""
+        """Where the first difference is, by one more run; None for processes, and where ranks of cp and of tp split one value."""
         if self.ranks is None or (self.program.resolved.sizes.cp > 1 and self.program.resolved.sizes.tp != 1):
             return None
         for run in self._runs(None, torch.float64):

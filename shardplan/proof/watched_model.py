@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,9 +12,10 @@ from unittest.mock import patch
 from torch import Tensor, is_grad_enabled, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.model.reduced.nests import named_results, replaced
+from shardplan.model.reduced.nests import named_results, replaced, tensors_in
 from shardplan.model.reduced.recorder import Recorder
 from shardplan.runtime.parallel.fused_logits import FusedLogits
+from shardplan.torchlib.hollow import Hollow
 from shardplan.torchlib.private import private
 
 _current_graph_task_id = private("current_graph_task_id")
@@ -62,12 +64,19 @@ class WatchedModel(Recorder):
         args, kwargs = self._enter(module, args, kwargs) or (args, kwargs)
         return self._leave(module, args, kwargs, forward(*args, **kwargs))
 
+    def number(self, tensor: Tensor, reading: str | None = None) -> int:
+        return super().number(tensor.kept if isinstance(tensor, Hollow) else tensor, reading)
+
     def argument_names(self, module: nn.Module) -> Sequence[str]:
         return self.names[self._names[id(module)]]
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
         views = self._views(partial(Place, *scope, "argument"), named_results(named))
-        return {name: replaced(value, views) for name, value in named.items()} if views else {}
+        return {
+            name: replaced(value, views)
+            for name, value in named.items()
+            if any(id(tensor) in views for tensor in tensors_in(value))
+        }
 
     def moved_results(
         self, scope: tuple[str, int], module: nn.Module, results: list[tuple[str, Tensor]]
@@ -76,8 +85,10 @@ class WatchedModel(Recorder):
         return {i: views[id(tensor)] for i, (_, tensor) in enumerate(results) if id(tensor) in views}
 
     def _views(self, of: Callable[[str], Place], values: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:
-        """A view of each tensor, by the tensor's id."""
+        """A view of each tensor, by the tensor's id; not of a result that is there twice: on ranks it may be moved at one of its places."""
         views: dict[int, Tensor] = {}
+        values = [*values]
+        times = Counter(id(tensor) for _, tensor in values)
         for key, tensor in values:
             if isinstance(tensor, (DTensor, FusedLogits)) or not tensor.is_floating_point():
                 continue  # the values of fused logits are made by the loss
@@ -86,7 +97,8 @@ class WatchedModel(Recorder):
             origin, _ = self._places.get(id(tensor), (place, tensor))
             if place.side == "argument" and origin != place:
                 self.made[place] = origin
-            if tensor.requires_grad and is_grad_enabled():
+            once = place.side == "argument" or times[id(tensor)] == 1
+            if tensor.requires_grad and is_grad_enabled() and once:
                 views[id(tensor)] = view = tensor.view_as(tensor)
                 view.register_hook(partial(self._note_gradient, place))
                 self._places[id(view)] = (place if place.side == "result" else origin, view)
