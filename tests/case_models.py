@@ -463,3 +463,29 @@ class NoViews(UnitBlock):
 
 def no_views() -> nn.Module:
     return NoViews()
+
+
+class Twice(Stack):
+    """Returns its result twice."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        every = [x]
+        for layer in self.layers:
+            every.append(layer(every[-1]))
+        return every[-1], every
+
+
+class ReadsSecond(nn.Module):
+    """Reads the second of two that are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Twice([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, every = self.encoder(x)
+        return 2.0 * every[-1]
+
+
+def reads_second() -> nn.Module:
+    return ReadsSecond()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -42,22 +43,32 @@ def named_results(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
     """The same nest with some tensors replaced, by id."""
+    return _changed(value, lambda tensor: new.get(id(tensor), tensor))
+
+
+def replaced_at(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """The same nest with some tensors replaced, by position among all."""
+    positions = count()
+    return _changed(value, lambda tensor: new.get(next(positions), tensor))
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return new.get(id(value), value)
+        return change(value)
     if type(value) is dict:
-        return {key: replaced(item, new) for key, item in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     if isinstance(value, Mapping):
         assert isinstance(value, MutableMapping), type(value)
         for key, item in value.items():
-            value[key] = replaced(item, new)
+            value[key] = _changed(item, change)
         return value
     if isinstance(value, (tuple, list)):
-        items = [replaced(item, new) for item in value]
+        items = [_changed(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_record(value):
         value = copy.copy(value)
         for name, item in _items(value).items():
-            object.__setattr__(value, name, replaced(item, new))  # works for frozen ones too
+            object.__setattr__(value, name, _changed(item, change))  # works for frozen ones too
     return value
 
 

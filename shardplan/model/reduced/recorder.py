@@ -16,7 +16,7 @@ from shardplan.model.forward_code import argument_names
 from .functions import functions_of
 from .generators import generator_states
 from .lines import model_line
-from .nests import named_results, replaced, tensors_in
+from .nests import named_results, replaced, replaced_at, tensors_in
 from .probing import parts_of
 from .recorded_operations import OperationRecorder
 from .trace import Event, Place, Trace
@@ -114,7 +114,7 @@ class Recorder(OperationRecorder):
                 Event("leave", type(module).__name__, (name, call, "out"), before, after, tuple(n for n, _ in results))
             )
             if moved:
-                output = replaced(output, {id(t): moved[i] for i, (_, t) in enumerate(results) if i in moved})
+                output = replaced_at(output, moved)  # as the run-time does: a tensor may be there twice
         self._scopes.pop()
         return output
 
