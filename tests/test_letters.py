@@ -11,11 +11,17 @@ import pytest
 
 from shardplan.compiler.layout.crossings import Crossings
 from shardplan.compiler.layout.spread import Spread
+from shardplan.compiler.lower import Program
+from shardplan.language import parse_plan
 from shardplan.model.reduced.trace import Event
 from shardplan.proof import first_difference as watched
+from shardplan.proof.simulate import Run
 from shardplan.proof.threads import rank_threads
 from shardplan.proof.watched_model import Place
-from tests.planned_run import planned_run
+from tests.planned_run import planned_run, run_of
+from tests.soundness.edits import edits, written_out
+from tests.soundness.judge import parse, subject
+from tests.soundness.tasks import PLANS
 from tests.zoo.entry import Entry
 from tests.zoo.table import read
 
@@ -77,12 +83,40 @@ def test_letters_of_every_type_are_those_of_the_run(
             assert apart(compared(entry.name, entry.plan, variant == "sp", inferred, monkeypatch)) == {}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("word", [word for word in PLANS if not word.endswith(":ep")])
+def test_letters_of_right_edits_are_those_of_the_run(
+    word: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the edits of soundness those that the layout check lets pass."""
+    plan, _, architecture = word.partition("=")
+    name, _, how = architecture.partition(":")
+    model = subject(name or parse_plan(plan).plan.models[0], 2, True if how else None)
+    document, right = written_out(parse_plan(plan).plan, model.tree), 0
+    for edit in edits(document, sequence_parallel=sequence_parallel):
+        inferred.clear()
+        edited = parse(edit.document)
+        ran = None if edited is None else run_of(model, edited, sequence_parallel=sequence_parallel)
+        if ran is not None:
+            right += 1
+            assert apart(letters(*ran, inferred, monkeypatch)) == {}, edit.what
+    print(f"{right} edits of {word} are right")
+
+
 def compared(
     name: str, plan: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
 ) -> dict[Place, tuple[str, str]]:
     """Place -> the inferred letter and that of the run; at the places that have both."""
     inferred.clear()
     _, program, run = planned_run(name, plan, sequence_parallel=sequence_parallel)
+    return letters(program, run, inferred, monkeypatch)
+
+
+def letters(
+    program: Program, run: Run, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
+) -> dict[Place, tuple[str, str]]:
+    """As `compared`, of a program whose layouts were found last."""
     typed = dict(inferred)
     spreads: dict[Place, Spread | None] = {}
     monkeypatch.setattr(
