@@ -47,9 +47,11 @@ def test_built_in_plans_are_proven_in_stages(name: str, tp: int):
 
 
 @pytest.mark.slow
-def test_a_tower_whose_code_reads_parameters_is_proven_in_stages_with_tp():
-    """A probe of its own, and nn.MultiheadAttention, which reads its out_proj's weight."""
-    assert shardplan.validate("gemma3", "auto", {"pp": 2, "tp": 2}).ok
+@pytest.mark.parametrize("name", ["gemma3", "got_ocr2", "xglm"])
+def test_other_code_is_proven_in_stages_with_tp(name: str):
+    """Towers: code that reads parameters (a probe of its own, and nn.MultiheadAttention, which reads its out_proj's weight), and code
+    that counts heads; and a number that float64 alone has."""
+    assert shardplan.validate(name, "auto", {"pp": 2, "tp": 2}).ok
 
 
 def asked(model: Any, pp: int = 2) -> Question:

@@ -17,6 +17,7 @@ from shardplan.model.reduced.outcome import results_of
 from shardplan.runtime.apply.label_counts import IGNORED, predicts_next_token, tokens_of
 from shardplan.torchlib.private import private
 
+from .exact import in_precision_of
 from .steps import cast, direction_of, made, objective_of, own_copy
 
 Inputs = dict[str, Any]
@@ -152,7 +153,7 @@ def own_loss(model: nn.Module, inputs: Inputs) -> bool:
         called.append(True)
         return loss
 
-    with _each_loss(model, seen), torch.random.fork_rng(devices=[]):
+    with in_precision_of(model), _each_loss(model, seen), torch.random.fork_rng(devices=[]):
         output = model(**inputs)
     return bool(called) and getattr(output, "logits", None) is not None
 

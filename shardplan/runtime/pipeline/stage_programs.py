@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardplan.compiler.lower.program import Program
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.stages import PipelineCut
-from shardplan.core.tree import full_name
+from shardplan.core.tree import ancestors, full_name
 
 
 def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
@@ -22,11 +22,18 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
     def own(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in names if has(name))
 
+    every = program.resolved.tree.parameters
+    around, around_own = (
+        frozenset(above for name in names for above in ancestors(name)) for names in (every, own(every))
+    )
+
     def restricted(module: ModuleProgram) -> ModuleProgram:
-        """Drop parameters of other stages: code around the blocks runs in each stage, and reads them as zeros there."""
+        """Drop parameters of other stages: code around the blocks runs in each stage, and reads them as zeros there. These have the
+        shapes of the unsharded model, so that code which reads no others counts as in that."""
         own = tuple(p for p in module.parameters if has(full_name(module.name, p.name)))
         read = tuple((at, p) for at, p in module.also_reads if has(full_name(full_name(module.name, at), p.name)))
-        return replace(module, parameters=own, also_reads=read)
+        module = replace(module, parameters=own, also_reads=read)
+        return replace(module, divide=(), settings=()) if module.name in around - around_own else module
 
     whole = program.resolved
     resolved = replace(
