@@ -20,8 +20,8 @@ from shardplan.proof.threads import rank_threads
 from shardplan.proof.watched_model import Place
 from tests.planned_run import planned_run, run_of
 from tests.soundness.edits import edits, written_out
-from tests.soundness.judge import parse, subject
-from tests.soundness.tasks import PLANS
+from tests.soundness.judge import parse
+from tests.soundness.tasks import PLANS, subject_of
 from tests.zoo.entry import Entry
 from tests.zoo.table import read
 
@@ -90,9 +90,7 @@ def test_letters_of_right_edits_are_those_of_the_run(
     word: str, sequence_parallel: bool, inferred: dict[Place, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the edits of soundness those that the layout check lets pass."""
-    plan, _, architecture = word.partition("=")
-    name, _, how = architecture.partition(":")
-    model = subject(name or parse_plan(plan).plan.models[0], 2, True if how else None)
+    plan, model = subject_of(word, 2)
     document, right = written_out(parse_plan(plan).plan, model.tree), 0
     for edit in edits(document, sequence_parallel=sequence_parallel):
         inferred.clear()

@@ -109,13 +109,15 @@ def spreads_of(
             if any(spread_of(own, one) is None for own, one in zip(pieces, wholes, strict=True)):
                 yield place, None
             continue
-        found, value = spread_of(parts, reference), values.get(place)
-        if place.gradient and cp > 1 and (value is None or value.kind != "whole" or found is None):
-            # Ranks of cp average the gradients of parameters, so that those of their own tokens are as many times as large.
-            parts = [one / cp for one in parts]
-            found = spread_of(parts, reference)
+        value = values.get(place)
+        # Ranks of cp average the gradients of parameters, so that those of their own tokens are as many times as large.
+        own = [one / cp for one in parts] if place.gradient and cp > 1 else parts
+        first = parts if value is not None and value.kind == "whole" else own
+        found = spread_of(first, reference)
+        if found is None and first is not own:
+            found = spread_of(own, reference)
         if found is None and value is not None and value.copies > 1:
-            found = _added_up(parts, reference, value)
+            found = _added_up(own, reference, value)
         elif found is not None and not place.gradient:
             values[place._replace(gradient=True)] = found
         yield place, found

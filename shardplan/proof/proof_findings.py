@@ -57,9 +57,8 @@ def _differing(
     wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
     if not wrong:
         return
-    names = (first.modules if first is not None else ()) or [
-        row.name for row in reversed(wrong) if row.kind != "output"
-    ]
+    known = first.modules if first is not None else ()
+    names = known or [row.name for row in reversed(wrong) if row.kind != "output"]
     blamed = next((found for name in names if (found := _blamed(plan, name)) is not None), None)
     kinds = {kind: [row for row in wrong if row.kind == kind] for kind in ORDER}
     what = ", ".join(_counted(kind, len(rows)) for kind, rows in kinds.items() if rows)
@@ -72,10 +71,7 @@ def _differing(
         code=DIFFERS,
         severity=Severity.ERROR,
         message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
-        primary=Label(
-            blamed.rule.location,
-            "the first difference" if first is not None and first.modules else "next to what differs",
-        )
+        primary=Label(blamed.rule.location, "the first difference" if known else "next to what differs")
         if blamed is not None
         else None,
         notes=tuple(notes),
@@ -107,11 +103,9 @@ def _of_row(row: Comparison) -> str:
 def _blamed(plan: ResolvedPlan, name: str) -> Assignment | None:
     """The rule of a module or parameter, else of the nearest module around it or in its block; only rules of axes that are above 1."""
     plans = [*([plan] if plan.sizes.splits_layers else []), *([plan.on_cp] if plan.on_cp is not None else [])]
-    around = [name, *ancestors(name)]
-    for one in plans:
-        found = next((one.assignments[name] for name in around if name in one.assignments), None)
-        if found is not None:
-            return found
+    found = next(filter(None, (_rule_of(one, name) for one in plans)), None)
+    if found is not None:
+        return found
     home = full_name(block(name), "") if block(name) else None
     inside = (a for one in plans for name, a in one.assignments.items() if home is not None and name.startswith(home))
     return next(inside, None)

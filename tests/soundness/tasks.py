@@ -44,6 +44,14 @@ PLANS = (
 )
 
 
+def subject_of(word: str, tp: int) -> tuple[str, Subject]:
+    """The plan and the model of a word, as `Task.word`."""
+    plan, _, architecture = word.partition("=")
+    name, _, how = architecture.partition(":")
+    ep = tp if how == "ep" else 1
+    return plan, subject(name or parse_plan(plan).plan.models[0], tp, True if how == "tied" else None, ep)
+
+
 def rows(plan: str, model: Subject, *, sample: int | None, seed: int, help: bool, kinds: list[str]) -> Iterator[Row]:
     """Judge the edits of a plan, or a sample of them."""
     experts = model.ep > 1
@@ -83,8 +91,5 @@ class Task:
     def run(self) -> list[Row]:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
-        plan, _, architecture = self.word.partition("=")
-        name, _, how = architecture.partition(":")
-        ep = self.tp if how == "ep" else 1
-        model = subject(name or parse_plan(plan).plan.models[0], self.tp, True if how == "tied" else None, ep)
+        plan, model = subject_of(self.word, self.tp)
         return list(rows(plan, model, sample=self.sample, seed=self.seed, help=self.help, kinds=self.kinds))

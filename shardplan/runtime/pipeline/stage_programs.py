@@ -23,9 +23,8 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
         return tuple(name for name in names if has(name))
 
     every = program.resolved.tree.parameters
-    around, around_own = (
-        frozenset(above for name in names for above in ancestors(name)) for names in (every, own(every))
-    )
+    around, around_own = ({above for name in names for above in ancestors(name)} for names in (every, own(every)))
+    elsewhere = around - around_own  # modules all of whose parameters are in other stages
 
     def restricted(module: ModuleProgram) -> ModuleProgram:
         """Drop parameters of other stages: code around the blocks runs in each stage, and reads them as zeros there. These have the
@@ -33,7 +32,7 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
         own = tuple(p for p in module.parameters if has(full_name(module.name, p.name)))
         read = tuple((at, p) for at, p in module.also_reads if has(full_name(full_name(module.name, at), p.name)))
         module = replace(module, parameters=own, also_reads=read)
-        return replace(module, divide=(), settings=()) if module.name in around - around_own else module
+        return replace(module, divide=(), settings=()) if module.name in elsewhere else module
 
     whole = program.resolved
     resolved = replace(
