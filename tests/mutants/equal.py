@@ -88,6 +88,24 @@ _OF_MOVES = {
     ("", "", "argument", "later=later"): "autograd's own nodes compute the weights' gradients, which are the same",
     ("leave_weights.py", "", "factor", ""): "which layers leave their weights' gradients changes no number",
     (
+        "gathering.py",
+        "of_all",
+        "argument",
+        "group=group",
+    ): "a proof gathers of all ranks; a group of some is that of saved stages (test_processes_pipeline_weights)",
+    (
+        "phases.py",
+        "apply_program",
+        "argument",
+        "streams_of(mesh, seed, place)",
+    ): "the place of a stage among random streams, which a proof does not draw from",
+    (
+        "tensor_moves.py",
+        "forward",
+        "swap",
+        'ops.forward == "slice"',
+    ): "a view or a copy of the same numbers; what changes a view in place raises (test_moves)",
+    (
         "plan_mesh.py",
         "read_mesh",
         "group",
