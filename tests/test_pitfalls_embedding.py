@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
+from shardplan import compile_plan
 from shardplan.model import find_any
 from shardplan.model.reduced import make_reduced_model
 from shardplan.runtime.parallel import direct_calls
 from shardplan.runtime.parallel import vocabulary_lookup as vocabulary
 from shardplan.runtime.parallel.regime import PartialEmbedding
 from tests.collective_counter import CollectiveCounter
-from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, reduced_model
+from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, reduced_model, step
 
 
 def embedded(model, inputs):
@@ -50,6 +52,22 @@ def test_an_embedding_that_runs_outside_the_model_is_complete(name, monkeypatch)
     monkeypatch.setattr(PartialEmbedding, "keeps_partial", lambda self, source: True)
     monkeypatch.setattr(direct_calls._Part, "__call__", lambda self, module, args, kwargs: None)
     assert case(name, sp=True, call=embedded).wrong()["logits"] > 0.1
+
+
+@pytest.mark.parametrize("call", [step, embedded])
+@pytest.mark.parametrize(
+    ("name", "builtin", "table"),
+    [
+        ("gpt2", "gpt2", "transformer.wpe"),
+        ("megatron-bert", "megatron_bert", "bert.embeddings.position_embeddings"),  # a whole table runs between the two
+    ],
+)
+def test_several_split_tables_make_one_sum(name, builtin, table, call):
+    def compiled(model, plan, tp, *, logits, **options):
+        return compile_plan(model, {"tp": tp}, plan, **options)
+
+    plan = plan_like(builtin, {table: "embedding_rowwise"}, {table: "embedding_rowwise_seq"})
+    assert_equal(replace(case(name, sp=True, plan=plan, call=call), compiled=compiled).rows())
 
 
 def test_what_is_known_of_one_call_does_not_leak_into_the_next():

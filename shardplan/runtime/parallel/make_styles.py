@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.compiler.lower.homes import home_of
+from shardplan.core.by_key import by_key
 from shardplan.core.layout import P
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.plan import ResolvedPlan, variant_name
-from shardplan.core.tree import ancestors, block
+from shardplan.core.tree import ancestors, block, parent
 
 from .handed_out import Tokens
 from .regime import PartialEmbedding, Regime, Shared
@@ -103,10 +104,10 @@ def _link(modules: Mapping[str, ModuleProgram]) -> PartialEmbedding | None:
     if not block_inputs:
         return None
     sources = ((m.name, m.leave) for m in modules.values() if m.link == "source")
-    split = frozenset(name for name, leave in sources if leave is not None and leave.src == P)
+    split = by_key((parent(name), name) for name, leave in sources if leave is not None and leave.src == P)
     seq_dim = block_inputs[0].enter[0].dst.dim
     assert isinstance(seq_dim, int)  # a program says which dim the sequence is
-    return PartialEmbedding(split, seq_dim)
+    return PartialEmbedding({name: names[0] for names in split.values() for name in names}, seq_dim)
 
 
 def _reduce_dtype(plan: ResolvedPlan) -> torch.dtype | None:

@@ -126,17 +126,17 @@ class PartialEmbedding:
     """Knows, within one forward of the scope (the module around embeddings and block input), whether the value that reaches
     the `split_seq_input` rule is a partial sum of the plan's embeddings.
 
-    An embedding returns its partial sum only inside that forward, where the block input will see it. The vectors of a whole
-    table join the partial sum only after the split tables have run. (With `inputs_embeds` these do not run: the value is
-    complete, so everything added to it must be complete too.) Models run their tables in any order.
+    An embedding returns its partial sum only inside that forward, where the block input will see it. The first split table of a
+    module begins a sum; its other tables, and whole ones, join it only after that. (With `inputs_embeds` it does not run: the value
+    is complete, so everything added to it must be complete too.) Models run their tables in any order.
 
     Args:
-        split: the names of the embeddings whose rows are split.
+        first: the names of the embeddings whose rows are split -> the first of them in the same module.
         seq_dim: the sequence dimension of the block input's value.
     """
 
-    def __init__(self, split: frozenset[str], seq_dim: int = 1):
-        self.split = split
+    def __init__(self, first: Mapping[str, str], seq_dim: int = 1):
+        self.first = first
         self.seq_dim = seq_dim
         self.running = False
         self.pending: dict[str, int] = {}  # embedding -> its partial sums that no block input has taken yet
@@ -196,7 +196,8 @@ class PartialEmbedding:
 
     def keeps_partial(self, source: str) -> bool:
         """Called by an embedding with its name: whether it returns its partial sum without a reduction."""
-        joins = source in self.split or self.split <= self.pending.keys()
+        begins = self.first.get(source)
+        joins = begins in (source, *self.pending) if begins is not None else bool(self.pending)
         if not self.running or self.complete or not joins:
             self.complete = True
             return False
