@@ -403,6 +403,8 @@ def test_slices_of_nothing() -> None:
 
 # The search for changes is bounded.
 
+MLP = {"gate_proj", "up_proj", "down_proj"}
+
 
 def wrong_norm(search: Search | None) -> LayoutReport:
     rules = {"model.layers.*.self_attn.q_norm": "none"}
@@ -425,6 +427,30 @@ def test_the_search_counts_what_it_tries() -> None:
     report = wrong_norm(search)
     assert report.diagnostics[0].help and 0 < before - search.tries < 10
     assert 0 < search.seconds < 10
+
+
+def mistaken(search: Search, **styles: str) -> LayoutReport:
+    rules = {f"model.layers.*.{'mlp' if name in MLP else 'self_attn'}.{name}": style for name, style in styles.items()}
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
+    recorded = recorded_of("qwen3")
+    return check_layout(bind(plan.plan, recorded.tree, MeshSizes(tp=2))[0], [recorded], search=search)
+
+
+def test_a_change_that_gives_a_split_up_comes_last() -> None:
+    """Of two mistakes in one MLP, each is mended at its own line, though the whole MLP left unsplit would mend both at once."""
+    report = mistaken(Search(), down_proj="colwise", up_proj="rowwise")
+    assert codes(report) == ["SP402", "SP402"]
+    assert [change.pattern.rpartition(".")[2] for change in report.repairs] == ["up_proj", "down_proj"]
+    assert not any(change.given_up for change in report.repairs)
+
+
+def test_a_search_for_a_draft_ends_where_no_change_is_found() -> None:
+    wrong = {"gate_proj": "none", "up_proj": "rowwise"}
+    assert any(change.given_up for change in mistaken(Search(), **wrong).repairs)
+    search = Search(of_draft=True)
+    *others, last = mistaken(search, **wrong).repairs
+    assert last is None and not any(change.given_up for change in others)
+    assert search.over and search.tries > 0
 
 
 def test_both_variants_of_a_plan_share_one_search() -> None:

@@ -44,18 +44,23 @@ class Search:
     Args:
         tries: how many changes may still be tried. This is the limit that plans meet, the same on every machine.
         seconds: the processor time left for them; an outer limit, for slow models.
+        of_draft: whether only a right plan is of use, which splits what this one splits. The search then ends at the first finding that no
+            such change fixes.
         solved: the changes that the solver has for a finding of a plan (`BlockRules.repairs`).
+        stuck: whether it ended so.
     """
 
     tries: int = BOUNDS.repairs_of_plan
     seconds: float = field(default_factory=lambda: BOUNDS.repair_seconds)
+    of_draft: bool = False
     solved: Callable[[ResolvedPlan, Finding], Iterator[Repair]] = field(
         default=lambda plan, finding: iter(()), compare=False
     )
+    stuck: bool = field(default=False, init=False)
 
     @property
     def over(self) -> bool:
-        return self.tries <= 0 or self.seconds <= 0
+        return self.tries <= 0 or self.seconds <= 0 or self.stuck
 
     def attempt(
         self, plan: ResolvedPlan, recorded: RecordedModel, stop: Callable[[Finding], bool] = lambda finding: False
@@ -300,6 +305,8 @@ def _fix(
     for repair in chain(own, repairs(plan, first)):
         if tried >= last or search.over:
             break
+        if search.of_draft and repair.given_up:
+            continue
         changed = repair.apply(plan)
         if any(d.is_error for d in check_structure(changed, seq_len=None)):
             continue
@@ -313,13 +320,14 @@ def _fix(
             last = min(last, tried + BOUNDS.repairs_after_one)
         if best is not None and not best[1] and not best[0].given_up:
             break
+    search.stuck = search.of_draft and best is None
     return best if best is not None else (None, {})
 
 
-def _rank(repair: Repair, left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int, bool]:
-    """How good a change is, the lowest is best: how many findings are left, how early a crash among them is, whether a split is lost."""
+def _rank(repair: Repair, left: Mapping[Key, Sequence[Finding]]) -> tuple[bool, int, int]:
+    """How good a change is, the lowest is best: whether a split is lost, how many findings are left, how early a crash among them is."""
     crash = max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
-    return len(left), -crash, bool(repair.given_up)
+    return bool(repair.given_up), len(left), -crash
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:

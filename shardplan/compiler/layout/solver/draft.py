@@ -221,7 +221,7 @@ class DraftTrials:
         if resolved is None or self.search.over:
             return None
         self.search.tries -= len(self.recorded_models)
-        search = Search(min(BOUNDS.repairs_of_plan, self.search.tries), self.search.seconds)
+        search = Search(min(BOUNDS.repairs_of_plan, self.search.tries), self.search.seconds, of_draft=True)
         allowed = search.tries
         found = check_layout(resolved, self.recorded_models, help=help, search=search)
         self.search.tries -= allowed - search.tries
@@ -252,9 +252,10 @@ class DraftTrials:
                 return None
             if report.ok:
                 return draft
-            changes = [one for repair in report.repairs if repair is not None for one in (repair, repair.also) if one]
+            if None in report.repairs:
+                return None
             changed = draft
-            for repair in changes:
+            for repair in (one for found in report.repairs if found is not None for one in (found, found.also) if one):
                 changed = self._changed(changed, repair, overlay)
             if changed == draft:
                 return None
