@@ -80,22 +80,30 @@ def test_what_is_known_of_one_call_does_not_leak_into_the_next():
         assert_equal(case(name, sp=True, call=both).rows())
 
 
-def test_a_call_that_fails_between_embedding_and_door_leaves_nothing_behind():
+@pytest.mark.parametrize(
+    ("name", "failure", "again"),
+    [
+        ("llama", KeyError, embedded),
+        ("llama", KeyboardInterrupt, embedded),  # torch runs no hooks after it
+        ("fuyu", KeyboardInterrupt, step),  # its table is called outside of the module around both
+    ],
+)
+def test_a_call_that_fails_between_embedding_and_door_leaves_nothing_behind(name, failure, again):
     """The scope ends with an exception too."""
 
     def after_failure(model, inputs):
         layer = model.get_decoder().layers[0]
 
         def fail(module, args):
-            raise KeyError("a failure of the user's hook")
+            raise failure("of the user's hook")
 
         handle = layer.register_forward_pre_hook(fail, prepend=True)
-        with pytest.raises(KeyError):
+        with pytest.raises(failure):
             model(**inputs)
         handle.remove()
-        return embedded(model, inputs)
+        return again(model, inputs)
 
-    assert_equal(case("llama", sp=True, call=after_failure).rows())
+    assert_equal(case(name, sp=True, call=after_failure).rows())
 
 
 @pytest.mark.parametrize("kind", ["text", pytest.param("image", marks=pytest.mark.slow)])

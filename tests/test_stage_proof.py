@@ -47,10 +47,10 @@ def test_built_in_plans_are_proven_in_stages(name: str, tp: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "got_ocr2", "xglm"])
+@pytest.mark.parametrize("name", ["fuyu", "gemma3", "got_ocr2", "xglm"])
 def test_other_code_is_proven_in_stages_with_tp(name: str):
-    """Towers: code that reads parameters (a probe of its own, and nn.MultiheadAttention, which reads its out_proj's weight), and code
-    that counts heads; and a number that float64 alone has."""
+    """A table that the module around the blocks does not call. Towers: code that reads parameters (a probe of its own, and
+    nn.MultiheadAttention, which reads its out_proj's weight), and code that counts heads. A number that float64 alone has."""
     assert shardplan.validate(name, "auto", {"pp": 2, "tp": 2}).ok
 
 

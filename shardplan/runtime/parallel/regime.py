@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
+from shardplan.core.tree import ancestors
 from shardplan.torchlib.private import private
 
 from .handed_out import Tokens
@@ -150,9 +151,11 @@ class PartialEmbedding:
 
     def enter(self, name: str) -> None:
         """Called when the forward of the scope, or of a module around it, begins. It does nothing in backward, where a checkpoint runs
-        the scope again without the outer modules."""
-        if self.outermost is None and _current_graph_task_id() == -1:
-            self.outermost = name
+        the scope again without the outer modules. What ends a forward by no Exception (the end of a stage, an interrupt) runs no hook
+        after it; then what was known of that forward goes when the same module, or one around it, begins another."""
+        ended = self.outermost is None or name in (self.outermost, *ancestors(self.outermost))
+        if ended and _current_graph_task_id() == -1:
+            self.outermost, self.running, self.left = name, False, LeftBehind()
 
     def leave(self, name: str) -> LeftBehind:
         """Called when such a forward ends, also by an exception. Gives the outermost module the records about the hidden states it returns."""

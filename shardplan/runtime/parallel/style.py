@@ -198,5 +198,5 @@ class ModuleStyle(ParallelStyle):
         def end(module: nn.Module, args: Any, output: Any) -> Any:
             return HiddenStates(link.leave(name), link.seq_dim, mesh, self.shared.regime.length).of_model(output)
 
-        module.register_forward_pre_hook(begin)
+        module.register_forward_pre_hook(begin, prepend=True)  # before the scope's own
         module.register_forward_hook(end, always_call=True)
