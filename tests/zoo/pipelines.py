@@ -14,6 +14,7 @@ from shardplan.compiler.layout.stage_plan import staged_plan, with_stages
 from shardplan.compiler.user_inputs import Model
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.model import FoundModel, find_any
 from shardplan.proof.prove_stages import pipeline_findings, prove_pipeline, reduced_cut
 from shardplan.proof.stage import Question
@@ -38,8 +39,8 @@ def with_pipeline(before: Entry) -> Entry:
 
 
 def judged(found: FoundModel) -> str:
-    """ "one tensor", "one tensor and a tie", "carries ..." where the plan's cut is proven, "none" without a section, else what is
-    wrong.
+    """ "one tensor", "one tensor and a tie", "carries ..." where the plan's cut is proven, with and without its sequence parallelism,
+    "none" without a section, else what is wrong.
 
     The proof runs every block of the reduced model as a stage of its own.
     """
@@ -60,7 +61,8 @@ def judged(found: FoundModel) -> str:
     assert staged.resolved is not None
     cut = reduced_cut(staged, len(staged.resolved.pp_blocks))
     try:
-        proof = prove_pipeline(Question(reduced, Model(found.config), plan), cut)
+        variants = [overlays_of(on) for on in sorted({False, plan.has_overlay})]
+        proof = prove_pipeline(Question(reduced, Model(found.config), plan), cut, variants)
     except PlanError as error:
         return _said(error.diagnostics[0])
     if (differs := pipeline_findings(proof, None)) or not proof.ok:
