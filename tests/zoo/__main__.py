@@ -37,8 +37,8 @@ model's. "size" says that the default configuration does not allow the size, "no
 sequence_parallel section.
 
 - "pp": what crosses a cut between two blocks, where the plan's section pipeline_parallel is proven: nothing else does in the recorded run of
-  the reduced model, and its blocks, a stage each, compute the unsharded model's outputs, gradients and buffers. "a tie": a parameter
-  that stands in two stages (`python -m tests.zoo --pipelines`).
+  the reduced model, and its blocks, a stage each, compute the unsharded model's outputs, gradients and buffers, with sequence
+  parallelism too. "a tie": a parameter that stands in two stages (`python -m tests.zoo --pipelines`).
 - "cp": over the axis cp (`python -m tests.zoo --context`), the modules that need all tokens, by the rules that `auto` derives for the mesh:
   "heads": each rank computes a share of its heads or channels, "whole": all of it. Proven with all ranks of the mesh; otherwise what is said against it.
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
