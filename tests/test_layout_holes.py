@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -403,12 +403,13 @@ def test_slices_of_nothing() -> None:
 
 # The search for changes is bounded.
 
-MLP = {"gate_proj", "up_proj", "down_proj"}
+WRONG_NORM = {"self_attn.q_norm": "none"}
 
 
-def wrong_norm(search: Search | None) -> LayoutReport:
-    rules = {"model.layers.*.self_attn.q_norm": "none"}
-    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
+def mistaken(search: Search, rules: Mapping[str, str]) -> LayoutReport:
+    """Of rules that mistake modules of a layer."""
+    edited = {f"model.layers.*.{name}": style for name, style in rules.items()}
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": edited})
     recorded = recorded_of("qwen3")
     resolved, _ = bind(plan.plan, recorded.tree, MeshSizes(tp=2))
     return check_layout(resolved, [recorded], search=search)
@@ -416,7 +417,7 @@ def wrong_norm(search: Search | None) -> LayoutReport:
 
 @pytest.mark.parametrize("left", [Search(tries=0), Search(seconds=0.0)], ids=["tries", "seconds"])
 def test_a_finding_is_reported_without_a_change_once_the_search_is_over(left: Search) -> None:
-    report = wrong_norm(left)
+    report = mistaken(left, WRONG_NORM)
     assert codes(report) == ["SP401"] and report.diagnostics[0].help is None
     assert left.over
 
@@ -424,31 +425,24 @@ def test_a_finding_is_reported_without_a_change_once_the_search_is_over(left: Se
 def test_the_search_counts_what_it_tries() -> None:
     search = Search(seconds=10.0)
     before = search.tries
-    report = wrong_norm(search)
+    report = mistaken(search, WRONG_NORM)
     assert report.diagnostics[0].help and 0 < before - search.tries < 10
     assert 0 < search.seconds < 10
 
 
-def mistaken(search: Search, **styles: str) -> LayoutReport:
-    rules = {f"model.layers.*.{'mlp' if name in MLP else 'self_attn'}.{name}": style for name, style in styles.items()}
-    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
-    recorded = recorded_of("qwen3")
-    return check_layout(bind(plan.plan, recorded.tree, MeshSizes(tp=2))[0], [recorded], search=search)
-
-
 def test_a_change_that_gives_a_split_up_comes_last() -> None:
     """Of two mistakes in one MLP, each is mended at its own line, though the whole MLP left unsplit would mend both at once."""
-    report = mistaken(Search(), down_proj="colwise", up_proj="rowwise")
+    report = mistaken(Search(), {"mlp.down_proj": "colwise", "mlp.up_proj": "rowwise"})
     assert codes(report) == ["SP402", "SP402"]
     assert [change.pattern.rpartition(".")[2] for change in report.repairs] == ["up_proj", "down_proj"]
     assert not any(change.given_up for change in report.repairs)
 
 
 def test_a_search_for_a_draft_ends_where_no_change_is_found() -> None:
-    wrong = {"gate_proj": "none", "up_proj": "rowwise"}
-    assert any(change.given_up for change in mistaken(Search(), **wrong).repairs)
+    wrong = {"mlp.gate_proj": "none", "mlp.up_proj": "rowwise"}
+    assert any(change.given_up for change in mistaken(Search(), wrong).repairs)
     search = Search(of_draft=True)
-    *others, last = mistaken(search, **wrong).repairs
+    *others, last = mistaken(search, wrong).repairs
     assert last is None and not any(change.given_up for change in others)
     assert search.over and search.tries > 0
 

@@ -17,7 +17,7 @@ from shardplan.compiler.layout.solver.block_rules import BlockRules
 from shardplan.compiler.layout.token_by_token import token_findings
 from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lowering_stage import program_of
-from shardplan.compiler.variants import any_error, bind_variants, check_variants
+from shardplan.compiler.variants import any_error, bind_variants, check_variants, wanted_variants
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
@@ -86,8 +86,9 @@ class _Steps(dict[torch.dtype, Steps]):
 
 def fitting(name: str, tp: int, plan: PlanFile) -> Subject:
     """The reduced model of an architecture, with as many heads as a plan needs."""
-    small, variants = subject(name, tp), [overlays_of(on) for on in {False, plan.has_overlay}]
-    bound = check_variants(bind_variants(plan, small.tree, MeshSizes(tp=tp), variants))
+    small, sizes = subject(name, tp), MeshSizes(tp=tp)
+    variants = wanted_variants(plan, None, sizes)
+    bound = check_variants(bind_variants(plan, small.tree, sizes, variants))
     layouts = ModelLayouts(find_once(name), tp)
     if any(any_error(bound.findings[on]) for on in variants) and layouts.fit(plan, variants):
         return subject(name, tp, heads_times=layouts.heads_times)

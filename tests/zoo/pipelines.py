@@ -12,9 +12,9 @@ from shardplan.compiler.check import check
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import staged_plan, with_stages
 from shardplan.compiler.user_inputs import Model
+from shardplan.compiler.variants import wanted_variants
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import overlays_of
 from shardplan.model import FoundModel, find_any
 from shardplan.proof.prove_stages import pipeline_findings, prove_pipeline, reduced_cut
 from shardplan.proof.stage import Question
@@ -61,8 +61,8 @@ def judged(found: FoundModel) -> str:
     assert staged.resolved is not None
     cut = reduced_cut(staged, len(staged.resolved.pp_blocks))
     try:
-        variants = [overlays_of(on) for on in sorted({False, plan.has_overlay})]
-        proof = prove_pipeline(Question(reduced, Model(found.config), plan), cut, variants)
+        wanted = wanted_variants(plan, None, reduced.sizes)
+        proof = prove_pipeline(Question(reduced, Model(found.config), plan), cut, wanted)
     except PlanError as error:
         return _said(error.diagnostics[0])
     if (differs := pipeline_findings(proof, None)) or not proof.ok:

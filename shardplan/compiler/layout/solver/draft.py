@@ -252,11 +252,12 @@ class DraftTrials:
                 return None
             if report.ok:
                 return draft
-            if None in report.repairs:
-                return None
             changed = draft
-            for repair in (one for found in report.repairs if found is not None for one in (found, found.also) if one):
-                changed = self._changed(changed, repair, overlay)
+            for repair in report.repairs:
+                if repair is None:
+                    return None
+                for one in filter(None, (repair, repair.also)):
+                    changed = self._changed(changed, one, overlay)
             if changed == draft:
                 return None
             draft = changed
