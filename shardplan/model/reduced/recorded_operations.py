@@ -257,7 +257,7 @@ class OperationRecorder(TorchFunctionMode):
         results = [*tensors_in(result)] or written
         if name in UNFILLED:
             for t in results:
-                t.zero_()  # uninitialised memory may differ between ranks
+                t.detach().zero_()  # uninitialised memory may differ between ranks
         if not results:
             self._told(*operands)
             return
