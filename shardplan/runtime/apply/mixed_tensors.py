@@ -9,7 +9,7 @@ _HELP = (
     "parameters are DTensors, and do not combine with a plain loss or tensor: add the gradient of a term of the parameters to theirs "
     "after backward, `p.grad.add_(p, alpha=2 * weight)` for a sum of squares; `full_tensor()` returns a whole parameter"
 )
-_SAID_BY_TORCH = ("mixed torch.Tensor and DTensor", "different meshes", "cross-mesh")
+_SAID_BY_TORCH = ("mixed torch.Tensor and DTensor", "different mesh", "cross-mesh")
 
 
 def help_for(error: BaseException) -> str | None:
