@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from shardplan.language import parse_plan
 from shardplan.model import find_model
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced.nests import tensors_in
+from shardplan.model.reduced.recorder import Recorder
 from shardplan.runtime.parallel.outputs import on_first
 from shardplan.torchlib.modes import CheckedSizes
 from tests import own_streams, own_structures
@@ -392,6 +394,26 @@ def test_code_that_meets_empty_tensors_unsharded_too_may_do_so_on_a_rank() -> No
 
     report = of(experts)
     assert report.ok, report.diagnostics
+
+
+class Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref] = []
+
+    def forward(self, x: Tensor) -> None:
+        local = nn.Identity()
+        self.made.append(weakref.ref(local))
+        raise RuntimeError("the model's own")
+
+
+def test_nothing_of_a_run_that_raised_is_kept() -> None:
+    """Until the exception is gone, a checkpoint of torch 2.11 that it left keeps what autograd saves, also for the next model."""
+    recorder = Recorder(model := Raising())
+    recorder.run({"x": torch.ones(1)})
+    assert recorder.trace.crash is not None and "the model's own" in recorder.trace.crash.message
+    (made,) = model.made
+    assert made() is None
 
 
 def test_slices_of_nothing() -> None:

@@ -12,9 +12,8 @@ import pytest
 import torch
 from processes import on_ranks
 from small_models import batch, small_model
-from test_processes_parts import assert_same_gradients, planned
+from test_processes_parts import RESETS, assert_same_gradients, planned
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -28,9 +27,6 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "fsdp2": ({}, {"dp_shard": 2, "tp": 1}),
     "fsdp2, tp": ({"sequence_parallel": True}, {"tp": 2}),
 }
-
-
-RESETS = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.13 on
 
 
 def refused() -> Any:

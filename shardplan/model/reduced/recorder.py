@@ -177,6 +177,7 @@ class Recorder(OperationRecorder):
                 handle.remove()
             self._alive.clear()
             self._numbers.clear()
+            self._failed = None  # its frames keep what the model had entered: torch 2.11's checkpoints keep tensors until these are gone
 
 
 def record(
