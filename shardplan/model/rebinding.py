@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
 ATOMIC = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype))
+TABLES = frozenset((OrderedDict, dict, set))
 REDUCING = (
     "__new__",
     "__reduce__",
@@ -58,15 +59,20 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
     """
     memo = {} if memo is None else memo
     for module in model.modules():
-        memo |= handles_in(vars(module).values())
+        memo |= handles_in(_parts(module).values())
         memo |= _computed_by_hooks(module)
     shared = {} if shared is None else {key: one for key, one in shared.items() if key not in memo}
     memo |= shared
     module = model
     try:
         for module, copy_of in tuple(_begun(model, memo)):
-            state = module.__getstate__()
-            copy_of.__setstate__({key: _copy_of(state[key], memo) for key in state})
+            state, own = module.__getstate__(), _parts(module)
+            copy_of.__setstate__(
+                {
+                    key: copy.deepcopy(value, memo) if key in own else value if type(value) in ATOMIC else type(value)()
+                    for key, value in state.items()
+                }
+            )
         result = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a foreign object raises when it is copied
         refuse_computed(model, memo)  # torch copies no tensor that was computed from parameters
@@ -74,20 +80,15 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
             f"a module {type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         ) from error
     # deepcopy does not copy functions: those in the copy are still the original's.
-    for key in shared:
-        del memo[key]
+    for number in shared:
+        del memo[number]
     rebinding = Rebinding(memo, model, cells=bool(shared))
     held = names_of(result)
     rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # deepcopied objects hold the copy's
     for name, module in result.named_modules():
         recurrent = isinstance(module, nn.RNNBase)
         attributes = {
-            key: value
-            for key, value in vars(module).items()
-            if key not in STATE
-            and type(value) not in ATOMIC
-            and not _nothing(value)
-            and not (recurrent and key in FLAT)
+            key: value for key, value in _parts(module).items() if key not in STATE and not (recurrent and key in FLAT)
         }
         try:
             for key, value in attributes.items():
@@ -122,15 +123,15 @@ def _copied_by_state(kind: type[nn.Module]) -> bool:
     )
 
 
-def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
-    if type(value) in ATOMIC:
-        return value
-    return OrderedDict() if _nothing(value) else copy.deepcopy(value, memo)
-
-
-def _nothing(value: Any) -> bool:
-    """An empty dictionary of hooks; each module has ten."""
-    return type(value) is OrderedDict and not value
+def _parts(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, without plain values and what is empty in each module: ten dictionaries of hooks, and mostly those of
+    parameters, buffers and modules."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if type(value) not in ATOMIC
+        and (value if type(value) in TABLES and (key in STATE or type(value) is OrderedDict) else True)
+    }
 
 
 def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:
@@ -382,7 +383,7 @@ def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
 
 def _assigned_cells(model: nn.Module) -> Iterator[int]:
     """The ids of captured variables to which a module's function or a hook assigns. All functions that read such a variable share its copy."""
-    pending = [value for module in model.modules() for key, value in vars(module).items() if key not in STATE]
+    pending = [value for module in model.modules() for key, value in _parts(module).items() if key not in STATE]
     seen: set[int] = set()
     while pending:
         value = pending.pop()
