@@ -9,7 +9,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SHARE ?= 1
 SEED ?= 0
 DRAWN := $(if $(filter-out 1,$(SHARE)),--share $(SHARE) --seed $(SEED))
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# One more than the cores of the smallest machine: tests of real processes often wait.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 # Processes that tests start compile nothing again.
 unexport PYTHONDONTWRITEBYTECODE
 
