@@ -283,11 +283,13 @@ def _fix(
     plan: ResolvedPlan, recorded: RecordedModel, groups: Mapping[Key, list[Finding]], search: Search
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
     """The change that removes the first finding and leaves the fewest others, and the findings left. Of several such
-    changes, the one whose run gets furthest."""
+    changes, the one whose run gets furthest. One that gives a split up comes after those that do not, if what they leave can be mended so too."""
     if search.over:
         return None, {}
     key, group = next(iter(groups.items()))
-    best: tuple[Repair, dict[Key, list[Finding]]] | None = None
+    best: dict[
+        bool, tuple[Repair, dict[Key, list[Finding]]]
+    ] = {}  # whether a split is given up -> the best such change
     last, tried = BOUNDS.repairs, 0
     crashed = any(known[0] == "crash" for known in groups)
 
@@ -314,20 +316,39 @@ def _fix(
         proof = search.attempt(changed, recorded, useless)
         if proof.stopped:
             continue
-        left = grouped(proof.findings, plan.tree)
-        if key not in left and (best is None or _rank(repair, left) < _rank(*best)) and _better(groups, left):
-            best = repair, left
+        left, lost = grouped(proof.findings, plan.tree), bool(repair.given_up)
+        if key not in left and (lost not in best or _rank(left) < _rank(best[lost][1])) and _better(groups, left):
+            best[lost] = repair, left
             last = min(last, tried + BOUNDS.repairs_after_one)
-        if best is not None and not best[1] and not best[0].given_up:
+        if False in best and not best[False][1]:
             break
-    search.stuck = search.of_draft and best is None
-    return best if best is not None else (None, {})
+    search.stuck = search.of_draft and not best
+    if (
+        len(best) == 2
+        and len(best[True][1]) < len(best[False][1])
+        and not _mended(plan, recorded, *best[False], search)
+    ):
+        return best[True]
+    return best.get(False) or best.get(True) or (None, {})
 
 
-def _rank(repair: Repair, left: Mapping[Key, Sequence[Finding]]) -> tuple[bool, int, int]:
-    """How good a change is, the lowest is best: whether a split is lost, how many findings are left, how early a crash among them is."""
-    crash = max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
-    return bool(repair.given_up), len(left), -crash
+def _mended(
+    plan: ResolvedPlan,
+    recorded: RecordedModel,
+    repair: Repair | None,
+    left: Mapping[Key, list[Finding]],
+    search: Search,
+) -> bool:
+    """Whether all findings that a change leaves have changes that give no split up."""
+    while repair is not None and not repair.given_up and left:
+        plan = repair.apply(plan)
+        repair, left = _fix(plan, recorded, left, search)
+    return repair is not None and not repair.given_up
+
+
+def _rank(left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int]:
+    """How good a change is by what it leaves, the lowest is best: how many findings, and how early a crash among them is."""
+    return len(left), -max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
