@@ -44,8 +44,7 @@ class Search:
     Args:
         tries: how many changes may still be tried. This is the limit that plans meet, the same on every machine.
         seconds: the processor time left for them; an outer limit, for slow models.
-        of_draft: whether only a right plan is of use, which splits what this one splits. The search then ends at the first finding that no
-            such change fixes.
+        of_draft: whether only a right plan is of use. The search then ends at the first finding that no change fixes.
         solved: the changes that the solver has for a finding of a plan (`BlockRules.repairs`).
         stuck: whether it ended so.
     """
@@ -307,8 +306,6 @@ def _fix(
     for repair in chain(own, repairs(plan, first)):
         if tried >= last or search.over:
             break
-        if search.of_draft and repair.given_up:
-            continue
         changed = repair.apply(plan)
         if any(d.is_error for d in check_structure(changed, seq_len=None)):
             continue
@@ -323,12 +320,9 @@ def _fix(
         if False in best and not best[False][1]:
             break
     search.stuck = search.of_draft and not best
-    if (
-        len(best) == 2
-        and len(best[True][1]) < len(best[False][1])
-        and not _mended(plan, recorded, *best[False], search)
-    ):
-        return best[True]
+    if len(best) == 2 and len(best[True][1]) < len(best[False][1]):
+        if search.of_draft or not _mended(plan, recorded, *best[False], search):
+            return best[True]
     return best.get(False) or best.get(True) or (None, {})
 
 

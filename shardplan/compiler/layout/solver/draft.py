@@ -253,9 +253,7 @@ class DraftTrials:
             if report.ok:
                 return draft
             changed = draft
-            for repair in report.repairs:
-                if repair is None:
-                    return None
+            for repair in filter(None, report.repairs):  # what has no change yet may have one after the others
                 for one in filter(None, (repair, repair.also)):
                     changed = self._changed(changed, one, overlay)
             if changed == draft:
