@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
+from shardplan.compiler.layout import ModelLayouts
 from shardplan.core.expressions import names, parse_expression
 from shardplan.model.reduced.fields import TABLE
 from shardplan.model.reduced.images import RECIPES
 from shardplan.model.reduced.pictures import BATCH, FORMS, arrays, facts_of
 from shardplan.model.reduced.shrink import SHRINK
-from tests.model_settings import find
+from tests.model_settings import find, find_once
 
 ALONE = FORMS["alone"]
 AS_IT_IS = {"image", "patch"}  # vision_fields.py reduces them
@@ -68,3 +69,11 @@ def test_each_role_is_reduced(role):
     assert TABLE[role].keys() <= {"names", "at_most"}
     assert all(re.compile(name) for name in TABLE[role]["names"])
     assert {*names(parse_expression(TABLE[role].get("at_most", "1")))} <= {"seq_len"}
+
+
+def test_a_width_that_no_shape_shows_is_made_small_too():
+    """An encoder's output size is compared with the decoder's hidden size: kept as it is, the reduced model had one more matrix."""
+    found = find_once("SpeechEncoderDecoderModel")
+    (recorded,) = ModelLayouts(found, 2).recorded_models
+    modules, original = ({tree.pattern(name) for name in tree.modules} for tree in (recorded.tree, found.tree))
+    assert modules <= original
