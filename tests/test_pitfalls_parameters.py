@@ -151,7 +151,7 @@ CLIPPED = [("llama", True), ("gpt2", False), ("mixtral", True)]  # on every chan
 @pytest.mark.parametrize(
     ("name", "sp"),
     [
-        pytest.param(name, sp, marks=(*uneven(name), *(() if (name, sp) in CLIPPED else (pytest.mark.slow,))))
+        pytest.param(name, sp, marks=uneven(name) + (() if (name, sp) in CLIPPED else (pytest.mark.slow,)))
         for name in ("llama", "qwen3", "mixtral", "gpt2")
         for sp in (False, True)
     ],

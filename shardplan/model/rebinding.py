@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
 ATOMIC = frozenset((str, bytes, int, float, complex, bool, type(None), torch.dtype))
-TABLES = frozenset((OrderedDict, dict, set))
 REDUCING = (
     "__new__",
     "__reduce__",
@@ -59,20 +58,14 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
     """
     memo = {} if memo is None else memo
     for module in model.modules():
-        memo |= handles_in(_parts(module).values())
+        memo |= handles_in(_own(module).values())
         memo |= _computed_by_hooks(module)
     shared = {} if shared is None else {key: one for key, one in shared.items() if key not in memo}
     memo |= shared
     module = model
     try:
         for module, copy_of in tuple(_begun(model, memo)):
-            state, own = module.__getstate__(), _parts(module)
-            copy_of.__setstate__(
-                {
-                    key: copy.deepcopy(value, memo) if key in own else value if type(value) in ATOMIC else type(value)()
-                    for key, value in state.items()
-                }
-            )
+            copy_of.__setstate__(_state_of_copy(module, memo))
         result = copy.deepcopy(model, memo)
     except Exception as error:  # whatever a foreign object raises when it is copied
         refuse_computed(model, memo)  # torch copies no tensor that was computed from parameters
@@ -87,9 +80,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None, shared: Mapping
     rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # deepcopied objects hold the copy's
     for name, module in result.named_modules():
         recurrent = isinstance(module, nn.RNNBase)
-        attributes = {
-            key: value for key, value in _parts(module).items() if key not in STATE and not (recurrent and key in FLAT)
-        }
+        attributes = {key: value for key, value in _own(module).items() if not (recurrent and key in FLAT)}
         try:
             for key, value in attributes.items():
                 refuse_held(key, value, held)
@@ -123,14 +114,23 @@ def _copied_by_state(kind: type[nn.Module]) -> bool:
     )
 
 
-def _parts(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, without plain values and what is empty in each module: ten dictionaries of hooks, and mostly those of
-    parameters, buffers and modules."""
+def _state_of_copy(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of a copy. Tables of torch's own that are empty are made: those of hooks, ten in each module, and most others."""
+    state = module.__getstate__()
+    for key, value in state.items():
+        kind = type(value)
+        is_table = kind is OrderedDict or (kind in (dict, set) and key in STATE)
+        if kind not in ATOMIC:
+            state[key] = kind() if is_table and not value else copy.deepcopy(value, memo)
+    return state
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """The attributes that may hold functions: not those of STATE, plain values, and empty dictionaries of hooks."""
     return {
         key: value
         for key, value in vars(module).items()
-        if type(value) not in ATOMIC
-        and (value if type(value) in TABLES and (key in STATE or type(value) is OrderedDict) else True)
+        if type(value) not in ATOMIC and key not in STATE and (type(value) is not OrderedDict or value)
     }
 
 
@@ -162,7 +162,7 @@ def refuse_held(attribute: str, value: Any, names: Mapping[int, str]) -> None:
     Args:
         names: the names of the model's parameters, by their ids.
     """
-    if attribute in STATE or not isinstance(value, (list, tuple, set, frozenset, dict)):
+    if not isinstance(value, (list, tuple, set, frozenset, dict)):
         return
     for parameter in _tensors_in(value, set()):
         if isinstance(parameter, nn.Parameter) and (name := names.get(id(parameter))) is not None:
@@ -229,7 +229,7 @@ class Rebinding:
             NotBound
         """
         for name, value in attributes.items():
-            if name in STATE or isinstance(value, PLAIN):
+            if isinstance(value, PLAIN):
                 continue
             if not (callable(value) or isinstance(value, (dict, list, tuple))):
                 continue
@@ -383,7 +383,7 @@ def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
 
 def _assigned_cells(model: nn.Module) -> Iterator[int]:
     """The ids of captured variables to which a module's function or a hook assigns. All functions that read such a variable share its copy."""
-    pending = [value for module in model.modules() for key, value in _parts(module).items() if key not in STATE]
+    pending = [value for module in model.modules() for value in _own(module).values()]
     seen: set[int] = set()
     while pending:
         value = pending.pop()

@@ -73,6 +73,7 @@ class Search:
 
 
 Key = tuple[str, ...]
+Groups = dict[Key, list[Finding]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple
     return kept, changes
 
 
-def grouped(findings: Iterable[Finding], tree: ModuleTree) -> dict[Key, list[Finding]]:
+def grouped(findings: Iterable[Finding], tree: ModuleTree) -> Groups:
     """Equal findings of several layers together, in the order of the run."""
     return by_key((_key(finding, tree), finding) for finding in findings)
 
@@ -280,15 +281,14 @@ def _key(f: Finding, tree: ModuleTree) -> Key:
 
 def _fix(
     plan: ResolvedPlan, recorded: RecordedModel, groups: Mapping[Key, list[Finding]], search: Search
-) -> tuple[Repair | None, dict[Key, list[Finding]]]:
+) -> tuple[Repair | None, Groups]:
     """The change that removes the first finding and leaves the fewest others, and the findings left. Of several such
     changes, the one whose run gets furthest. One that gives a split up comes after those that do not, if what they leave can be mended so too."""
     if search.over:
         return None, {}
     key, group = next(iter(groups.items()))
-    best: dict[
-        bool, tuple[Repair, dict[Key, list[Finding]]]
-    ] = {}  # whether a split is given up -> the best such change
+    # Whether a split is given up -> the best such change, and what it leaves.
+    best: dict[bool, tuple[Repair, Groups]] = {}
     last, tried = BOUNDS.repairs, 0
     crashed = any(known[0] == "crash" for known in groups)
 
@@ -321,6 +321,7 @@ def _fix(
             break
     search.stuck = search.of_draft and not best
     if len(best) == 2 and len(best[True][1]) < len(best[False][1]):
+        # Of a draft, any right plan is of use: it takes what leaves the fewest.
         if search.of_draft or not _mended(plan, recorded, *best[False], search):
             return best[True]
     return best.get(False) or best.get(True) or (None, {})
@@ -330,7 +331,7 @@ def _mended(
     plan: ResolvedPlan,
     recorded: RecordedModel,
     repair: Repair | None,
-    left: Mapping[Key, list[Finding]],
+    left: Groups,
     search: Search,
 ) -> bool:
     """Whether all findings that a change leaves have changes that give no split up."""
