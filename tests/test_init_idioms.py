@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 
 import shardplan
 from shardplan.model.build_tree import tree_of
+from shardplan.torchlib.attributes import divide_attributes, set_attributes, whole_attributes
 
 WIDTH, HEADS = 32, 4
 
@@ -208,3 +212,83 @@ def test_the_gradient_of_a_norm_that_several_read_is_summed_after_it() -> None:
     plan = {"version": "1", "name": "own", "tensor_parallel": rules}
     report = shardplan.validate(shardplan.Model(Alibi(), inputs=hidden), plan, {"tp": 2})
     assert [one.help for one in report.diagnostics] == ["add `blocks.*.norm: output_with_grad_allreduce`"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    n_heads: int = HEADS
+
+
+class Counting(nn.Module):
+    """Attention that reads its number of heads at one of several places."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.place, self._heads, self.args, self.names = place, HEADS, Sizes(), SimpleNamespace(n_heads=HEADS)
+        self.sizes, self.lengths = {"heads": {"all": HEADS}}, (HEADS, WIDTH // HEADS)
+        self.pairs = (("heads", HEADS),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        heads = self.read()
+        q, k, v = (one(x).view(b, t, heads, WIDTH // HEADS).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).reshape(b, t, heads * (WIDTH // HEADS)))
+
+    def read(self) -> int:
+        places = {
+            "_heads": lambda: self._heads,
+            "args.n_heads": lambda: self.args.n_heads,
+            "names.n_heads": lambda: self.names.n_heads,
+            "sizes.heads.all": lambda: self.sizes["heads"]["all"],
+            "lengths.0": lambda: self.lengths[0],
+            "pairs.0.1": lambda: dict(self.pairs)["heads"],
+        }
+        return places[self.place]()
+
+
+PLACES = ("_heads", "args.n_heads", "names.n_heads", "sizes.heads.all", "lengths.0", "pairs.0.1")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_of_heads_may_stand_anywhere_in_the_module(place: str) -> None:
+    model = shardplan.Model(Blocks(partial(Counting, place)), inputs=hidden)
+    made = shardplan.init_plan(model)
+    assert made.document["tensor_parallel"]["blocks.*"]["shares"] == [place]
+    assert {one.code for one in made.diagnostics} <= {"SP532"}  # the matrices around the blocks
+    assert shardplan.verify(model, made.document, {"tp": 4}).ok
+
+
+class Arranged(nn.Module):
+    """Attention whose heads a layer of einops splits (x-transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.split, self.merge = Rearrange("b t (h d) -> b h t d", h=HEADS), Rearrange("b h t d -> b t (h d)")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(one(x)) for one in (self.q, self.k, self.v))
+        return self.o(self.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+def test_heads_that_a_layer_splits() -> None:
+    model = shardplan.Model(Blocks(Arranged), inputs=hidden)
+    made = shardplan.init_plan(model)
+    assert made.document["tensor_parallel"]["blocks.*.split"]["shares"] == ["_axes_lengths.0.1"]
+    assert shardplan.verify(model, made.document, {"tp": 4}).ok
+
+
+def test_numbers_inside_values_are_changed_in_copies() -> None:
+    args, table = Sizes(), {"heads": [HEADS, 3]}
+    one, other = nn.Module(), nn.Module()
+    for module in (one, other):
+        module.args, module.table, module.pairs = args, table, ("a", HEADS)
+    divide_attributes(one, [("args.n_heads", 2), ("table.heads.0", 2), ("pairs.1", 4)])
+    set_attributes(one, [("table.heads.1", 7)])
+    assert (one.args.n_heads, one.table, one.pairs) == (HEADS // 2, {"heads": [HEADS // 2, 7]}, ("a", 1))
+    assert (other.args, other.table, args.n_heads, table) == (args, table, HEADS, {"heads": [HEADS, 3]})
+    with whole_attributes(one):
+        assert (one.args, one.table, one.pairs) == (args, table, ("a", HEADS))
+    assert one.table["heads"] == [HEADS // 2, 7]

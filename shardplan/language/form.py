@@ -31,7 +31,7 @@ _MISSING = "add a style, as in `{style: colwise, optional: true}`"
 _SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _SHAPES = {
     WORD: "a word of letters, digits, `.`, `_` and `-`",
-    ATTRIBUTE: "a Python name, or several with dots",
+    ATTRIBUTE: "a Python name, or a path of names and places with dots",
 }
 
 # Error type of pydantic -> the required value.

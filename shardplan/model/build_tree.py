@@ -12,9 +12,10 @@ from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, ancestors, full_name
 
 from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
-from .config_numbers import Number, config_fields, config_numbers, module_numbers, own_numbers
+from .config_numbers import Number, config_fields, config_numbers, own_numbers
 from .float8 import is_float8, plain_class
 from .forward_code import only_arguments
+from .module_numbers import module_numbers
 from .ties import tied_groups
 from .training_code import training_reads
 

@@ -1,4 +1,4 @@
-"""The numbers of configurations and modules that rules and checks read."""
+"""The numbers of configurations that rules and checks read."""
 
 from __future__ import annotations
 
@@ -6,27 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardplan.core.tree import LIST_OF_WORDS
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Number = int | float  # a bool is an int
 
 LABELS = frozenset({"id2label", "label2id"})  # names of classes, not sizes
 WORDS: Mapping[type, str] = {str: "a text", list: "a list", tuple: "a list", Mapping: "a mapping", int: "a number"}
-STATE = frozenset({"training", "call_super_init", "dump_patches"})  # on every nn.Module; they do not tell its shape
-
-
-def module_numbers(module: nn.Module) -> dict[str, Number]:
-    """The int, float and bool attributes of the instance."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float)) and not name.startswith("_") and name not in STATE
-    }
 
 
 def config_numbers(config: Any) -> dict[str, Number]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -28,36 +32,61 @@ class DividedConfig:
 WHOLE = "_shardplan_whole"  # on a module: the original values of its changed attributes
 
 
+def parts_of(value: Any) -> Mapping[str, Any] | None:
+    """The parts of a list, a mapping, a dataclass or a namespace, by names: the position in a list. None for other values."""
+    if isinstance(value, Mapping):
+        return {str(key): part for key, part in value.items() if isinstance(key, (str, int)) and "." not in str(key)}
+    if isinstance(value, (list, tuple)):
+        return {str(place): part for place, part in enumerate(value)}
+    plain = isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
+    return vars(value) if plain and hasattr(value, "__dict__") else None
+
+
 def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> None:
     """Divide integer attributes of this instance, or lists of them. `config.x` divides the number in this instance's
-    config, never in the shared config.
+    config, never in the shared config; `lengths.0.1` in a copy of lists and mappings.
 
     Args:
         divide: names, and the divisor of each.
     """
     for name, by in divide:
-        owner, _, attribute = name.rpartition(".")
-        number = getattr(getattr(module, owner) if owner else module, attribute)
-        _remember(module, owner or attribute)
-        part = [_part(n, by) for n in number] if isinstance(number, (list, tuple)) else _part(number, by)
-        if not owner:
-            setattr(module, attribute, part)
-        elif isinstance(getattr(module, owner), DividedConfig):
-            getattr(module, owner).__dict__[attribute] = part
-        else:
-            setattr(module, owner, DividedConfig(getattr(module, owner), {attribute: part}))
+        _change(module, name, partial(_share, by=by))
 
 
 def set_attributes(module: nn.Module, settings: Iterable[tuple[str, int]]) -> None:
-    """Set integer attributes of this instance.
+    """Set integer attributes of this instance, with the names of `divide_attributes`.
 
     Args:
         settings: names, and the value of each.
     """
     for name, number in settings:
-        assert isinstance(getattr(module, name), int), name
-        _remember(module, name)
-        setattr(module, name, number)
+        _change(module, name, partial(_set, new=number))
+
+
+def _change(module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
+    first, *path = name.split(".")
+    _remember(module, first)
+    setattr(module, first, _changed(getattr(module, first), path, change))
+
+
+def _changed(value: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    if not path:
+        return change(value)
+    first, *others = path
+    if isinstance(value, Mapping):
+        new: Any = copy.copy(value)
+        key = next(key for key in value if str(key) == first)
+        new[key] = _changed(value[key], others, change)
+        return new
+    if isinstance(value, (list, tuple)):
+        parts = list(value)
+        parts[int(first)] = _changed(parts[int(first)], others, change)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    part = _changed(getattr(value, first), others, change)
+    if not isinstance(value, DividedConfig):
+        return DividedConfig(value, {first: part})
+    value.__dict__[first] = part
+    return value
 
 
 def _remember(module: nn.Module, name: str) -> None:
@@ -80,9 +109,16 @@ def whole_attributes(model: nn.Module) -> Iterator[None]:
                 setattr(module, name, value)
 
 
-def _part(number: int, by: int) -> int:
+def _share(number: Any, by: int) -> Any:
+    if isinstance(number, (list, tuple)):
+        return [_share(one, by) for one in number]
     assert isinstance(number, int) and number % by == 0, (number, by)
     return number // by
+
+
+def _set(number: Any, new: int) -> int:
+    assert isinstance(number, int), number
+    return new
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:

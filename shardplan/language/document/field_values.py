@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-ATTRIBUTE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
+ATTRIBUTE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"
 
 TAGS: set[str] = set()  # the words for the types of fields that allow several
 

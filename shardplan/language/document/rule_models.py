@@ -163,8 +163,8 @@ class RuleOptions(Strict):
         default=None,
         description="Numbers, arguments and buffers of the module that are divided over the ranks. A number that its forward uses: its name "
         "alone divides it by tp; an expression over the module's own numbers computes it, from a rank's share of the numbers that "
-        "have one. A norm's number, with `groups`. An argument of its forward or a buffer, with the `dim` that is split. A name that "
-        "begins with `config.` is changed in a copy of the configuration. A rule of `sequence_parallel` keeps the shares of the rule "
+        "have one. A norm's number, with `groups`. An argument of its forward or a buffer, with the `dim` that is split. A name with "
+        "dots (`config.n_head`, `lengths.0`) is changed in a copy of what holds it. A rule of `sequence_parallel` keeps the shares of the rule "
         "that it is laid over; `[]` is none.",
         examples=[
             "config.num_attention_heads",

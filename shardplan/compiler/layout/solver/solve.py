@@ -243,9 +243,13 @@ class Solver:
             (self.trials.tree.pattern(owner.name), attribute, value)
             for owner in owners
             for prefix, own in (("", owner.numbers), ("config.", owner.config or {}))
-            for attribute, value in ((f"{prefix}{name}", n) for name, n in own.items() if name not in HEAD_SIZES)
+            for attribute, value in ((f"{prefix}{name}", n) for name, n in own.items())
         )
-        counts = ((one, name) for one, name, n in numbers if type(n) is int and n > 1 and n % self.trials.tp == 0)
+        counts = (
+            (one, name)
+            for one, name, n in numbers
+            if name.rpartition(".")[2] not in HEAD_SIZES and type(n) is int and n > 1 and n % self.trials.tp == 0
+        )
         return dict.fromkeys(counts)
 
 
