@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from einops.layers.torch import Rearrange
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import shardplan
 from shardplan.model.build_tree import tree_of
@@ -261,7 +262,7 @@ def test_a_number_of_heads_may_stand_anywhere_in_the_module(place: str) -> None:
 
 
 class Arranged(nn.Module):
-    """Attention whose heads a layer of einops splits (x-transformers)."""
+    """Attention whose heads a layer of einops splits (x-transformers), and a module whose parameters only another one reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,11 +274,79 @@ class Arranged(nn.Module):
         return self.o(self.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
-def test_heads_that_a_layer_splits() -> None:
-    model = shardplan.Model(Blocks(Arranged), inputs=hidden)
-    made = shardplan.init_plan(model)
-    assert made.document["tensor_parallel"]["blocks.*.split"]["shares"] == ["_axes_lengths.0.1"]
-    assert shardplan.verify(model, made.document, {"tp": 4}).ok
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def before(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Listed(nn.Module):
+    """Blocks that are lists, whose parts the model calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.ModuleList([Arranged(), Gate()]) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for attention, gate in self.layers:
+            x = gate(x, attention(gate.before(x)))
+        return x
+
+
+def test_a_part_whose_parameters_other_code_reads_is_no_unit() -> None:
+    """FSDP2 gathers them for its own forward only, so its plan was refused (SP410)."""
+    made = shardplan.init_plan(shardplan.Model(Listed(), inputs=hidden))
+    assert made.document["data_parallel"]["units"] == ["layers.*.0"]
+    assert made.document["tensor_parallel"]["layers.*.0.split"]["shares"] == ["_axes_lengths.0.1"]
+    assert shardplan.verify(shardplan.Model(Listed(), inputs=hidden), made.document, {"tp": 4}).ok
+    whole = made.document | {"data_parallel": {"backend": "fsdp2", "units": ["layers.*"]}}
+    report = shardplan.validate(shardplan.Model(Listed(), inputs=hidden), whole, {"tp": 2})
+    assert {one.code for one in report.errors} == {"SP410"}
+
+
+class Normed(nn.Module):
+    """Its rows have length 1."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return F.normalize(weight, dim=-1)
+
+
+class Parametrised(nn.Module):
+    def __init__(self, also: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.others = Gelu() if also else nn.Identity()
+        self.back = nn.Linear(4 * WIDTH, WIDTH) if also else nn.Identity()
+        for one in (self.up, self.down):
+            parametrize.register_parametrization(one, "weight", Normed())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x))) + self.back(self.others(x))
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_a_parametrised_matrix_stays_whole(also: bool) -> None:
+    """Its parameter is deeper in the tree than others; nVIT of vit-pytorch has no other matrix in its blocks."""
+    model = shardplan.Model(Blocks(partial(Parametrised, also)), inputs=hidden)
+    if also:
+        made = shardplan.init_plan(model)
+        assert made.document["tensor_parallel"]["blocks.*.others.proj"] == "colwise"
+        (said,) = (one.message for one in made.diagnostics if "blocks" in one.message)
+        assert said == "blocks.*.{up,down} stay whole on every rank (47.0% of all parameters)"  # 8352 of 17760
+        return
+    with pytest.raises(shardplan.PlanError) as raised:
+        shardplan.init_plan(model)
+    assert (
+        "blocks.*.{up,down} stay whole on every rank (88.8% of all parameters)" in raised.value.diagnostics[0].notes[0]
+    )
 
 
 def test_numbers_inside_values_are_changed_in_copies() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -204,6 +204,11 @@ class ModuleTree:
                 above = f"{above}.{part}" if above else part
             self._patterns[name] = ".".join(parts)
         return self._patterns[name]
+
+    def under(self, patterns: Collection[str]) -> tuple[str, ...]:
+        """The parameters with one of these patterns, or in a module with one. (That of a parametrised matrix is in a module below.)"""
+        wanted = frozenset(patterns)
+        return tuple(n for n in self.parameters if wanted.intersection(map(self.pattern, (n, *ancestors(n)))))
 
     @cached_property
     def _patterns(self) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from shardplan.authoring.router_runs import recorded_with_routers
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check, half_covered
 from shardplan.compiler.layout import RecordedModel
+from shardplan.compiler.layout.cross_module_reads import below, joined_reads
 from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, partial_gradients
 from shardplan.compiler.layout.solver.flow import Flow
@@ -61,6 +62,7 @@ class Derived:
         tree: the tree of the reduced model on which they were tried.
         whole: the parts that could not be split.
         gathered: the parts whose matrices are split but gathered one by one, as what is between them could not be split.
+        read_outside: the patterns of modules with parameters that the code of a module around them reads.
         tries: the number of runs of drafts.
         no_overlay: why no sequence parallelism was found, where it was wanted.
         no_experts: why no expert parallelism was found, where it was wanted.
@@ -75,6 +77,7 @@ class Derived:
     no_experts: str | None = None
     pipeline: dict[str, Any] | None = None
     gathered: tuple[Whole, ...] = ()
+    read_outside: frozenset[str] = frozenset()
 
 
 def derive(
@@ -111,7 +114,14 @@ def derive(
             if isinstance(distributed, str)
             else replace(derived, draft=distributed)
         )
-    return replace(derived, pipeline=pipeline_section(recorded_models, found.tree))
+    outside = frozenset(_read_outside(recorded_models, tree))
+    return replace(derived, pipeline=pipeline_section(recorded_models, found.tree), read_outside=outside)
+
+
+def _read_outside(recorded_models: Iterable[RecordedModel], tree: ModuleTree) -> Iterator[str]:
+    for reader, names in joined_reads(one.cross_module_reads for one in recorded_models).items():
+        for name in names:
+            yield from (tree.pattern(above) for above in ancestors(name) if below(above, reader))
 
 
 def _with_kinds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Rules, 
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.sources import SourceMap
-from shardplan.core.tree import element
+from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, element
 from shardplan.language.parsing import parse_text
 from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
@@ -136,8 +136,9 @@ def written(
     units = tuple(
         dict.fromkeys(
             found.tree.address(found.tree.pattern(u))
-            for u in found.tree.modules
-            if element(u) and _has_rules(found.tree.pattern(u), derived)
+            for block in found.tree.modules
+            if element(block)
+            for u in _units(block, found.tree, derived)
         )
     )
     sections = {**derived.draft.addressed(derived.tree).sections, **more}
@@ -183,6 +184,17 @@ def no_overlay(model: str, reason: str) -> Diagnostic:
     return _error(NO_OVERLAY, f"no sequence-parallel overlay was found for {model}", f"on the reduced model: {reason}")
 
 
+def _units(name: str, tree: ModuleTree, derived: Derived) -> Iterator[str]:
+    """A block with rules. FSDP2 gathers a unit's parameters for its own forward; where other code reads some of them, parts of the block."""
+    if not _has_rules(tree.pattern(name), derived):
+        return
+    if tree.pattern(name) not in derived.read_outside:
+        yield name
+    elif tree.modules[name].class_name in WITHOUT_FORWARD:
+        for child in tree.children[name]:
+            yield from _units(child, tree, derived)
+
+
 def _has_rules(unit: str, derived: Derived) -> bool:
     draft = derived.draft
     rules = (draft.tensor_parallel, draft.distributed.get("expert_parallel", {}))
@@ -216,21 +228,13 @@ def _part(pattern: str) -> str:
 
 
 def _kept(found: FoundModel, whole: Whole, code: Code, words: str) -> Diagnostic:
-    patterns = whole.patterns
-    names = {f"{p}{end}" for p in patterns for end in ("", ".weight", ".bias")}
-    size, everything = (
-        sum(
-            p.numel
-            for full, (_, p) in found.tree.parameters.items()
-            if wanted is None or found.tree.pattern(full) in wanted
-        )
-        for wanted in (names, None)
-    )
+    patterns, sizes = whole.patterns, {name: p.numel for name, (_, p) in found.tree.parameters.items()}
+    size = sum(sizes[name] for name in found.tree.under(patterns))
     listed = ", ".join(joined({found.tree.address(pattern): {"style": "replicate"} for pattern in patterns}))
     return Diagnostic(
         code=code,
         severity=Severity.WARNING,
-        message=f"{listed} {words} ({size / everything:.1%} of all parameters)",
+        message=f"{listed} {words} ({size / sum(sizes.values()):.1%} of all parameters)",
         notes=(f"on the reduced model: {whole.forbidden.reason}",),
         help=whole.forbidden.change,
     )

@@ -121,10 +121,9 @@ class Solver:
 
     def _share(self, group: Group) -> float:
         """A group's share of its blocks' parameters, in the model itself."""
-        patterns = {*group.columns, *group.rows}
         sizes = {name: parameter.numel for name, (_, parameter) in self.tree.parameters.items()}
-        own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
-        blocks = {block(name) for name in own}
+        own = self.tree.under((*group.columns, *group.rows))
+        blocks = set(map(block, own))
         return sum(sizes[name] for name in own) / sum(sizes[name] for name in sizes if block(name) in blocks)
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
