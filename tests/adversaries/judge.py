@@ -111,7 +111,6 @@ def _errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dic
     model = adversary.model(dtype)
     sharded = _applied(adversary, model, mesh, anyway)
     there = {name: value for part in parts_of(sharded) for name, value in parameters(part)}
-    held = there.keys() | {n for part in parts_of(sharded) for n, _ in part.named_buffers(remove_duplicate=False)}
     orders = {n: _order(p.detach(), whole(there[n])) for n, p in parameters(copies[own]) if n in there}
     if adversary.after is not None:
         for one in (*copies, *parts_of(sharded)):
@@ -122,6 +121,8 @@ def _errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dic
     absent: set[str] = set()
     for step in range(len(adversary.seeds)):
         expected, seen = (run.step(step) for run in runs)
+        # A forward may make buffers (a mask that it keeps).
+        held = there.keys() | {n for part in parts_of(sharded) for n, _ in part.named_buffers(remove_duplicate=False)}
         floor = NOTHING * max((_size(v) for k, v in expected.items() if k.startswith("gradient ")), default=0.0)
         for name in expected.keys() | seen.keys():
             kind, _, module = name.partition(" ")
