@@ -28,6 +28,7 @@ ELSEWHERE: dict[str, str] = {
     "SP531": "tests/test_cli_init.py::test_no_overlay_is_found",
     "SP532": "tests/test_cli_init.py::test_what_stays_whole_is_said",
     "SP534": "tests/test_init_structures.py::test_the_line_that_forbids_is_named",
+    "SP535": "tests/test_refused_arguments.py::test_init_refuses_what_is_wrong_alone_and_says_so",
     "SP512": "tests/test_models_auto.py::test_several",
     "SP555": "tests/test_check_sections.py::test_gradients_that_megatron_fsdp_would_not_sum_are_refused",
     "SP556": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.compiler.pipeline import Given, at_a_size
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
-from shardplan.compiler.variants import wanted_variants
+from shardplan.compiler.variants import Variants, wanted_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan
 from shardplan.core.report import Report
@@ -63,7 +63,8 @@ def init_plan(
     """Write a plan for a model, from the model's structure and a run of its reduced model. All variants of the plan are checked and
     proven as by `validate`.
 
-    What cannot be split stays whole; the plan and the result's `diagnostics` say so. Where a sequence-parallel section is wanted but none is
+    What cannot be split stays whole; the plan and the result's `diagnostics` say so. Where the plan is right but for calls with certain
+    switches, such as one that returns the attention maps, it refuses them (`refused_arguments`, SP535). Where a sequence-parallel section is wanted but none is
     found, or the proof refuses it, the plan has none, and SP531 in `diagnostics` says what is missing.
 
     Args:
@@ -82,8 +83,9 @@ def init_plan(
             Findings point into the plan that was found, `<init>`.
         ValueError: a tp size below 2 or above its bound.
     """
-    from shardplan.authoring.init.new import NO_OVERLAY, SHOWN, new_plan, refused_overlays
+    from shardplan.authoring.init.new import NO_OVERLAY, SHOWN, new_plan, refused_overlays, refusing
     from shardplan.language.parsing import parse_text
+    from shardplan.proof.narrowing import wrong_only_with
     from shardplan.proof.stage import nothing_proven
     from shardplan.report.errors import raise_errors
 
@@ -103,22 +105,31 @@ def init_plan(
         name=name,
         progress=progress,
     )
-    parsed = parse_text(made.text, file=SHOWN)
-    assert parsed.plan is not None, made.text
-    progress("validating")
     sizes = MeshSizes(tp=tp, ep=tp if expert_parallel else 1, cp=2 if context_parallel else 1)
-    given = Given(named, found, parsed.plan, parsed.sources, parsed.diagnostics)
-    wanted = wanted_variants(parsed.plan, None, sizes)
-    variants, allowed = at_a_size(given, sizes, wanted, seq_len=None)
-    raise_errors(variants.all_findings, parsed.sources)
-    report = Report(sizes=sizes, checked_tp=tp, allowed_tp=allowed, stages=("plan", "structure"))
-    report, variants = prove_variants(report, variants, given, Check(named, made.text, sizes, progress=progress))
+
+    def tried(made: NewPlan) -> tuple[SourceMap, Report, Variants]:
+        parsed = parse_text(made.text, file=SHOWN)
+        assert parsed.plan is not None, made.text
+        progress("validating")
+        given = Given(named, found, parsed.plan, parsed.sources, parsed.diagnostics)
+        variants, allowed = at_a_size(given, sizes, wanted_variants(parsed.plan, None, sizes), seq_len=None)
+        raise_errors(variants.all_findings, parsed.sources)
+        report = Report(sizes=sizes, checked_tp=tp, allowed_tp=allowed, stages=("plan", "structure"))
+        asked = Check(named, made.text, sizes, progress=progress)
+        return parsed.sources, *prove_variants(report, variants, given, asked)
+
+    sources, report, variants = tried(made)
+    new, refused = made, list[str]()
+    while names := wrong_only_with(report.proof, variants.all_findings):  # some calls run only without others
+        refused += names
+        made = refusing(new, refused)
+        sources, report, variants = tried(made)
     about_overlays = refused_overlays(found.name, variants.findings)
     findings = (*variants.all_findings, *about_overlays)
     if [one.code for one in about_overlays] == [NO_OVERLAY] and not context_parallel:
         without = init_plan(model, tp=tp, expert_parallel=expert_parallel, name=name, progress=progress)
-        return replace(without, diagnostics=(*without.diagnostics, *findings), sources=parsed.sources)
-    raise_errors(findings, parsed.sources)
+        return replace(without, diagnostics=(*without.diagnostics, *findings), sources=sources)
+    raise_errors(findings, sources)
     if not report.proven:
-        raise_errors((nothing_proven(report.proof),), parsed.sources)
+        raise_errors((nothing_proven(report.proof),), sources)
     return replace(made, diagnostics=(*made.diagnostics, *variants.all_findings))

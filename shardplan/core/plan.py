@@ -232,6 +232,7 @@ class PlanFile:
             of models).
         sums: by section, the `sum_outputs` of its rules.
         built_in: whether it comes with shardplan: its users do not edit it.
+        refused_arguments: arguments of the model's forward that keep their defaults: the plan is not for other calls.
     """
 
     name: str
@@ -254,6 +255,7 @@ class PlanFile:
     lenient_dead_rules: bool = False
     sums: Mapping[Section, tuple[SumRule, ...]] = field(default_factory=dict)
     built_in: bool = False
+    refused_arguments: tuple[str, ...] = ()
 
     @property
     def lineage(self) -> tuple[PlanFile, ...]:
@@ -273,6 +275,12 @@ class PlanFile:
     @property
     def has_overlay(self) -> bool:
         return any(plan.sequence_parallel for plan in self.lineage)
+
+    @property
+    def refused(self) -> Mapping[str, Location]:
+        """The arguments that keep their defaults, those that its ancestors name too -> where the nearest plan names them."""
+        own = {n: Location(self.file, ("refused_arguments", i), "value") for i, n in enumerate(self.refused_arguments)}
+        return {**(self.parent.refused if self.parent else {}), **own}
 
     @property
     def has_context(self) -> bool:

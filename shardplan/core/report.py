@@ -199,6 +199,7 @@ class VariantProof:
         unproven: further names that no run reached: the plan splits them, or moves values in their block.
         schedule, micro_batches: the pipeline's, if one ran.
         own_tokens: whether each rank of cp returns the results of its own tokens.
+        only_with: the calls of the model that show what differs, if the plain call is right.
     """
 
     variant: Variant
@@ -210,6 +211,7 @@ class VariantProof:
     schedule: str | None = None
     micro_batches: int | None = None
     own_tokens: bool = False
+    only_with: tuple[str, ...] = ()
 
     @property
     def sharded_share(self) -> float:

@@ -48,6 +48,7 @@ def build_plan(
         parent=parent,
         built_in=built_in,
         configurations=document.configurations,
+        refused_arguments=tuple(document.refused_arguments),
         sums={section: found for section, rules in written.items() if (found := _sums(rules, section, file))},
     )
 

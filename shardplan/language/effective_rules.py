@@ -64,6 +64,7 @@ def compare_fields(old: PlanFile, new: PlanFile) -> tuple[FieldChange, ...]:
 def _all_fields(plan: PlanFile) -> dict[str, str]:
     about = {"models": value_text(plan.models)} if plan.models else {}
     about |= {"for": plan.configurations} if plan.configurations is not None else {}
+    about |= {"refused_arguments": value_text(tuple(plan.refused))} if plan.refused else {}
     return about | section_fields(effective_sections(plan))
 
 

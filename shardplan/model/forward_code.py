@@ -13,19 +13,20 @@ from torch import nn
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
-    return tuple(_arguments(module))
+    return tuple(parameters_of(module))
 
 
 def only_arguments(module: nn.Module) -> tuple[str, ...] | None:
     """The same; None where forward also takes arguments of any other name, or is not Python code."""
     try:
-        found = _arguments(module)
+        found = parameters_of(module)
     except (TypeError, ValueError):
         return None
     return None if any(one.kind is one.VAR_KEYWORD for one in found.values()) else tuple(found)
 
 
-def _arguments(module: nn.Module) -> dict[str, inspect.Parameter]:
+def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """The parameters of a module's forward, without the module itself."""
     if "forward" in vars(module):  # set on the instance
         return dict(inspect.signature(module.forward).parameters)
     return _of_function(type(module).forward)

@@ -107,19 +107,21 @@ class Checkpointed:
 
     Args:
         own_heads: whether each rank of cp computes only its own heads.
+        refused: arguments that keep their defaults.
     """
 
     modules: tuple[str, ...]
     section: ActivationCheckpointing
     own_heads: bool = False
+    refused: tuple[str, ...] = ()
 
 
 def checkpointed_by(program: Program) -> Checkpointed:
-    """The modules that a program checkpoints."""
+    """The modules that a program checkpoints, and the calls that it refuses."""
     resolved = program.resolved
     section = resolved.activation_checkpointing
     checkpointed = NOTHING if section is None else Checkpointed(tuple(resolved.ac_modules), section)
-    return replace(checkpointed, own_heads=program.exchanges_heads)
+    return replace(checkpointed, own_heads=program.exchanges_heads, refused=tuple(resolved.plan.refused))
 
 
 NOTHING = Checkpointed((), ActivationCheckpointing())
@@ -152,10 +154,15 @@ def calls_of(
                 name: f"raises: {why}" for name in found if (why := REFUSED_SWITCHES.get(name.partition("=")[0]))
             }
             left_out |= refused if reduced_model.tp > 1 or under.own_heads else {}
-            found = {name: change for name, change in found.items() if name not in left_out}
+            found |= _padding(model, given)
+            embeddings = _embeddings(model, given)
+            by_plan = (n for n in (*found, *embeddings) if n.partition("=")[0] in under.refused)
+            left_out |= dict.fromkeys(by_plan, "raises: the plan refuses it")
+            found, embeddings = (
+                {n: one for n, one in all_.items() if n not in left_out} for all_ in (found, embeddings)
+            )
             running = partial(_running, model, given, left_out=left_out)
-            second = running({**found, **_padding(model, given)})
-            third = running(_embeddings(model, given))
+            second, third = running(found), running(embeddings)
         known[kind, under] = Calls(kind, inputs, second, third, left_out)
     return known[kind, under] if only is None else known[kind, under].only(only)
 

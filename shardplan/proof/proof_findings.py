@@ -13,14 +13,14 @@ from shardplan.core.first_few import first_few
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
 from shardplan.core.report import Comparison, VariantProof
 from shardplan.core.tree import ancestors, block, full_name, named, parent
+from shardplan.language.plan_texts import value_text
 
 from .first_difference import FirstDifference
-from .narrowing import note_of
+from .narrowing import DIFFERS, note_of, switches_in
 from .prove import Proven
 from .reach import touched
 from .wrong_forms import amount_of
 
-DIFFERS = Code("SP420")
 UNREACHED = Code("SP421")
 
 ORDER = {"output": 0, "buffer": 1, "parameter": 2, "gradient": 3}
@@ -38,9 +38,7 @@ def findings_of(
     proofs = {proof.variant: proof for proof in proven.proof.variants}
     return {
         on: (
-            *_differing(
-                proofs[variant_name(on)], program.resolved, reduced, proven.only_with.get(on), proven.first.get(on)
-            ),
+            *_differing(proofs[variant_name(on)], program.resolved, reduced, proven.first.get(on)),
             *unreached(proven.missing[on], program, reduced, allow_unproven),
         )
         for on, program in proven.programs.items()
@@ -51,7 +49,6 @@ def _differing(
     proof: VariantProof,
     plan: ResolvedPlan,
     reduced: ModelLayouts,
-    only_with: str | None,
     first: FirstDifference | None,
 ) -> Iterator[Diagnostic]:
     wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
@@ -64,8 +61,8 @@ def _differing(
     what = ", ".join(_counted(kind, len(rows)) for kind, rows in kinds.items() if rows)
     shown = first_few(_of_row(row) for rows in kinds.values() for row in sorted(rows, key=_badness))
     notes = [*([first.text] if first is not None else []), *shown]
-    if only_with:
-        notes.append(note_of(only_with))
+    if proof.only_with:
+        notes.append(note_of(proof.only_with))
     about = [name for row in wrong if row.kind != "output" for name in _in_model(row, reduced)]
     yield Diagnostic(
         code=DIFFERS,
@@ -75,9 +72,15 @@ def _differing(
         if blamed is not None
         else None,
         notes=tuple(notes),
-        help="`shardplan verify` prints every tensor; keep the module around the first difference whole, or reduce or gather its input",
+        help=_help(proof.only_with),
         modules=tuple(dict.fromkeys(about)),
     )
+
+
+def _help(only_with: Sequence[str]) -> str:
+    if names := switches_in(only_with):
+        return f"keep the module around the first difference whole, or refuse these calls: `refused_arguments: {value_text(names)}`"
+    return "`shardplan verify` prints every tensor; keep the module around the first difference whole, or reduce or gather its input"
 
 
 def _in_model(row: Comparison, reduced: ModelLayouts) -> tuple[str, ...]:

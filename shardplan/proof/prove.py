@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,14 +58,12 @@ class Proven:
         proof: the comparisons.
         programs: variant -> its program for the reduced model, on the first mesh.
         missing: variant -> the parts that no run reached, in the names of the reduced model.
-        only_with: variant that differs -> the calls of the model that show the difference, if the plain call is right.
         first: variant that differs -> its first difference, where a boundary of a module shows one.
     """
 
     proof: NumericProof
     programs: Mapping[Overlays, Program]
     missing: Mapping[Overlays, tuple[str, ...]]
-    only_with: Mapping[Overlays, str]
     first: Mapping[Overlays, FirstDifference]
 
 
@@ -134,7 +133,7 @@ def prove(
     meshes = {on: (replace(sizes, pp=1),) if processes else meshes_of(reduced, plan, sizes, on) for on in variants}
     rows: dict[Overlays, list[Comparison]] = {on: [] for on in variants}
     programs: dict[Overlays, Program] = {}
-    wrong_with: dict[Overlays, list[str]] = {on: [] for on in variants}
+    wrong_with: dict[Overlays, list[tuple[str, ...]]] = {on: [] for on in variants}
     first: dict[Overlays, FirstDifference] = {}
     every = dict.fromkeys(mesh for on in variants for mesh in meshes[on])
     rounds = False  # whether float32 cannot decide
@@ -195,6 +194,7 @@ def prove(
                 scheduled.schedule.name if scheduled is not None else None,
                 scheduled.micro_batches if scheduled is not None else None,
                 returns_tokens(program.resolved.on_cp),
+                tuple(dict.fromkeys(chain.from_iterable(wrong_with[on]))) if all(wrong_with[on]) else (),
             )
         )
     under = checkpointed_by(next(iter(programs.values())))  # the same in every variant
@@ -203,8 +203,7 @@ def prove(
     )
     seconds = time.monotonic() - start
     proof = NumericProof(sizes, tuple(proofs), processes, seconds, calls=called, meshes=tuple(every))
-    only = {on: " or ".join(dict.fromkeys(found)) for on, found in wrong_with.items() if found and all(found)}
-    return Proven(proof, programs, missing, only, first)
+    return Proven(proof, programs, missing, first)
 
 
 def _in_full_precision(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -383,11 +382,11 @@ class Trial:
                     return found
         return None
 
-    def wrong_with(self, dtype: torch.dtype = torch.float64) -> str:
+    def wrong_with(self, dtype: torch.dtype = torch.float64) -> tuple[str, ...]:
         """The calls with which the variant is wrong, if the plain call is right (`only_with`); empty for processes, which take long to
         start."""
         if self.ranks is None:
-            return ""
+            return ()
         under = checkpointed_by(self.program)
         every = (calls_of(self.reduced_model, kind, under).changes for kind in self.reduced_model.kinds)
         changes = dict.fromkeys(change for changes in every for change in changes)

@@ -16,6 +16,7 @@ from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.sources import SourceMap
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, element
 from shardplan.language.parsing import parse_text
+from shardplan.language.plan_texts import value_text
 from shardplan.model import FoundModel
 from shardplan.torchlib.modes import uncompiled
 
@@ -27,6 +28,7 @@ NO_OVERLAY = Code("SP531")
 WHOLE = Code("SP532")
 NO_EXPERTS_FOUND = Code("SP533")
 GATHERED = Code("SP534")
+REFUSED = Code("SP535")
 
 SHOWN = "<init>"  # the plan's file name in findings, before it is written
 
@@ -148,6 +150,25 @@ def written(
         diagnostics=kept,
         tries=derived.tries,
     )
+
+
+def refusing(made: NewPlan, names: Sequence[str]) -> NewPlan:
+    """The plan that refuses calls with these arguments, and says so.
+
+    Args:
+        names: arguments of the model's forward.
+    """
+    about, _, rules = made.text.partition("\n\n")
+    comment = "# With these the model also returns what each rank has of its own, such as the attention of its heads: such calls raise."
+    text = f"{about}\n{comment}\nrefused_arguments: {value_text(names)}\n\n{rules}"
+    said = Diagnostic(
+        code=REFUSED,
+        severity=Severity.WARNING,
+        message=f"calls with {join(names, 'or')} are refused: the split model would return something else",
+        help="to train with one of them, keep the modules whole whose results it returns, and remove it from `refused_arguments`",
+    )
+    document = {**made.document, "refused_arguments": list(names)}
+    return replace(made, text=text, document=document, diagnostics=(*made.diagnostics, said))
 
 
 def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:

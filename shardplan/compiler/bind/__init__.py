@@ -15,6 +15,7 @@ from shardplan.styles import NONE, STYLES
 from .assignments import assign, findings, in_order, layers
 from .combine import contradictions
 from .conditions import admits, decided
+from .dead import dead_arguments
 from .heads_below import with_heads_below
 from .matching import Names
 from .models import names_any, other_model
@@ -88,7 +89,15 @@ def bind(
         *contradictions(resolved),
         *about_sums,
         *first_of(
-            (*about_units, *about_left_out, *about_checkpointed, *about_compiled, *about_parts, *about_matrices),
+            (
+                *about_units,
+                *about_left_out,
+                *about_checkpointed,
+                *about_compiled,
+                *about_parts,
+                *about_matrices,
+                *dead_arguments(plan, tree),
+            ),
             "sections",
         ),
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Location, Rewrite, Severity
-from shardplan.core.plan import section_at
-from shardplan.core.tree import named
+from shardplan.core.plan import PlanFile, section_at
+from shardplan.core.suggest import closest
+from shardplan.core.tree import ModuleTree, named
 from shardplan.language.globs import Glob
 
 from .matching import Names
@@ -64,3 +67,21 @@ def dead(
         help=help,
         proposals=proposals,
     )
+
+
+def dead_arguments(plan: PlanFile, tree: ModuleTree) -> Iterator[Diagnostic]:
+    """The findings for `refused_arguments` that the model's forward does not take."""
+    model = tree.modules.get("")
+    if model is None or model.arguments is None:  # it takes any name
+        return
+    for name, location in plan.refused.items():
+        if name not in model.arguments:
+            near = closest(name, model.arguments)
+            yield Diagnostic(
+                code=DEAD,
+                severity=Severity.ERROR,
+                message=f"the forward of {model.class_name} has no argument {name}",
+                primary=Label(location, "is no argument"),
+                help=f"write `{near}`" if near else "remove it",
+                proposals=(Rewrite(location, near),),
+            )

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from shardplan.core.sections import Sections
 from shardplan.language.rule_options import none_rule
 
-from .field_values import WORD, ConditionText, Given, GlobText, Strict
+from .field_values import WORD, AttributeName, ConditionText, Given, GlobText, Strict
 from .rule_models import Entry
 from .section_models import with_sections
 
@@ -57,6 +57,12 @@ class Document(Strict):
         description="The plan that this one extends: the name of a built-in plan, or a file next to this one "
         "(a name that ends in .yaml, .yml or .json).",
         examples=["llama", "base.yaml"],
+    )
+    refused_arguments: list[AttributeName] = Field(
+        default=[],
+        description="Arguments of the model's `forward` that keep their defaults. The plan is not proven for calls with other values; the "
+        "split model raises an error then.",
+        examples=[["return_attention"]],
     )
     tensor_parallel: dict[GlobText, Entry] = Field(
         default={},

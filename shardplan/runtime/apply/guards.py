@@ -15,7 +15,7 @@ from shardplan.runtime.parallel.left_steps import put_right
 
 from .before_weights import weights_are_there
 from .later_float8 import no_later_float8
-from .refusals import no_attention_maps, no_later_adapters, no_whole_labels
+from .refusals import no_attention_maps, no_later_adapters, no_refused_arguments, no_whole_labels
 from .same_inputs import is_compared, same_inputs
 from .same_kinds import same_kinds
 from .same_weights import one_initialisation, same_weights
@@ -61,6 +61,7 @@ def _put_right(watched: Watched) -> Looks:
 # not match otherwise; and FSDP2 fixes its state in its first forward, even in one that fails.
 GUARDS: tuple[Guard, ...] = (
     Guard(no_attention_maps, "program", in_graphs=True),
+    Guard(no_refused_arguments, "program", in_graphs=True),
     Guard(no_whole_labels, "program", in_graphs=True),
     Guard(no_later_adapters, "program", in_graphs=True),
     Guard(weights_are_there, "stage"),

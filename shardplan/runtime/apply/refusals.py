@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardplan.model.adapters import is_wrapper
+from shardplan.model.forward_code import parameters_of
 from shardplan.styles.boundary import returns_tokens
 
 from .watched import Looks, Watched
@@ -55,6 +56,34 @@ def no_attention_maps(watched: Watched) -> Looks:
             )
 
     return {watched.inner: look} if watched.mesh.tp_size > 1 or watched.program.exchanges_heads else {}
+
+
+def no_refused_arguments(watched: Watched) -> Looks:
+    """Raise ValueError where a call gives an argument that the plan refuses another value than its default, or where the configuration's
+    field of this name has another value now."""
+    config = getattr(watched.inner, "config", None)
+    places = list(enumerate(parameters_of(watched.inner).items()))
+    known = {name: (place, one.default) for place, (name, one) in places if one.default is not one.empty}
+    refused = {}
+    for name in watched.program.resolved.plan.refused:
+        place, default = known.get(name, (len(places), None))
+        field = getattr(config, name, None)
+        refused[name] = (
+            place,
+            (default,) if default is not None else (None, field),
+            field,
+        )  # None: the configuration decides
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        for name, (place, usual, field) in refused.items():
+            value = args[place] if place < len(args) else kwargs.get(name, usual[0])
+            same = any(value is one or (type(value) is type(one) and value == one) for one in usual)
+            if not same or getattr(config, name, None) != field:
+                raise ValueError(
+                    f"{name}: the plan's `refused_arguments` has it, as it is not proven for such calls; leave it at {usual[0]!r}"
+                )
+
+    return {watched.inner: look} if refused else {}
 
 
 def no_whole_labels(watched: Watched) -> Looks:

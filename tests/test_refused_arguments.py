@@ -1,0 +1,161 @@
+"""`refused_arguments`: the calls that a plan is not for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardplan
+from tests.processes import on_ranks
+
+WIDTH, HEADS = 32, 4
+
+
+def hidden(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        b, t, _ = x.shape
+        q, k, v = (one(x).view(b, t, self.heads, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
+        attention = F.softmax(q @ k.transpose(2, 3), -1)
+        return self.o((attention @ v).transpose(1, 2).reshape(b, t, -1)), attention
+
+
+class Maps(nn.Module):
+    """Its result has the attention maps where a switch or the configuration says so."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+        self.config, self.wrong = SimpleNamespace(maps=False), wrong
+
+    def forward(
+        self, x: Tensor, scaled: bool = False, maps: bool | None = None, sums: bool = False
+    ) -> Tensor | tuple[Tensor, ...]:
+        found = []
+        for block in self.blocks:
+            y, attention = block(x)
+            x = x + y
+            found.append(attention)
+        x = x * 2 if scaled else x
+        x = x + found[0].mean() if self.wrong else x
+        if self.config.maps if maps is None else maps:
+            return x, *found
+        return (x, found[0].sum((1, 2))) if sums else x
+
+
+RULES = {"blocks.*": {"style": "input_with_grad_allreduce", "shares": "heads"}} | {
+    "blocks.*.{q,k,v}": "colwise",
+    "blocks.*.o": "rowwise",
+}
+
+
+def plan(*refused: str, **more: Any) -> dict[str, Any]:
+    return {"version": "1", "name": "maps", "tensor_parallel": RULES, "refused_arguments": list(refused), **more}
+
+
+def checked(document: Mapping[str, Any], *, wrong: bool = False) -> shardplan.Report:
+    return shardplan.validate(shardplan.Model(Maps(wrong), inputs=hidden), document, {"tp": 2})
+
+
+def test_init_refuses_what_is_wrong_alone_and_says_so() -> None:
+    made = shardplan.init_plan(shardplan.Model(Maps(), inputs=hidden))
+    assert made.document["tensor_parallel"]["blocks.*.o"] == "rowwise"
+    assert made.document["refused_arguments"] == ["maps", "sums"]
+    assert shardplan.load_plan(made.document).file.refused_arguments == ("maps", "sums")
+    (said,) = made.diagnostics
+    assert said.code == "SP535" and said.message.startswith("calls with maps or sums are refused")
+    assert "\nrefused_arguments: [maps, sums]\n" in made.text and checked(made.document).proven
+
+
+def test_init_refuses_no_calls_for_a_plan_that_is_wrong_without_them() -> None:
+    made = shardplan.init_plan(shardplan.Model(Maps(wrong=True), inputs=hidden))
+    assert not made.document.get("refused_arguments")
+    assert made.document["tensor_parallel"]["blocks.*.o"] == "rowwise_split_input"  # what is between them is whole
+
+
+def test_without_the_word_the_calls_are_a_finding_with_it() -> None:
+    (found,) = checked(plan()).errors
+    assert found.code == "SP420" and "only where the model is called with maps=True or sums=True" in found.notes
+    assert "`refused_arguments: [maps, sums]`" in (found.help or "")
+    (found,) = checked(plan("maps")).errors
+    assert "only where the model is called with sums=True" in found.notes
+    report = checked(plan("maps", "sums"))
+    assert report.proven and report.proof is not None
+    (calls,) = report.proof.calls
+    assert calls.left_out == {f"{name}=True": "raises: the plan refuses it" for name in ("maps", "sums")}
+    assert "scaled=True" in calls.switched
+
+
+def test_it_mends_no_plain_call() -> None:
+    found = checked(plan("maps", "sums"), wrong=True)
+    assert found.errors and not any("refused_arguments" in (one.help or "") for one in found.errors)
+
+
+def test_an_argument_that_the_forward_does_not_take() -> None:
+    (found,) = checked(plan("map", "sums")).errors
+    assert (found.code, found.message) == ("SP201", "the forward of Maps has no argument map")
+    assert found.help == "write `maps`" and found.primary is not None
+    assert found.primary.location.path == ("refused_arguments", 0)
+
+
+def test_a_child_inherits_them(tmp_path) -> None:
+    import yaml
+
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(plan("maps")))
+    child = {"version": "1", "name": "child", "extends": "base.yaml", "refused_arguments": ["sums"]}
+    (tmp_path / "child.yaml").write_text(yaml.safe_dump(child))
+    model = shardplan.Model(Maps(), inputs=hidden)
+    assert shardplan.validate(model, str(tmp_path / "child.yaml"), {"tp": 2}).proven
+    changed = shardplan.diff_plans(str(tmp_path / "base.yaml"), str(tmp_path / "child.yaml"))
+    assert [(one.name, one.old, one.new) for one in changed.fields] == [("refused_arguments", "[maps]", "[maps, sums]")]
+
+
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "by its name": ((), {"maps": True}),
+    "by its place": ((False, True), {}),
+    "a number": ((), {"sums": 1}),
+}
+
+
+def _calls(compiled: bool) -> list[str]:
+    model = Maps()
+    shardplan.apply_plan(shardplan.Model(model, inputs=hidden), shardplan.build_mesh(tp=2), plan("maps", "sums"))
+    called = torch.compile(model, backend="eager") if compiled else model
+    x = hidden(0)["x"]
+    said = []
+    called(x, True, None, sums=False).sum().backward()
+    for args, given in CALLS.values():
+        try:
+            called(x, *args, **given)
+            said.append("no error")
+        except ValueError as error:
+            said.append(str(error))
+    model.config.maps = True
+    try:
+        called(x)
+        said.append("no error")
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_call_raises_before_anything_is_computed(compiled: bool) -> None:
+    for said in on_ranks(2, partial(_calls, compiled)):
+        assert [one.partition(":")[0] for one in said] == ["maps", "maps", "sums", "maps"]
+        assert all("refused_arguments" in one for one in said)
