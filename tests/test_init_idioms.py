@@ -274,6 +274,29 @@ class Arranged(nn.Module):
         return self.o(self.merge(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
+class Scaled(Counting):
+    """A number for each head, in a parameter with dims for broadcasting around it."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__("_heads")
+        self.scales = nn.Parameter(1 + torch.arange(HEADS * 1.0).view(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (one(x).view(b, t, self._heads, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k * self.scales, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("shape", [(HEADS, 1, 1), (1, HEADS, 1, 1)])
+def test_a_number_for_each_head(shape: tuple[int, ...]) -> None:
+    model = shardplan.Model(Blocks(partial(Scaled, *shape)), inputs=hidden)
+    made = shardplan.init_plan(model)
+    assert made.document["tensor_parallel"]["blocks.*.scales"] in ("headwise", "rowwise")
+    assert made.document["tensor_parallel"]["blocks.*.o"] == "rowwise"
+    assert shardplan.verify(model, made.document, {"tp": 4}).ok
+
+
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()

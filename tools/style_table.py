@@ -68,7 +68,7 @@ def _held(style: ParameterStyle) -> str:
     if style.shard is None:
         return f"whole ({GRADIENTS[style.computed]})"
     if style.shard == "head":
-        return "split by heads (dim 0)"
+        return "split by heads (the first dim longer than 1)"
     return f"split by {style.shard}put features" + (" of each part" if style.packed else "")
 
 

@@ -171,14 +171,15 @@ STYLES = (
     ),
     Style(
         name="headwise",
-        summary="Split a stack of matrices, one for each head or block (dim 0): each rank has some of them, whole.",
+        summary="Split a stack of matrices or numbers, one for each head or block (the first dim longer than 1): each rank has some of them, "
+        "whole.",
         on_parameters=True,
         kinds=frozenset(),
         weight=ParameterStyle("head", "V"),
         input_sources=(V(-1),),
         input_destination=V(-1),
         output_source=V(-1),
-        comment="A matrix for each head: each rank has those of its heads.",
+        comment="A matrix or a number for each head: each rank has those of its heads.",
         trials=(Trial(on=PARAMETER, whole=5, sliced=5),),
     ),
     Style(

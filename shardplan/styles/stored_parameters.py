@@ -35,6 +35,8 @@ def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: Parameter
     """The dim (from 0) that is split; None for a whole copy, or if the parameter has no such dim."""
     if placement.shard is None or not parameter.shape:
         return None
+    if placement.shard == "head":  # dims of length 1 in front of it are for broadcasting
+        return next((at for at, length in enumerate(parameter.shape) if length > 1), None)
     dim = feature_dim(module.kind, parameter.short, placement.shard, len(parameter.shape))
     return dim if dim is not None and dim < len(parameter.shape) else None
 
