@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,35 @@ def same_mlp() -> nn.Module:
     """Two blocks with one MLP."""
     mlp = Mlp()
     return Stack(MlpBlock(mlp), MlpBlock(mlp))
+
+
+class Common(Stack):
+    """Two blocks with one MLP, which are FSDP2 units; the model has a name for it too (feedback-transformer-pytorch)."""
+
+    def __init__(self) -> None:
+        mlp = Mlp()
+        super().__init__(MlpBlock(mlp), MlpBlock(mlp))
+        self.common = mlp
+
+
+class Empty(Mlp):
+    """It has a parameter without elements: no tokens of memory (rela-transformer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Parameter(torch.zeros(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory[None].expand(len(x), -1, -1)
+        return super().forward(torch.cat((memory, x), 1))
+
+
+def empty() -> nn.Module:
+    return Stack(MlpBlock(Empty()), MlpBlock(Empty()))
+
+
+def in_units(*units: str) -> dict[str, Any]:
+    return {**document(MLP), "data_parallel": {"backend": "fsdp2", "units": list(units)}}
 
 
 def same_matrix() -> nn.Module:
@@ -93,6 +124,24 @@ class Functional(Language):
 TIED = {**MLP, "embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 SHARED = ("SP524",)
 CASES = (
+    *(
+        Adversary(f"common/{name}", Common, features, in_units("layers.*"), "right", "it is the root's", mesh=mesh)
+        for name, mesh in (("tp", {"tp": 2}), ("dp", {"dp_shard": 2}), ("both", {"dp_shard": 2, "tp": 2}))
+    ),
+    Adversary(
+        "common/nameless",
+        same_mlp,
+        features,
+        in_units("layers.*"),
+        "refused",
+        "the root's unit does not find it",
+        codes=("SP341",),
+        mesh={"dp_shard": 2, "tp": 2},
+    ),
+    *(
+        Adversary(f"empty/{name}", empty, features, in_units("layers.*"), "right", "nothing to reduce", mesh=mesh)
+        for name, mesh in (("tp", {"tp": 2}), ("both", {"dp_shard": 2, "tp": 2}))
+    ),
     Adversary("same_layer/right", same_layer, features, document(MLP), "right", "it is split once", codes=SHARED),
     Adversary(
         "same_layer/sequence",

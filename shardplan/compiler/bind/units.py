@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.sections import DataParallel
@@ -58,11 +58,17 @@ def units_and_parts(
 
 
 def unit_of(tree: ModuleTree, units: frozenset[str]) -> dict[str, str]:
-    """The innermost unit that each module belongs to; "" is the root's."""
+    """The innermost unit that each module belongs to; "" is the root's, which also has each module that is in several units."""
     found: dict[str, str] = {"": ""}
     for name in tree.modules:
         found[name] = name if name in units else found[parent(name)]
-    return found
+    shared = {group[0] for group in tree.shared if len(homes(group, units)) > 1}
+    return {name: "" if shared.intersection((name, *ancestors(name))) else unit for name, unit in found.items()}
+
+
+def homes(names: Iterable[str], units: Collection[str]) -> Mapping[str, None]:
+    """The innermost units around the names of one module; "" is the root's."""
+    return dict.fromkeys(next((one for one in (name, *ancestors(name)) if one in units), "") for name in names)
 
 
 def _parameters_inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterInfo]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardplan.compiler.bind.units import homes
 from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Severity
 from shardplan.core.layout import LayoutKind
 from shardplan.core.plan import section_at
@@ -48,6 +49,9 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             units = {name: facts.unit_of[parent(name)] for name in group}
             if len(set(units.values())) > 1:
                 yield _units(facts, units)
+    for group in facts.resolved.tree.shared if fully_shards(facts.resolved) else ():
+        if "" not in (found := homes(group, facts.resolved.fsdp_units)) and len(found) > 1:
+            yield _module(facts, group, tuple(found))
 
 
 def _place(facts: Facts, name: str) -> Place:
@@ -115,4 +119,16 @@ def _units(facts: Facts, units: dict[str, str]) -> Diagnostic:
         notes=(f"`units` assigns {where}",),
         help="leave both modules out of `units`: they then belong to the root's unit",
         modules=tuple(units),
+    )
+
+
+def _module(facts: Facts, names: tuple[str, ...], units: tuple[str, ...]) -> Diagnostic:
+    return Diagnostic(
+        code=UNITS,
+        severity=severity(facts.resolved),
+        message=f"{' and '.join(names[:2])} are one module in {len(units)} FSDP units",
+        primary=field_label(facts.resolved.data_parallel, "units"),
+        help="give the model itself a name for it (`self.shared = module`): it then belongs to the root's unit; or leave these modules out "
+        "of `units`",
+        modules=names,
     )

@@ -70,6 +70,8 @@ def _is_random(parameter: torch.Tensor) -> bool:
     values = parameter.float()
     if not torch.isfinite(values).all():
         return True  # memory that the model left uninitialised
+    if values.numel() < 2:
+        return False
     spread = values.std()
     return bool(spread > 0 and values.mean().abs() < spread / 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from shardplan.core.by_key import by_key
 from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
 from shardplan.core.tree import ancestors
 from shardplan.runtime.parallel.failures import at_module
 from shardplan.runtime.parallel.fsdp_units import keep_requires_grad
+from shardplan.runtime.parallel.whole_scalars import is_whole
 
 from .expert_units import placement_over
 from .later_hooks import refuse_later_hooks
@@ -22,7 +24,7 @@ from .wrapped import Wrapped
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
-    """Shard the units, inner ones first; then the root, which takes the parameters outside of all units; then the distributed experts.
+    """Shard the units, inner ones first; then the root, which takes the parameters outside of all units and those in several; then the distributed experts.
     Parameters that all experts of a module share belong to the unit around it. Scalars belong to no unit (`parallel.whole_scalars`).
     Returns the same model.
 
@@ -58,11 +60,21 @@ def _keep_class_names(model: nn.Module) -> None:
 
 def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParallel, wrapped: Wrapped) -> None:
     names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
+    options = {**options, "ignored_params": options["ignored_params"] | _of_several(model, names)}
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
             freed = False if _holds_fused_head(wrapped, name) else _reshard(section, _last(wrapped, name))
             unit = model.get_submodule(name)
             fully_shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=freed)
+
+
+def _of_several(model: nn.Module, units: Collection[str]) -> set[nn.Parameter]:
+    """The parameters of modules that are in several units: they are the root's, which has them until the whole forward has ended."""
+    found = by_key(
+        (parameter, next((one for one in (name, *ancestors(name)) if one in units), ""))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    return {parameter for parameter, homes in found.items() if len(set(homes)) > 1}
 
 
 def _holds_fused_head(wrapped: Wrapped, name: str) -> bool:
@@ -86,7 +98,7 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
     return {
         "mesh": mesh,
         "offload_policy": _offload(section),
-        "ignored_params": _left_alone(model, mesh, wrapped.ignored) | {p for p in model.parameters() if not p.ndim},
+        "ignored_params": _left_alone(model, mesh, wrapped.ignored) | set(filter(is_whole, model.parameters())),
     }
 
 

@@ -1,4 +1,5 @@
-"""Parameters without dimensions under FSDP2, which splits dim 0 of every parameter and refuses scalars.
+"""Parameters without dimensions or without elements under FSDP2, which splits dim 0 of every parameter, refuses scalars and cannot reduce
+the gradient of nothing.
 
 They are stored whole on all ranks, as DTensors on the mesh of FSDP2's own parameters, so that optimizers, norms and
 checkpoints see one kind of parameter. In the forwards that read them they are like FSDP2's gathered parameters: plain
@@ -58,6 +59,11 @@ def meshes_of(mesh: DeviceMesh, tp: DeviceMesh | None, dtype: torch.dtype | None
     axes = (mesh,) if mesh.ndim == 1 else tuple(mesh[name] for name in names)
     stored = mesh if tp is None else _DeviceMesh._concatenate([mesh, tp])
     return Meshes(stored, axes, tp, dtype)
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether FSDP2 cannot have a parameter."""
+    return not parameter.ndim or not parameter.numel()
 
 
 class _Read(torch.autograd.Function):
@@ -137,7 +143,7 @@ def store_scalars(
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     for home, module in list(model.named_modules()):
         for leaf, parameter in list(module._parameters.items()):
-            if parameter is None or parameter.ndim or full_name(home, leaf) in ignored:
+            if parameter is None or not is_whole(parameter) or full_name(home, leaf) in ignored:
                 continue
             new.setdefault(id(parameter), _stored(parameter, meshes))
             module._parameters[leaf] = new[id(parameter)]
