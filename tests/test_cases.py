@@ -22,6 +22,7 @@ ELSEWHERE: dict[str, str] = {
     "SP422": "tests/test_proof.py::test_a_sequence_that_tp_does_not_divide_is_refused",
     "SP423": "tests/test_other_sides.py::test_a_branch_that_does_not_run_is_a_warning_with_the_line",
     "SP424": "tests/test_section_dtype.py::test_what_breaks_in_the_dtype_is_refused",
+    "SP425": "tests/test_distributed_code.py::test_what_asks_is_not_proven",
     "SP525": "tests/test_live.py::test_hooks_on_replaced_parameters_are_refused",
     "SP526": "tests/test_live.py::test_another_model_than_the_original_is_refused",
     "SP530": "tests/test_cli_init.py::test_nothing_can_be_split",

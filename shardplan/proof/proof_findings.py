@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardplan.compiler.layout import ModelLayouts
-from shardplan.compiler.layout.model import UNPROVEN_HELP
+from shardplan.compiler.layout.model import ACCEPT, UNPROVEN_HELP
 from shardplan.compiler.lower import Program
 from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.first_few import first_few
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
 from shardplan.core.report import Comparison, VariantProof
-from shardplan.core.tree import ancestors, block, full_name, named, parent
+from shardplan.core.tree import ancestors, block, full_name, named, parent, starred
 from shardplan.language.plan_texts import value_text
+from shardplan.model.distributed_code import asking
 
 from .first_difference import FirstDifference
 from .narrowing import DIFFERS, note_of, switches_in
@@ -22,6 +23,7 @@ from .reach import touched
 from .wrong_forms import amount_of
 
 UNREACHED = Code("SP421")
+ASKS = Code("SP425")
 
 ORDER = {"output": 0, "buffer": 1, "parameter": 2, "gradient": 3}
 
@@ -127,6 +129,23 @@ def unreached(
             primary=Label(assignment.rule.location, "is not proven") if assignment is not None else None,
             help=None if allow_unproven else f"leave it whole, or {UNPROVEN_HELP}",
             modules=reduced.names_in_model(names),
+        )
+
+
+def asking_for_ranks(reduced: ModelLayouts, *, allow_unproven: bool) -> Iterator[Diagnostic]:
+    """SP425 where code of the model may run otherwise with a process group.
+
+    Args:
+        allow_unproven: it is a warning, not an error.
+    """
+    for name, line in asking(reduced.recorded_models[0].model):
+        yield Diagnostic(
+            code=ASKS,
+            severity=Severity.WARNING if allow_unproven else Severity.ERROR,
+            message=f"the code of {starred(name) or 'the model'} asks torch for its rank, or communicates: the proof runs it without ranks",
+            notes=(line,),
+            help=None if allow_unproven else f"make it run the same on all ranks as in one process, or {ACCEPT}",
+            modules=reduced.names_in_model([name]),
         )
 
 

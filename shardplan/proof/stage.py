@@ -24,7 +24,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .other_sides import other_sides
 from .pipelined import Scheduled
-from .proof_findings import UNREACHED, findings_of
+from .proof_findings import UNREACHED, asking_for_ranks, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
 from .remembered_proofs import ModelNow, digest_of, known, remember
 from .section_dtype import DtypeTrial, LowerDtypes, lower_dtypes
@@ -85,6 +85,9 @@ def prove_stage(
         bound: as for `prove`.
     """
 
+    told = () if asked.processes else tuple(asking_for_ranks(asked.reduced, allow_unproven=asked.allow_unproven))
+    if any(one.is_error for one in told):
+        return None, dict.fromkeys(wanted, told)
     try:
         proven = prove(
             asked.reduced,
@@ -100,8 +103,9 @@ def prove_stage(
             progress=progress,
         )
     except PlanError as error:
-        return None, dict.fromkeys(wanted, error.diagnostics)
-    found = findings_of(proven, asked.reduced, allow_unproven=asked.allow_unproven)
+        return None, dict.fromkeys(wanted, (*told, *error.diagnostics))
+    about = findings_of(proven, asked.reduced, allow_unproven=asked.allow_unproven)
+    found = {on: (*told, *said) for on, said in about.items()}
     if asked.reduced.found.own_code and not asked.processes:
         found = dict(_on_other_sides(asked, wanted, found))
     if asked.processes:

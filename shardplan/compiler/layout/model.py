@@ -432,9 +432,8 @@ def has_stacks(module: ModuleInfo) -> bool:
     return any(len(parameter.shape) > 2 for parameter in module.parameters)
 
 
-UNPROVEN_HELP = (
-    "provide what is missing, or accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"
-)
+ACCEPT = "accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"
+UNPROVEN_HELP = f"provide what is missing, or {ACCEPT}"
 
 
 def unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:

@@ -1,0 +1,75 @@
+"""Code of a model that asks torch for its rank, or communicates: a reduced model runs without it, as there is no process group."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import linecache
+import re
+from collections.abc import Collection, Iterator
+from functools import cache
+from types import CodeType, FunctionType
+
+import torch.distributed
+from torch import nn
+
+from .adapters import is_wrapper
+
+ASKS = re.compile(r"get_rank|get_world_size|is_initialized|(all_|reduce|gather|scatter|broadcast|send|recv|barrier)\w*")
+
+
+def asking(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The modules whose constructor or forward asks, one of each class: (its name, the line of code). Torch's own (SyncBatchNorm) count
+    on it, and peft's ask only where adapters are added."""
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        if not (type(module) in seen or is_wrapper(module) or _in(type(module).__module__, "torch")):
+            seen.add(type(module))
+            if (line := asked_in(type(module))) is not None:
+                yield name, line
+
+
+@cache
+def asked_in(cls: type) -> str | None:
+    """The first line in the constructors and in the forward of a class, or in what they call, that asks; None where none does. Code of
+    other packages than the class's is not looked at."""
+    package = cls.__module__.rpartition(".")[0] or cls.__module__
+    constructors = (vars(base).get("__init__") for base in cls.__mro__ if _in(base.__module__, package))
+    queue = [one for one in (*constructors, getattr(cls, "forward", None)) if isinstance(one, FunctionType)]
+    for function in queue:
+        function = inspect.unwrap(function)
+        names = {name: line for line, name in reversed(list(_names(function.__code__)))}
+        if any(map(ASKS.fullmatch, names)) and any(_is_distributed(function.__globals__.get(n), names) for n in names):
+            return _shown(function, min(line for name, line in names.items() if ASKS.fullmatch(name)))
+        for name in names:
+            for found in (inspect.getattr_static(cls, name, None), function.__globals__.get(name)):
+                if isinstance(found, FunctionType) and _in(found.__module__, package) and found not in queue:
+                    queue.append(found)
+    return None
+
+
+def _in(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def _is_distributed(value: object, names: Collection[str]) -> bool:
+    if value is torch:
+        return "distributed" in names
+    return value is torch.distributed or (
+        isinstance(value, FunctionType) and _in(value.__module__, "torch.distributed") and value.__name__ in names
+    )
+
+
+def _names(code: CodeType) -> Iterator[tuple[int, str]]:
+    """Each use of a name, with its line in the file."""
+    for one in dis.get_instructions(code):
+        if one.opname.startswith("LOAD") and isinstance(one.argval, str) and one.positions is not None:
+            yield one.positions.lineno or 0, one.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a comprehension, or a function inside
+            yield from _names(constant)
+
+
+def _shown(function: FunctionType, line: int) -> str:
+    file = function.__code__.co_filename
+    return f"{file.rpartition('/')[2]}:{line}: `{linecache.getline(file, line).strip()}`"
