@@ -106,6 +106,36 @@ def test_it_mends_no_plain_call() -> None:
     assert found.errors and not any("refused_arguments" in (one.help or "") for one in found.errors)
 
 
+class Masked(Maps):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = super().forward(x)
+        return x if attention_mask is None else x * (attention_mask * 2 - 1)[..., None]
+
+
+def test_a_change_that_gives_a_refused_argument_is_left_out() -> None:
+    """Of padding the name is not that of the argument."""
+
+    def inputs(seed: int) -> dict[str, Tensor]:
+        return {"input_ids": torch.randint(1, 32, (2, 8), generator=torch.Generator().manual_seed(seed))}
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.model = nn.Embedding(32, WIDTH), Masked()
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.model(self.embedding(input_ids), attention_mask)
+
+    rules = {f"model.{pattern}": rule for pattern, rule in RULES.items()}
+    model = shardplan.Model(Language(), inputs=inputs)
+    document = {"version": "1", "name": "language", "tensor_parallel": rules}
+    plain = shardplan.validate(model, document, {"tp": 2})
+    refused = shardplan.validate(model, document | {"refused_arguments": ["attention_mask"]}, {"tp": 2})
+    assert plain.proven and refused.proven and plain.proof is not None and refused.proof is not None
+    padded = {name for name in plain.proof.calls[0].switched if "padding" in name}
+    assert padded and padded <= refused.proof.calls[0].left_out.keys()
+
+
 def test_an_argument_that_the_forward_does_not_take() -> None:
     (found,) = checked(plan("map", "sums")).errors
     assert (found.code, found.message) == ("SP201", "the forward of Maps has no argument map")

@@ -64,8 +64,8 @@ def init_plan(
     proven as by `validate`.
 
     What cannot be split stays whole; the plan and the result's `diagnostics` say so. Where the plan is right but for calls with certain
-    switches, such as one that returns the attention maps, it refuses them (`refused_arguments`, SP535). Where a sequence-parallel section is wanted but none is
-    found, or the proof refuses it, the plan has none, and SP531 in `diagnostics` says what is missing.
+    switches, such as one that returns the attention maps, it refuses them (`refused_arguments`, SP535). Where a sequence-parallel section
+    is wanted but none is found, or the proof refuses it, the plan has none, and SP531 in `diagnostics` says what is missing.
 
     Args:
         model: as for `validate`.

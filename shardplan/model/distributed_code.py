@@ -6,7 +6,7 @@ import dis
 import inspect
 import linecache
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
 
@@ -16,6 +16,8 @@ from torch import nn
 from .adapters import is_wrapper
 
 ASKS = re.compile(r"get_rank|get_world_size|is_initialized|(all_|reduce|gather|scatter|broadcast|send|recv|barrier)\w*")
+
+LONGEST = 4  # names after `torch` in a path to such a function
 
 
 def asking(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -38,10 +40,11 @@ def asked_in(cls: type) -> str | None:
     queue = [one for one in (*constructors, getattr(cls, "forward", None)) if isinstance(one, FunctionType)]
     for function in queue:
         function = inspect.unwrap(function)
-        names = {name: line for line, name in reversed(list(_names(function.__code__)))}
-        if any(map(ASKS.fullmatch, names)) and any(_is_distributed(function.__globals__.get(n), names) for n in names):
-            return _shown(function, min(line for name, line in names.items() if ASKS.fullmatch(name)))
-        for name in names:
+        uses = list(_uses(function.__code__))
+        names = [name for _, name in uses]
+        if (line := next((uses[at][0] for at in range(len(uses)) if _asks(function, names, at)), None)) is not None:
+            return _shown(function, line)
+        for name in dict.fromkeys(names):
             for found in (inspect.getattr_static(cls, name, None), function.__globals__.get(name)):
                 if isinstance(found, FunctionType) and _in(found.__module__, package) and found not in queue:
                     queue.append(found)
@@ -52,22 +55,22 @@ def _in(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-def _is_distributed(value: object, names: Collection[str]) -> bool:
-    if value is torch:
-        return "distributed" in names
-    return value is torch.distributed or (
-        isinstance(value, FunctionType) and _in(value.__module__, "torch.distributed") and value.__name__ in names
-    )
+def _asks(function: FunctionType, names: list[str], at: int) -> bool:
+    """Whether the use of a name is one of torch.distributed: `dist.get_rank`, `torch.distributed.nn.functional.all_gather`, `get_rank`."""
+    value, after = function.__globals__.get(names[at]), names[at + 1 : at + 1 + LONGEST]
+    if value is torch.distributed or (value is torch and after[:1] == ["distributed"]):
+        return any(map(ASKS.fullmatch, after))
+    own = isinstance(value, FunctionType) and _in(value.__module__, "torch.distributed")
+    return own and ASKS.fullmatch(value.__name__) is not None
 
 
-def _names(code: CodeType) -> Iterator[tuple[int, str]]:
-    """Each use of a name, with its line in the file."""
+def _uses(code: CodeType) -> Iterator[tuple[int, str]]:
+    """Each use of a name, in the order of the code, with its line in the file."""
     for one in dis.get_instructions(code):
         if one.opname.startswith("LOAD") and isinstance(one.argval, str) and one.positions is not None:
             yield one.positions.lineno or 0, one.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # a comprehension, or a function inside
-            yield from _names(constant)
+        elif isinstance(one.argval, CodeType):  # a comprehension, or a function inside
+            yield from _uses(one.argval)
 
 
 def _shown(function: FunctionType, line: int) -> str:

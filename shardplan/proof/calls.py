@@ -156,7 +156,8 @@ def calls_of(
             left_out |= refused if reduced_model.tp > 1 or under.own_heads else {}
             found |= _padding(model, given)
             embeddings = _embeddings(model, given)
-            by_plan = (n for n in (*found, *embeddings) if n.partition("=")[0] in under.refused)
+            every = (*found.items(), *embeddings.items())
+            by_plan = (n for n, change in every if (change(dict(given)).keys() - given).intersection(under.refused))
             left_out |= dict.fromkeys(by_plan, "raises: the plan refuses it")
             found, embeddings = (
                 {n: one for n, one in all_.items() if n not in left_out} for all_ in (found, embeddings)

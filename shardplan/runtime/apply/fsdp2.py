@@ -24,8 +24,8 @@ from .wrapped import Wrapped
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
-    """Shard the units, inner ones first; then the root, which takes the parameters outside of all units and those in several; then the distributed experts.
-    Parameters that all experts of a module share belong to the unit around it. Scalars belong to no unit (`parallel.whole_scalars`).
+    """Shard the units, inner ones first; then the root, which takes the parameters outside of all units and those in several; then the
+    distributed experts. Parameters that all experts of a module share belong to the unit around it. Scalars belong to no unit (`parallel.whole_scalars`).
     Returns the same model.
 
     Args:
