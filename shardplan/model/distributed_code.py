@@ -25,9 +25,10 @@ def asking(model: nn.Module) -> Iterator[tuple[str, str]]:
     on it, and peft's ask only where adapters are added."""
     seen: set[type] = set()
     for name, module in model.named_modules():
-        if not (type(module) in seen or is_wrapper(module) or _in(type(module).__module__, "torch")):
-            seen.add(type(module))
-            if (line := asked_in(type(module))) is not None:
+        cls: type = type(module)
+        if not (cls in seen or is_wrapper(module) or _in(cls.__module__, "torch")):
+            seen.add(cls)
+            if (line := asked_in(cls)) is not None:
                 yield name, line
 
 
@@ -60,8 +61,9 @@ def _asks(function: FunctionType, names: list[str], at: int) -> bool:
     value, after = function.__globals__.get(names[at]), names[at + 1 : at + 1 + LONGEST]
     if value is torch.distributed or (value is torch and after[:1] == ["distributed"]):
         return any(map(ASKS.fullmatch, after))
-    own = isinstance(value, FunctionType) and _in(value.__module__, "torch.distributed")
-    return own and ASKS.fullmatch(value.__name__) is not None
+    if not isinstance(value, FunctionType) or not _in(value.__module__, "torch.distributed"):
+        return False
+    return ASKS.fullmatch(value.__name__) is not None
 
 
 def _uses(code: CodeType) -> Iterator[tuple[int, str]]:
