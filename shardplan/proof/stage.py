@@ -85,10 +85,12 @@ def prove_stage(
         bound: as for `prove`.
     """
 
-    told = () if asked.processes else tuple(asking_for_ranks(asked.reduced, allow_unproven=asked.allow_unproven))
-    if any(one.is_error for one in told):
-        return None, dict.fromkeys(wanted, told)
+    told: tuple[Diagnostic, ...] = ()
     try:
+        if not asked.processes:
+            told = tuple(asking_for_ranks(asked.reduced, allow_unproven=asked.allow_unproven))
+        if any(one.is_error for one in told):
+            return None, dict.fromkeys(wanted, told)
         proven = prove(
             asked.reduced,
             asked.source,
