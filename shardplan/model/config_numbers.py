@@ -113,8 +113,12 @@ def _counts(value: Any) -> Mapping[str, int]:
 def own_numbers(config: Any) -> dict[str, Number]:
     """The numbers of one configuration, without those nested in it or derived from it. An object that is not a configuration
     (of transformers, a dataclass, a namespace) has none."""
-    plain = isinstance(config, SimpleNamespace) or (is_dataclass(config) and not isinstance(config, type))
-    return _plain(config) if plain or hasattr(config, "attribute_map") else {}
+    return _plain(config) if is_record(config) or hasattr(config, "attribute_map") else {}
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is a dataclass's instance or a namespace."""
+    return isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
 
 
 def _attributes(config: Any) -> Mapping[str, Any]:

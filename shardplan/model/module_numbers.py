@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from shardplan.torchlib.attributes import parts_of
-
-from .config_numbers import Number
+from .config_numbers import Number, is_record
 from .forward_code import forward_reads
 
 # On every nn.Module; they do not tell its shape.
@@ -20,19 +18,32 @@ DEPTH, PARTS = 3, 64  # of lists and mappings whose numbers count; longer ones a
 def module_numbers(module: nn.Module) -> dict[str, Number]:
     """The int, float and bool attributes of the instance; of what its forward reads, also private counts, and counts in lists, mappings,
     dataclasses and namespaces, by their path (`args.n_heads`, `lengths.0`)."""
-    reads = forward_reads(type(module)) - STATE
     found: dict[str, Number] = {}
+    reads: frozenset[str] | None = None  # of few modules: to look for it takes longer than all else
     for name, value in vars(module).items():
-        if isinstance(value, (int, float)) and not name.startswith("_") and name not in STATE:
+        if name in STATE:
+            continue
+        if isinstance(value, (int, float)) and not name.startswith("_"):
             found[name] = value
-        elif name in reads and name != "config":  # whose numbers are told apart
-            found |= _counts_in(value, name)
+        elif name != "config" and (type(value) is int or _parts(value) is not None):  # a configuration's are told apart
+            reads = forward_reads(type(module)) if reads is None else reads
+            found |= _counts_in(value, name) if name in reads else {}
     return found
 
 
 def _counts_in(value: Any, path: str, depth: int = DEPTH) -> Iterator[tuple[str, int]]:
     if type(value) is int:
         yield path, value
-    elif depth and (parts := parts_of(value)) is not None and len(parts) <= PARTS:
-        for name, part in parts.items():
+    elif depth and (parts := _parts(value)) is not None:
+        for name, part in parts:
             yield from _counts_in(part, f"{path}.{name}", depth - 1)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The parts of a list, a mapping, a dataclass or a namespace: (name or position, part). None for other values, and for tables."""
+    held = vars(value) if is_record(value) and hasattr(value, "__dict__") else value
+    if not isinstance(held, (Mapping, list, tuple)) or len(held) > PARTS:
+        return None
+    if not isinstance(held, Mapping):
+        return enumerate(held)
+    return [(key, part) for key, part in held.items() if isinstance(key, (str, int)) and "." not in str(key)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -30,16 +28,6 @@ class DividedConfig:
 
 
 WHOLE = "_shardplan_whole"  # on a module: the original values of its changed attributes
-
-
-def parts_of(value: Any) -> Mapping[str, Any] | None:
-    """The parts of a list, a mapping, a dataclass or a namespace, by names: the position in a list. None for other values."""
-    if isinstance(value, Mapping):
-        return {str(key): part for key, part in value.items() if isinstance(key, (str, int)) and "." not in str(key)}
-    if isinstance(value, (list, tuple)):
-        return {str(place): part for place, part in enumerate(value)}
-    plain = isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
-    return vars(value) if plain and hasattr(value, "__dict__") else None
 
 
 def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> None:
