@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -302,6 +302,11 @@ def ancestors(name: str) -> tuple[str, ...]:
         name = parent(name)
         result.append(name)
     return tuple(result)
+
+
+def innermost(name: str, modules: Container[str]) -> str:
+    """The nearest of some modules that a module or parameter is or is in; "" where there is none."""
+    return next((one for one in (name, *ancestors(name)) if one in modules), "")
 
 
 def block(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import linecache
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +13,7 @@ import torch.distributed
 from torch import nn
 
 from .adapters import is_wrapper
+from .reduced.trace import SourceLine
 
 ASKS = re.compile(r"get_rank|get_world_size|is_initialized|(all_|reduce|gather|scatter|broadcast|send|recv|barrier)\w*")
 
@@ -44,7 +44,7 @@ def asked_in(cls: type) -> str | None:
         uses = list(_uses(function.__code__))
         names = [name for _, name in uses]
         if (line := next((uses[at][0] for at in range(len(uses)) if _asks(function, names, at)), None)) is not None:
-            return _shown(function, line)
+            return SourceLine(function.__code__.co_filename, line).shown
         for name in dict.fromkeys(names):
             for found in (inspect.getattr_static(cls, name, None), function.__globals__.get(name)):
                 if isinstance(found, FunctionType) and _in(found.__module__, package) and found not in queue:
@@ -73,8 +73,3 @@ def _uses(code: CodeType) -> Iterator[tuple[int, str]]:
             yield one.positions.lineno or 0, one.argval
         elif isinstance(one.argval, CodeType):  # a comprehension, or a function inside
             yield from _uses(one.argval)
-
-
-def _shown(function: FunctionType, line: int) -> str:
-    file = function.__code__.co_filename
-    return f"{file.rpartition('/')[2]}:{line}: `{linecache.getline(file, line).strip()}`"

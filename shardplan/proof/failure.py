@@ -55,7 +55,7 @@ def cause_of(error: Exception) -> tuple[Exception, tuple[str, ...]]:
     while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
     line = raising_line(cause)
-    return cause, (f"{line.short}: `{line.text}`",) if line is not None else ()
+    return cause, (line.shown,) if line is not None else ()
 
 
 def is_ours(error: Exception) -> bool:

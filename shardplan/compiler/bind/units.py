@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.sections import DataParallel
-from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, ParameterInfo, ancestors, parent
+from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, ParameterInfo, ancestors, innermost, parent
 from shardplan.styles.backends import BACKENDS
 
 from .dead import dead
@@ -66,9 +66,9 @@ def unit_of(tree: ModuleTree, units: frozenset[str]) -> dict[str, str]:
     return {name: "" if shared.intersection((name, *ancestors(name))) else unit for name, unit in found.items()}
 
 
-def homes(names: Iterable[str], units: Collection[str]) -> Mapping[str, None]:
-    """The innermost units around the names of one module; "" is the root's."""
-    return dict.fromkeys(next((one for one in (name, *ancestors(name)) if one in units), "") for name in names)
+def homes(names: Iterable[str], units: Container[str]) -> Mapping[str, None]:
+    """The innermost units, or blocks, around the names of one module; "" is the root."""
+    return dict.fromkeys(innermost(name, units) for name in names)
 
 
 def _parameters_inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterInfo]]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.compiler.bind.units import homes
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.sections import PipelineParallel
-from shardplan.core.tree import WITHOUT_FORWARD, ancestors, full_name, named, parent
+from shardplan.core.tree import WITHOUT_FORWARD, full_name, named, parent
 
 from .facts import Facts
 from .field_places import field_label
@@ -94,14 +95,11 @@ def _shared(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagn
     """Modules with parameters that are in several blocks, or in one and outside."""
     blocks = frozenset(resolved.pp_blocks)
     for group in resolved.tree.shared:
-        homes = [next((one for one in (name, *ancestors(name)) if one in blocks), "") for name in group]
-        if len(set(homes)) > 1:
+        if len(found := homes(group, blocks)) > 1:
             yield Diagnostic(
                 code=SHARED,
                 severity=Severity.ERROR if resolved.sizes.pp > 1 else Severity.WARNING,
-                message=(
-                    f"{group[0]} is part of {len(set(homes))} blocks: each of their pipeline stages would train a copy of it"
-                ),
+                message=f"{group[0]} is part of {len(found)} blocks: each of their pipeline stages would train a copy of it",
                 primary=field_label(section, "layers"),
                 help="use a mesh with pp 1",
                 modules=group,

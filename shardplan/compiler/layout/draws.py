@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.module_program import Draws
-from shardplan.core.tree import ModuleTree, ancestors, full_name, named
+from shardplan.core.tree import ModuleTree, full_name, innermost, named
 from shardplan.model.adapters import unwrapped
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.nests import tensors_in
@@ -112,7 +112,7 @@ def noise_of(recorded: RecordedModel, tree: ModuleTree) -> Noise:
         unmanaged = tuple(
             (
                 site.module,
-                f"{site.source.short}: `{site.source.text}`" if site.source else site.name,
+                site.source.shown if site.source else site.name,
                 site.name != OTHERS,
             )
             for site in acting_sites(model, recorded.inputs)
@@ -130,7 +130,7 @@ def _drawings(recorded: RecordedModel, model: nn.Module) -> tuple[Mapping[Drawin
     found, given, named = dict[Drawing, None](), dict[str, list[Tensor]](), unwrapped(model)
 
     def note(site: Site, operands: list[Tensor]) -> None:
-        layer = next((name for name in (site.module, *ancestors(site.module)) if name in recorded.atoms), "")
+        layer = innermost(site.module, recorded.atoms)
         same = any(
             one.shape == x.shape and torch.equal(one.to(x.dtype), x)
             for one in operands[:1]
@@ -217,7 +217,7 @@ def unmanaged(modules: tuple[str, ...]) -> Diagnostic:
 
 def _add(at: _Decision, drawing: Drawing, by_place: Mapping[tuple[str, str, SourceLine | None], set[str]]) -> None:
     source = drawing.source
-    at.places[f"{source.short}: `{source.text}`" if source else drawing.name] = None
+    at.places[source.shown if source else drawing.name] = None
     if drawing.layer:
         kinds = by_place.get((drawing.layer, "", None), set()) if drawing.of_input else set[str]()
     else:

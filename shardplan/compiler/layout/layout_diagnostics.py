@@ -187,7 +187,7 @@ def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:
 def _notes(first: Finding) -> list[str]:
     notes = []
     if first.source is not None:
-        notes.append(f"{first.module or 'the model'}, {first.source.short}: `{first.source.text}`")
+        notes.append(f"{first.module or 'the model'}, {first.source.shown}")
     every = first.kind == "crash" or len(first.operands) == 1  # a mask or a bias of all heads makes the code raise too
     notes += [_operand(operand) for operand in first.operands if operand.differentiable or every]
     return notes[:6]

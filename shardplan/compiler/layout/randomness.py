@@ -112,7 +112,7 @@ def finding(model: str, sites: tuple[Site, ...], size: int, axis: Axis = Axis.TP
         message=f"the code of {where} draws random numbers in training, "
         + (f"but they are not managed across {axis}={size}" if size > 1 else "from generators that are not torch's"),
         notes=tuple(
-            f"{module or model}, {source.short}: `{source.text}`" if source else f"{module or model}: {name}"
+            f"{module or model}, {source.shown}" if source else f"{module or model}: {name}"
             for module, name, source in dict.fromkeys(site.key for site in sites)
         )[:6],
         help="switch them off in training (a probability of 0), or draw them outside the model and pass them as an input",

@@ -37,6 +37,11 @@ class SourceLine:
         """`modeling_llama.py:63`."""
         return f"{Path(self.file).name}:{self.line}"
 
+    @property
+    def shown(self) -> str:
+        """The place and its text, as notes have it."""
+        return f"{self.short}: `{self.text}`"
+
 
 @dataclass(slots=True)
 class Event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shardplan.core.by_key import by_key
 from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import ancestors, innermost
 from shardplan.runtime.parallel.failures import at_module
 from shardplan.runtime.parallel.fsdp_units import keep_requires_grad
 from shardplan.runtime.parallel.whole_scalars import is_whole
@@ -25,8 +25,8 @@ from .wrapped import Wrapped
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
     """Shard the units, inner ones first; then the root, which takes the parameters outside of all units and those in several; then the
-    distributed experts. Parameters that all experts of a module share belong to the unit around it. Scalars belong to no unit (`parallel.whole_scalars`).
-    Returns the same model.
+    distributed experts. Parameters that all experts of a module share belong to the unit around it. Scalars belong to no unit
+    (`parallel.whole_scalars`). Returns the same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
@@ -68,11 +68,10 @@ def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParalle
             fully_shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=freed)
 
 
-def _of_several(model: nn.Module, units: Collection[str]) -> set[nn.Parameter]:
+def _of_several(model: nn.Module, units: Container[str]) -> set[nn.Parameter]:
     """The parameters of modules that are in several units: they are the root's, which has them until the whole forward has ended."""
     found = by_key(
-        (parameter, next((one for one in (name, *ancestors(name)) if one in units), ""))
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        (parameter, innermost(name, units)) for name, parameter in model.named_parameters(remove_duplicate=False)
     )
     return {parameter for parameter, homes in found.items() if len(set(homes)) > 1}
 
