@@ -14,12 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardplan
 from shardplan.model.distributed_code import asked_in, asking
-
-WIDTH = 32
-
-
-def hidden(seed: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
+from tests.test_init_idioms import WIDTH, hidden
 
 
 class Mlp(nn.Module):

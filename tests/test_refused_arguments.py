@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 import shardplan
 from tests.processes import on_ranks
-
-WIDTH, HEADS = 32, 4
-
-
-def hidden(seed: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
+from tests.test_init_idioms import HEADS, WIDTH, hidden
 
 
 class Attention(nn.Module):

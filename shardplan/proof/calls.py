@@ -149,21 +149,11 @@ def calls_of(
         left_out: dict[str, str] = {}
         with reduced_model.running():
             given = inputs(STEPS - 1)
-            found = switches(model, given)
-            refused = {
-                name: f"raises: {why}" for name in found if (why := REFUSED_SWITCHES.get(name.partition("=")[0]))
-            }
-            left_out |= refused if reduced_model.tp > 1 or under.own_heads else {}
-            found |= _padding(model, given)
-            embeddings = _embeddings(model, given)
-            every = (*found.items(), *embeddings.items())
-            by_plan = (n for n, change in every if (change(dict(given)).keys() - given).intersection(under.refused))
-            left_out |= dict.fromkeys(by_plan, "raises: the plan refuses it")
-            found, embeddings = (
-                {n: one for n, one in all_.items() if n not in left_out} for all_ in (found, embeddings)
-            )
-            running = partial(_running, model, given, left_out=left_out)
-            second, third = running(found), running(embeddings)
+            refused = REFUSED_SWITCHES if reduced_model.tp > 1 or under.own_heads else {}
+            refused = {**dict.fromkeys(under.refused, "the plan refuses it"), **refused}
+            running = partial(_running, model, given, refused=refused, left_out=left_out)
+            second = running({**switches(model, given), **_padding(model, given)})
+            third = running(_embeddings(model, given))
         known[kind, under] = Calls(kind, inputs, second, third, left_out)
     return known[kind, under] if only is None else known[kind, under].only(only)
 
@@ -240,9 +230,17 @@ def _embeddings(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]
 
 
 def _running(
-    model: nn.Module, given: Inputs, changes: Mapping[str, Change], left_out: dict[str, str]
+    model: nn.Module, given: Inputs, changes: Mapping[str, Change], refused: Mapping[str, str], left_out: dict[str, str]
 ) -> Mapping[str, Change]:
-    """The changes with which a model runs in one call: all, or, tried one by one, those that run with the ones before."""
+    """The changes with which a model runs in one call: all, or, tried one by one, those that run with the ones before.
+
+    Args:
+        refused: arguments with which the planned model raises, and why; a change that gives one is left out.
+    """
+    new = {name: change(dict(given)).keys() - given for name, change in changes.items()}
+    why_not = {name: refused[one] for name, arguments in new.items() for one in arguments if one in refused}
+    left_out |= {name: f"raises: {why}" for name, why in why_not.items()}
+    changes = {name: change for name, change in changes.items() if name not in why_not}
     obstacle = partial(_obstacle, model, given)
     if not changes or not obstacle(changes.values()):
         return changes

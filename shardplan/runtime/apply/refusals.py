@@ -68,11 +68,8 @@ def no_refused_arguments(watched: Watched) -> Looks:
     for name in watched.program.resolved.plan.refused:
         place, default = known.get(name, (len(places), None))
         field = getattr(config, name, None)
-        refused[name] = (
-            place,
-            (default,) if default is not None else (None, field),
-            field,
-        )  # None: the configuration decides
+        usual = (default,) if default is not None else (None, field)  # without a default, the configuration decides
+        refused[name] = place, usual, field
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for name, (place, usual, field) in refused.items():
