@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan import Model, export_plan
@@ -117,8 +118,18 @@ def test_wrong_calls() -> None:
             export_plan("llama", "auto", **arguments)
 
 
+PACKED = pytest.param(
+    "mixtral",
+    "transformers",
+    marks=pytest.mark.skipif(
+        torch.__version__ < "2.12",
+        reason="DTensor of torch 2.11 refuses transformers' packed shards: the export is SP549",
+    ),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "to"), [("qwen3", "transformers"), ("mixtral", "transformers"), ("llama", "torch")])
+@pytest.mark.parametrize(("name", "to"), [("qwen3", "transformers"), PACKED, ("llama", "torch")])
 def test_it_is_run_in_the_targets_own_code(name: str, to: Any) -> None:
     made = export_plan(small(name), "auto", to)
     assert made.ok, made.report

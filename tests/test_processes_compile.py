@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from processes import on_ranks
 from small_models import batch, small_model
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +41,9 @@ def test_compiled_layers_train_alike(recipe):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="inductor of torch 2.11 cannot train attention in float64, unsharded neither"
+)
 @pytest.mark.proves("tp sp fsdp2 checkpointing compile")
 def test_inductor_trains_alike():
     options = {"activation_checkpointing": {"mode": "full"}, "compile": {"modules": ["model.layers.*"]}}
