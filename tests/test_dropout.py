@@ -494,12 +494,60 @@ class Mixed(Layer):
         return x + F.dropout(self.down(y), self.dropout, self.training)
 
 
+class Hidden(Layer):
+    """Code that runs with dropout alone, by a condition that does not name the probability."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, p = self.down(torch.relu(self.up(x))), self.dropout
+        return x + (F.dropout(y, p, self.training) if p > 0 else y)
+
+
 class Guarded(Layer):
-    """Code that runs with dropout alone."""
+    """The same by a condition that does."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(torch.relu(self.up(x)))
         return x + (F.dropout(y, self.dropout, self.training) if self.dropout > 0 else y)
+
+
+class Drop(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:
+        return input if self.p == 0.0 else super().forward(input)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: a row of the batch passes the layer by."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.drop_prob = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep = 1 - self.drop_prob
+        return x.div(keep) * (keep + torch.rand(x.shape[0], *(1,) * (x.ndim - 1), dtype=x.dtype)).floor()
+
+
+class WithModules(Layer):
+    """Modules that drop elements, or do nothing where their probability is 0."""
+
+    def __init__(self, p: float):
+        super().__init__(p)
+        self.inside, self.after, self.path = nn.Dropout(p), Drop(p), DropPath(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.up(x))
+        if self.training and self.inside.p > 0:
+            y = self.inside(y)
+        return x + self.path(self.after(self.down(y)))
+
+
+class SplitPath(WithModules):
+    """Stochastic depth of a split value: no rank knows the others' numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.path(torch.relu(self.up(x))))
 
 
 class Features(Layer):
@@ -558,7 +606,8 @@ def codes(layer: type[Layer], p: float = 0.1, train: bool = True, **sections: An
     ("layer", "words"),
     [
         (Mixed, "whole values and of split ones in one forward"),
-        (Guarded, "does not run while its probability is 0"),
+        (Hidden, "does not run while its probability is 0"),
+        (SplitPath, "random numbers that are not dropout's"),
         (Features, "drops whole features (dropout1d) of a split value"),
         (Jitter, "random numbers that are not dropout's"),
     ],
@@ -576,6 +625,17 @@ def test_split_values_alone_are_right():
         "layers.0": "own",
         "layers.1": "own",
     }
+
+
+@pytest.mark.parametrize(
+    ("layer", "kinds"),
+    [(Guarded, {"": "common"}), (WithModules, {".inside": "own", ".after": "common", ".path": "common"})],
+)
+def test_code_may_ask_for_the_probability_first(layer: type[Layer], kinds: dict[str, str]):
+    """The reduced model's is so small that nothing is dropped, but not 0: the code that drops elements runs there."""
+    found = shardplan.compile_plan(shardplan.Model(Net(layer), inputs=inputs), {"tp": 2}, net_plan())
+    draws = {name: one.draws for name, one in found.modules.items() if one.draws}
+    assert draws == {f"layers.{i}{inside}": kind for i in range(2) for inside, kind in kinds.items()}
 
 
 class Outer(nn.Module):

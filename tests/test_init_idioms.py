@@ -219,6 +219,14 @@ def test_the_gradient_of_a_norm_that_several_read_is_summed_after_it() -> None:
 class Sizes:
     n_heads: int = HEADS
 
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def unknown(self) -> int:
+        raise AttributeError("nobody said")
+
 
 class Counting(nn.Module):
     """Attention that reads its number of heads at one of several places."""
@@ -228,7 +236,7 @@ class Counting(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.place, self._heads, self.args, self.names = place, HEADS, Sizes(), SimpleNamespace(n_heads=HEADS)
         self.sizes, self.lengths = {"heads": {"all": HEADS}}, (HEADS, WIDTH // HEADS)
-        self.pairs = (("heads", HEADS),)
+        self.pairs, self.config = (("heads", HEADS),), Sizes()
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -245,11 +253,12 @@ class Counting(nn.Module):
             "sizes.heads.all": lambda: self.sizes["heads"]["all"],
             "lengths.0": lambda: self.lengths[0],
             "pairs.0.1": lambda: dict(self.pairs)["heads"],
+            "config.kv_heads": lambda: self.config.kv_heads,
         }
         return places[self.place]()
 
 
-PLACES = ("_heads", "args.n_heads", "names.n_heads", "sizes.heads.all", "lengths.0", "pairs.0.1")
+PLACES = ("_heads", "args.n_heads", "names.n_heads", "sizes.heads.all", "lengths.0", "pairs.0.1", "config.kv_heads")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -259,6 +268,48 @@ def test_a_number_of_heads_may_stand_anywhere_in_the_module(place: str) -> None:
     assert made.document["tensor_parallel"]["blocks.*"]["shares"] == [place]
     assert {one.code for one in made.diagnostics} <= {"SP532"}  # the matrices around the blocks
     assert shardplan.verify(model, made.document, {"tp": 4}).ok
+
+
+class Fused(nn.Module):
+    """Attention whose queries, keys and values one matrix makes, cut by a list of lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.shared, self.lengths = HEADS, HEADS // 2, [WIDTH, WIDTH // 2, WIDTH // 2]
+        self.qkv, self.o = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).split(self.lengths, dim=-1)
+        counts = (self.heads, self.shared, self.shared)
+        q, k, v = (
+            one.view(*x.shape[:2], n, WIDTH // HEADS).transpose(1, 2) for one, n in zip(parts, counts, strict=True)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("config", "packed"),
+    [
+        (None, ["32", "16", "16"]),
+        (Sizes(), ["n_heads * 8", "16", "16"]),
+        (SimpleNamespace(n_heads=HEADS, shared=HEADS // 2), ["n_heads * 8", "shared * 8", "shared * 8"]),
+        (SimpleNamespace(dropout=0.5), ["32", "16", "16"]),
+    ],
+)
+def test_a_matrix_is_cut_by_a_list_of_lengths(config: object, packed: list[str]) -> None:
+    """The lengths are told by the configuration's numbers, as far as it has them."""
+
+    def build() -> nn.Module:
+        model = Blocks(Fused)
+        model.config = config
+        return model
+
+    made = shardplan.init_plan(shardplan.Model(build(), inputs=hidden))
+    rules = made.document["tensor_parallel"]
+    assert rules["blocks.*"]["shares"] == ["lengths.0", "lengths.1", "lengths.2", "heads", "shared"]
+    assert rules["blocks.*.qkv"]["packed"] == packed
+    assert shardplan.verify(shardplan.Model(build(), inputs=hidden), made.document, {"tp": 2}).ok
 
 
 class Arranged(nn.Module):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -111,9 +113,21 @@ def _counts(value: Any) -> Mapping[str, int]:
 
 
 def own_numbers(config: Any) -> dict[str, Number]:
-    """The numbers of one configuration, without those nested in it or derived from it. An object that is not a configuration
-    (of transformers, a dataclass, a namespace) has none."""
-    return _plain(config) if is_record(config) or hasattr(config, "attribute_map") else {}
+    """The numbers of one configuration, without those nested in it; of a dataclass also its properties. An object that is not a
+    configuration (of transformers, a dataclass, a namespace) has none."""
+    if is_record(config):
+        return _properties(config) | _plain(config)
+    return _plain(config) if hasattr(config, "attribute_map") else {}
+
+
+def _properties(config: Any) -> dict[str, Number]:
+    """The numbers that a configuration's properties compute; a property that raises has none."""
+    found: dict[str, Number] = {}
+    for name, one in inspect.getmembers_static(type(config), lambda one: isinstance(one, property)):
+        with suppress(Exception):  # the user's own code
+            value = one.__get__(config)
+            found |= {name: value} if isinstance(value, (int, float)) else {}
+    return found
 
 
 def is_record(value: Any) -> bool:

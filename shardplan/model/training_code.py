@@ -1,7 +1,8 @@
-"""Parameters of submodules that a module's code reads only in a branch for training.
+"""What a module's code reads in a branch, or before it: parameters of submodules for training alone, and probabilities.
 
 A kernel that computes a layer together with its submodules takes their parameters as arguments (`mamba_inner_fn` and
-`mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run.
+`mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run. Other code drops elements only where a
+probability is above 0 (`if self.p > 0: x = self.dropout(x)`).
 """
 
 from __future__ import annotations
@@ -16,19 +17,35 @@ PARAMETERS = ("weight", "bias")
 
 
 _FOUND: dict[type, tuple[str, ...]] = {}
+_ASKED: dict[type, frozenset[str]] = {}
 
 
 def training_reads(cls: type) -> tuple[str, ...]:
     """The submodules of this class whose parameters its code passes to a function in a training-only branch: their
     names in it, sorted."""
     if cls not in _FOUND:
-        own = cls.__module__.partition(".")[0] != "torch"
-        names = {name for base in cls.__mro__ for name in vars(base)} if own else set()
-        functions = (inspect.getattr_static(cls, name) for name in names)
-        plain = (inspect.unwrap(one) for one in functions if isinstance(one, FunctionType))
-        reads = (_read(one) for one in plain if isinstance(one, FunctionType) and _may_read(one))
+        reads = (_read(one) for one in _methods(cls) if _may_read(one))
         _FOUND[cls] = tuple(sorted(set().union(*reads)))
     return _FOUND[cls]
+
+
+def asked_before(cls: type) -> frozenset[str]:
+    """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's code read."""
+    if cls not in _ASKED:
+        nodes = (node for function in _methods(cls) for node in ast.walk(_parsed(function)))
+        tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
+        read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
+        _ASKED[cls] = frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))
+    return _ASKED[cls]
+
+
+def _methods(cls: type) -> Iterator[FunctionType]:
+    own = cls.__module__.partition(".")[0] != "torch"
+    for name in sorted({name for base in cls.__mro__ for name in vars(base)} if own else ()):
+        function = inspect.getattr_static(cls, name)
+        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+        if isinstance(function, FunctionType):
+            yield function
 
 
 def _may_read(function: FunctionType) -> bool:
@@ -36,12 +53,17 @@ def _may_read(function: FunctionType) -> bool:
     return "training" in names and any(one in names for one in PARAMETERS)
 
 
-def _read(function: FunctionType) -> set[str]:
+def _parsed(function: FunctionType) -> ast.Module:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError):  # the class has no source file, or its source is part of a line
-        return set()
-    branches = (node.body for node in ast.walk(tree) if isinstance(node, ast.If) and _is_training(node.test))
+        return ast.Module([], [])
+
+
+def _read(function: FunctionType) -> set[str]:
+    branches = (
+        node.body for node in ast.walk(_parsed(function)) if isinstance(node, ast.If) and _is_training(node.test)
+    )
     calls = (node for body in branches for one in body for node in ast.walk(one) if isinstance(node, ast.Call))
     arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
     return {child for argument in arguments for child in _children(argument)}

@@ -41,7 +41,10 @@ def _of_line(plan: ResolvedPlan, finding: Finding) -> str | None:
     if shapes and (length := _length_of_slice(plan, source)) is not None:
         return length
     if name in CUTS:
-        return f"in {source.short}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module, each an attribute"
+        return (
+            f"in {source.short}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module "
+            "(`self.q_size`, `self.sizes[0]`), which `shares` names"
+        )
     if name == "einsum":
         return f"in {source.short}, multiply by matrices of two dims, [heads * head_dim, width], as nn.Linear has them"
     if not shapes and name not in SHAPES:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.tree import ModuleKind
 from shardplan.model.build_tree import kind_of
+from shardplan.model.training_code import asked_before
 
 from .fields import role
 
 NOISE = 0.1  # added to parameters that the model initialises in a structured way: norm weights, biases, decay rates
+DROPOUT: ModuleKind = "dropout"
+LEAST = 1e-30  # a probability that drops nothing, in any dtype: 1 - LEAST is 1
 
 
 @torch.no_grad()
@@ -81,13 +86,22 @@ def _seed(seed: int, name: str) -> int:
 
 
 def without_noise(model: nn.Module) -> None:
-    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads."""
+    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads. Where code asks for one before an
+    nn.Dropout runs (`if self.p > 0: x = self.dropout(x)`), it becomes so small that nothing is dropped."""
+    asked = {found for module in model.modules() for found in _asked(module)}
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, float) and role(name) == "dropout":
-                vars(module)[name] = 0.0
-        if kind_of(module) == "dropout":
-            vars(module)["p"] = 0.0
+            drops = name == "p" and kind_of(module) == DROPOUT
+            if drops or (isinstance(value, float) and role(name) == "dropout"):
+                vars(module)[name] = LEAST if value > 0 and (module, name) in asked else 0.0
+
+
+def _asked(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The attributes that conditions in a module's code read, each with its module."""
+    for path in asked_before(type(module)):
+        owner, _, name = path.rpartition(".")
+        with suppress(AttributeError):  # a path through other objects
+            yield module.get_submodule(owner), name
 
 
 def writes_to(model: nn.Module) -> Callable[[], frozenset[str]]:

@@ -60,7 +60,8 @@ class Sized:
 
     @property
     def words(self) -> str:
-        return " * ".join(one.words for one in (self.heads, self.size) if one is not None)
+        words = [one.words for one in (self.heads, self.size) if one is not None]
+        return str(self.full) if all(map(str.isdecimal, words)) else " * ".join(words)
 
     @property
     def likeness(self) -> float:
@@ -143,10 +144,10 @@ class Lengths:
             of: the full name of a parameter. Numbers on which its shape depends are more likely than others with the same value.
         """
         single = [self._length(name, value, of) for name, known in self._numbers.items() if known == value]
-        if not self._numbers:
-            single = [Length(str(value), value, value)]
         found = sorted(single, key=lambda one: -one.likeness)[: BOUNDS.expressions]
-        return found or list(islice(self._products(value, of), BOUNDS.expressions))
+        return (
+            found or list(islice(self._products(value, of), BOUNDS.expressions)) or [Length(str(value), value, value)]
+        )
 
     def _shapes(self, number: str, parameter: str) -> bool:
         """Whether the shape of a parameter depends on a number."""

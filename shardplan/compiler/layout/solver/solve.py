@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from shardplan.compiler.layout.finding import Kind
+from shardplan.core.by_key import by_key
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, block, element, full_name, parent
 from shardplan.model.forward_code import forward_reads
@@ -163,8 +164,11 @@ class Solver:
         for name in (n for one in wrong for n in self.trials.tree.children[one]):
             if self.trials.tree.modules[name].class_name == "Identity":  # an expert that only returns its input
                 yield draft.with_rules({self.trials.tree.pattern(name): {"style": "moe_identity_expert"}})
-        for number in self._attributes({**self._modules(group), **wrong}):
-            yield from _dividing(draft, number)
+        numbers = self._attributes({**self._modules(group), **wrong})
+        for pattern, attribute in numbers:
+            yield from _dividing(draft, pattern, attribute)
+        for pattern, attributes in _together(numbers):
+            yield from _dividing(draft, pattern, *attributes)
         for name in wrong:
             yield from reading_shares(self.flow, draft, name, self.trials.tp, self.tree)
         for pattern, owner in self._vectors(group, wrong).items():
@@ -190,7 +194,7 @@ class Solver:
             and (not of_config or found[1].removeprefix("config.") in reads)
         ]
         for one, other in combinations(own, 2):
-            yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
+            yield from (both for first in _dividing(draft, *one) for both in _dividing(first, *other))
 
     def _wrong(self, group: Group, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
         """The module in a block whose code has the first finding, or the first finding of a kind; the block itself where it calls
@@ -252,9 +256,18 @@ class Solver:
         return dict.fromkeys(counts)
 
 
-def _dividing(draft: Draft, number: tuple[str, str]) -> Iterator[Draft]:
-    """The draft that divides one more attribute of a module, if it does not yet."""
-    pattern, attribute = number
+def _dividing(draft: Draft, pattern: str, *attributes: str) -> Iterator[Draft]:
+    """The draft that divides attributes of a module too, if it does not yet."""
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
-    if attribute not in divided(rule):
-        yield draft.with_rules({pattern: sharing(rule, [attribute])})
+    if more := [one for one in attributes if one not in divided(rule)]:
+        yield draft.with_rules({pattern: sharing(rule, more)})
+
+
+def _together(numbers: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Sequence[str]]]:
+    """The numbers of one list, which code uses together: the lengths by which it cuts."""
+    listed = (
+        ((pattern, path.rpartition(".")[0]), path) for pattern, path in numbers if path.rpartition(".")[2].isdigit()
+    )
+    for (pattern, _), paths in by_key(listed).items():
+        if len(paths) > 2:  # two are tried as any others are
+            yield pattern, paths
