@@ -7,6 +7,7 @@ import sys
 import pytest
 from doc_blocks import CHECKED, ROOT, Session, blocks, commands, documents, lint, plain, run_text
 from processes import on_ranks
+from torch.distributed.fsdp import FSDPModule
 
 from tools import style_table
 
@@ -40,8 +41,16 @@ def test_blocks_do_what_they_show(name, tmp_path):
                 )
 
 
+CATCHES = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="FSDP2 before torch 2.13 cannot go on after a forward that raised",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=CATCHES) if one == "docs/generation.md" else one for one in ON_RANKS]
+)
 def test_blocks_run_on_ranks(name, tmp_path):
     chosen = [b for b in BLOCKS[name] if (b.mark or "").startswith("run on ") or b.language == "setup"]
     (ranks,) = {int(b.mark.split()[2]) for b in chosen if b.language == "python"}

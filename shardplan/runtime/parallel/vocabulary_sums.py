@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardplan.torchlib.private import private
 
+from .second_derivatives import refuse_second_derivatives
 from .vocabulary_logits import Split
 
 ELEMENTS = 2**25  # elements of a chunk of logits: 128 MiB in float32
@@ -186,10 +186,10 @@ class _Sums(torch.autograd.Function):
         return (maximum + log_total).squeeze(-1), logs, weighed.squeeze(-1), entropies.squeeze(-1)
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, of_total: Tensor, of_logs: Tensor, of_weighed: Tensor, of_entropy: Tensor
     ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         given = (of_total.unsqueeze(-1), of_logs, of_weighed.unsqueeze(-1), of_entropy.unsqueeze(-1))
         needed = ctx.needs_input_grad
         if len(needed) == FIRST_TENSOR:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardplan.torchlib.private import private
 
 from .collectives import all_gather
 from .process_groups import Group
+from .second_derivatives import refuse_second_derivatives
 from .vocabulary_logits import Split, read_logits
 
 _NONE = -1  # in place of a token id, where a rank has fewer columns than requested
@@ -63,8 +63,8 @@ class _TopK(torch.autograd.Function):
         return values, ids
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         return _scatter_per_rank(*ctx.saved_tensors, gradient), None, None
 
 
