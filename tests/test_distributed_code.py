@@ -77,11 +77,40 @@ class Silent(Mlp):
         dist.barrier()
 
 
+class World(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = dist.group.WORLD
+
+
+class Unnamed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return super().forward(x)
+        return x * dist.get_rank(self.group) + dist.get_world_size(group=None)
+
+
+class Named(Unnamed):
+    """torchtitan's embedding: code for a group that nobody has given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return super().forward(x)
+        dist.all_reduce(x, group=self.group)
+        return x * dist.get_rank(self.group) + dist.get_world_size(group=self.group)
+
+
 ASKING: dict[type[nn.Module], str] = {
     Constructor: "self.distributed = dist.is_initialized() and dist.get_world_size() > 1",
     Inherited: "self.distributed = dist.is_initialized() and dist.get_world_size() > 1",
     Forward: "if torch.distributed.is_available() and torch.distributed.is_initialized():",
     Imported: "return (lambda: -1 if dist.is_initialized() and get_rank() else 1)()",
+    World: "self.group = dist.group.WORLD",
+    Unnamed: "return x * dist.get_rank(self.group) + dist.get_world_size(group=None)",
 }
 
 
@@ -91,7 +120,9 @@ def test_the_line_is_named(form: type[nn.Module]) -> None:
     assert found is not None and found.startswith("test_distributed_code.py:") and found.endswith(f"`{ASKING[form]}`")
 
 
-@pytest.mark.parametrize("module", [Silent, partial(nn.SyncBatchNorm, 4), partial(nn.TransformerEncoderLayer, 8, 2)])
+@pytest.mark.parametrize(
+    "module", [Silent, Named, partial(nn.SyncBatchNorm, 4), partial(nn.TransformerEncoderLayer, 8, 2)]
+)
 def test_what_does_not_ask(module: Callable[[], nn.Module]) -> None:
     assert not list(asking(nn.ModuleList([module()])))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardplan.compiler.layout import ModelLayouts, RecordedModel
+from shardplan.model.config_numbers import config_value
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 
@@ -12,7 +13,7 @@ def recorded_with_routers(layouts: ModelLayouts) -> tuple[RecordedModel, ...]:
     loss reads these outside the blocks, and a plan must be right with and without it."""
     recorded_models = layouts.recorded_models
     first = recorded_models[0]
-    if AUXILIARY not in vars(getattr(first.model, "config", None) or object):
+    if config_value(getattr(first.model, "config", None), AUXILIARY) is None:
         return recorded_models
     try:
         return (*recorded_models, RecordedModel(first.model, {**first.inputs, AUXILIARY: True}, first.tree))

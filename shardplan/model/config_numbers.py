@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,14 +59,14 @@ def config_value(config: Any, name: str, default: Any = None) -> Any:
     """A field under either of its names. It also reads fields that differ between layers, which such configurations
     guard."""
     stored = getattr(config, "attribute_map", {}).get(name, name)
-    attributes = _attributes(config)
+    attributes = attributes_of(config)
     return attributes.get(stored, default)
 
 
 def _dotted(config: Any, prefix: str = "") -> Iterator[tuple[str, Number]]:
     for name, value in _plain(config).items():
         yield f"{prefix}{name}", value
-    for name, value in _attributes(config).items():
+    for name, value in attributes_of(config).items():
         if name.startswith("_") or name in LABELS:
             continue
         if hasattr(value, "attribute_map"):  # a nested configuration
@@ -82,7 +82,7 @@ def _plain(config: Any) -> dict[str, Number]:
     vary = getattr(config, "per_layer_attributes", None) or ()  # there is no single number for all layers
     numbers = {
         name: number
-        for name, value in _attributes(config).items()
+        for name, value in attributes_of(config).items()
         if not name.startswith("_") and name not in vary and (number := _number(value)) is not None
     }
     for alias, stored in getattr(config, "attribute_map", {}).items():
@@ -93,7 +93,7 @@ def _plain(config: Any) -> dict[str, Number]:
 
 def _described(config: Any, prefix: str = "") -> Iterator[tuple[str, Number | str | None]]:
     """The fields of a configuration: None, or the value in words; and for lists of words, the count of each word."""
-    attributes = {name: value for name, value in _attributes(config).items() if not name.startswith("_")}
+    attributes = {name: value for name, value in attributes_of(config).items() if not name.startswith("_")}
     aliases = getattr(config, "attribute_map", {}).items()
     attributes = {alias: attributes[name] for alias, name in aliases if name in attributes} | attributes
     for name, value in attributes.items():
@@ -135,8 +135,12 @@ def is_record(value: Any) -> bool:
     return isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
 
 
-def _attributes(config: Any) -> Mapping[str, Any]:
-    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+def attributes_of(config: Any) -> Mapping[str, Any]:
+    """What a configuration, a mapping, or a record holds, by name."""
+    if isinstance(config, Mapping):
+        return config
+    slots = fields(config) if is_record(config) and not hasattr(config, "__dict__") else ()
+    return {one.name: getattr(config, one.name) for one in slots} or getattr(config, "__dict__", {})
 
 
 def _number(value: Any) -> Number | None:

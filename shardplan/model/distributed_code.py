@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
 import re
@@ -14,8 +15,13 @@ from torch import nn
 
 from .adapters import is_wrapper
 from .reduced.trace import SourceLine
+from .source_code import parsed
 
-ASKS = re.compile(r"get_rank|get_world_size|is_initialized|(all_|reduce|gather|scatter|broadcast|send|recv|barrier)\w*")
+WORLD = "WORLD"
+ASKS = re.compile(
+    rf"get_rank|get_world_size|is_initialized|{WORLD}|(all_|reduce|gather|scatter|broadcast|send|recv|barrier)\w*"
+)
+OF_A_GROUP = ("get_rank", "get_world_size", "barrier")  # functions whose first argument is the group
 
 LONGEST = 4  # names after `torch` in a path to such a function
 
@@ -35,7 +41,8 @@ def asking(model: nn.Module) -> Iterator[tuple[str, str]]:
 @cache
 def asked_in(cls: type) -> str | None:
     """The first line in the constructors and in the forward of a class, or in what they call, that asks; None where none does. Code of
-    other packages than the class's is not looked at."""
+    other packages than the class's is not looked at. A line that names the group that it asks does not count: without a group, as in
+    the proof, it does not run, and the module is the same in training."""
     package = cls.__module__.rpartition(".")[0] or cls.__module__
     constructors = (vars(base).get("__init__") for base in cls.__mro__ if _in(base.__module__, package))
     queue = [one for one in (*constructors, getattr(cls, "forward", None)) if isinstance(one, FunctionType)]
@@ -43,7 +50,8 @@ def asked_in(cls: type) -> str | None:
         function = inspect.unwrap(function)
         uses = list(_uses(function.__code__))
         names = [name for _, name in uses]
-        if (line := next((uses[at][0] for at in range(len(uses)) if _asks(function, names, at)), None)) is not None:
+        lines = dict.fromkeys(uses[at][0] for at in range(len(uses)) if _asks(function, names, at))
+        if (line := next((one for one in lines if not _of_given_groups(function, one)), None)) is not None:
             return SourceLine(function.__code__.co_filename, line).shown
         for name in dict.fromkeys(names):
             for found in (inspect.getattr_static(cls, name, None), function.__globals__.get(name)):
@@ -64,6 +72,20 @@ def _asks(function: FunctionType, names: list[str], at: int) -> bool:
     if not isinstance(value, FunctionType) or not _in(value.__module__, "torch.distributed"):
         return False
     return ASKS.fullmatch(value.__name__) is not None
+
+
+def _of_given_groups(function: FunctionType, line: int) -> bool:
+    """Whether all calls in a line name the group that they ask, as in torchtitan's Embedding."""
+    at = line - function.__code__.co_firstlineno + 1
+    calls = [node for node in ast.walk(parsed(function)) if isinstance(node, ast.Call) and node.lineno == at]
+    named = [(ast.unparse(call.func).rpartition(".")[2], call) for call in calls]
+    asking = [(name, call) for name, call in named if ASKS.fullmatch(name)]
+    return bool(asking) and all(_names_group(*one) for one in asking)
+
+
+def _names_group(name: str, call: ast.Call) -> bool:
+    given = [one.value for one in call.keywords if one.arg == "group"] + (call.args[:1] if name in OF_A_GROUP else [])
+    return any(not isinstance(one, ast.Constant) and WORLD not in ast.unparse(one) for one in given)
 
 
 def _uses(code: CodeType) -> Iterator[tuple[int, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .config_numbers import Number, is_record
+from .config_numbers import Number, attributes_of, is_record
 from .forward_code import forward_reads
 
 # On every nn.Module; they do not tell its shape.
@@ -41,7 +41,7 @@ def _counts_in(value: Any, path: str, depth: int = DEPTH) -> Iterator[tuple[str,
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """The parts of a list, a mapping, a dataclass or a namespace: (name or position, part). None for other values, and for tables."""
-    held = vars(value) if is_record(value) and hasattr(value, "__dict__") else value
+    held = attributes_of(value) if is_record(value) else value
     if not isinstance(held, (Mapping, list, tuple)) or len(held) > PARTS:
         return None
     if not isinstance(held, Mapping):

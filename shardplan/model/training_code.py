@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator
 from types import FunctionType
+
+from .source_code import parsed
 
 PARAMETERS = ("weight", "bias")
 
@@ -32,7 +33,7 @@ def training_reads(cls: type) -> tuple[str, ...]:
 def asked_before(cls: type) -> frozenset[str]:
     """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's code read."""
     if cls not in _ASKED:
-        nodes = (node for function in _methods(cls) for node in ast.walk(_parsed(function)))
+        nodes = (node for function in _methods(cls) for node in ast.walk(parsed(function)))
         tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
         read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
         _ASKED[cls] = frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))
@@ -53,16 +54,9 @@ def _may_read(function: FunctionType) -> bool:
     return "training" in names and any(one in names for one in PARAMETERS)
 
 
-def _parsed(function: FunctionType) -> ast.Module:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # the class has no source file, or its source is part of a line
-        return ast.Module([], [])
-
-
 def _read(function: FunctionType) -> set[str]:
     branches = (
-        node.body for node in ast.walk(_parsed(function)) if isinstance(node, ast.If) and _is_training(node.test)
+        node.body for node in ast.walk(parsed(function)) if isinstance(node, ast.If) and _is_training(node.test)
     )
     calls = (node for body in branches for one in body for node in ast.walk(one) if isinstance(node, ast.Call))
     arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))

@@ -9,7 +9,6 @@ import dis
 import inspect
 import linecache
 import operator
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.model.reduced import ReducedModel
+from shardplan.model.source_code import parsed
 
 from .fingerprints import is_own
 
@@ -243,10 +243,7 @@ def _instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: boo
 
 def _node(function: FunctionType) -> ast.FunctionDef | None:
     """A function's definition in its file; None for one without a file, and for a part of a line."""
-    try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError, IndexError, TypeError):
-        return None
+    node = next(iter(parsed(function).body), None)
     if not isinstance(node, ast.FunctionDef):
         return None
     first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
@@ -256,12 +253,8 @@ def _node(function: FunctionType) -> ast.FunctionDef | None:
 @cache
 def _written(code: CodeType) -> frozenset[str]:
     """The attributes of its module that a function changes: by assignment, or by a tensor's in-place method (`self.calls.add_(1)`)."""
-    try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError, TypeError):
-        return frozenset()
     written: set[str] = set()
-    for one in ast.walk(node):
+    for one in ast.walk(parsed(code)):
         targets: list[ast.expr] = one.targets if isinstance(one, ast.Assign) else []
         if isinstance(one, ast.AugAssign):
             targets = [one.target]
