@@ -312,6 +312,71 @@ def test_a_matrix_is_cut_by_a_list_of_lengths(config: object, packed: list[str])
     assert shardplan.verify(shardplan.Model(build(), inputs=hidden), made.document, {"tp": 2}).ok
 
 
+class GroupedExperts(nn.Module):
+    """torchtitan's: one product for the sorted rows of all experts, in bfloat16 whatever the model's dtype is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH))
+        self.down = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = torch._grouped_mm(rows.bfloat16(), self.up.bfloat16().transpose(-2, -1), offs=ends)
+        return torch._grouped_mm(F.silu(inner), self.down.bfloat16().transpose(-2, -1), offs=ends).type_as(rows)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4, bias=False), GroupedExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2, dim=-1)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=4)
+        made = self.experts(rows[order // 2], counts) * weights.flatten()[order].unsqueeze(-1)
+        return x + torch.zeros_like(rows).index_add(0, order // 2, made).view_as(x)
+
+
+def test_one_product_for_the_rows_of_all_experts() -> None:
+    model = shardplan.Model(Blocks(Routed), inputs=hidden)
+    made = shardplan.init_plan(model)
+    rules = made.document["tensor_parallel"]
+    assert (rules["blocks.*.experts.up"], rules["blocks.*.experts.down"]) == ("colwise", "rowwise")
+    assert shardplan.verify(model, made.document, {"tp": 2}).ok
+
+
+class Latent(nn.Module):
+    """Multi-head latent attention that knows its own sizes: no configuration says them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk_rope_head_dim, self.latent, self.heads = 4, 8, HEADS
+        self.q, self.kv_a = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 8 + 4, bias=False)
+        self.kv_b, self.norm = nn.Linear(8, HEADS * (4 + 8), bias=False), nn.RMSNorm(8)
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, -1, 8).transpose(1, 2)
+        latent, shared = self.kv_a(x).split([8, 4], dim=-1)
+        k, v = self.kv_b(self.norm(latent)).view(b, t, -1, 12).transpose(1, 2).split([4, 8], dim=-1)
+        k = torch.cat([k, shared.unsqueeze(1).expand(-1, k.shape[1], -1, -1)], dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(y.transpose(1, 2).reshape(b, t, -1))
+
+
+def test_the_tail_that_all_heads_read_is_a_number_of_the_module() -> None:
+    model = shardplan.Model(Blocks(Latent), inputs=hidden)
+    assert shardplan.init_plan(model).document["tensor_parallel"]["blocks.*.o"] == "rowwise"
+    rules = {"blocks.*.kv_a": "mla_kv_a_proj", "blocks.*.{q,kv_b}": "colwise", "blocks.*.o": "rowwise"}
+    plan = {"version": "1", "name": "own", "tensor_parallel": rules}
+    assert shardplan.verify(model, plan, {"tp": 2}).ok
+    assert shardplan.compile_plan(model, {"tp": 2}, plan).modules["blocks.0.kv_a"].tail == 4
+
+
 class Arranged(nn.Module):
     """Attention whose heads a layer of einops splits (x-transformers), and a module whose parameters only another one reads."""
 

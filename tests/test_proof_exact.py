@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardplan import Model, validate
@@ -51,6 +52,26 @@ def test_casts_of_a_float64_model_stay_in_float64(cast: str) -> None:
     with torch.no_grad():
         plain = model(x).double()
     assert 0 < (plain - output).abs().max() < 1e-6, "without it there is roundoff of float32"
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 32, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+        return F.grouped_mm(x.bfloat16(), self.weight.bfloat16(), offs=ends)[:5]
+
+
+def test_groups_of_rows_are_multiplied_in_float64() -> None:
+    model, x = Grouped(), torch.randn(6, 16, dtype=torch.float64)
+    run = reference_steps(copy.deepcopy(model), [{"x": x}])
+    weight = model.weight.detach().requires_grad_()
+    right = torch.cat([x[:2] @ weight[0], x[2:5] @ weight[2]])
+    right.square().mean().backward()
+    assert torch.equal(run.outputs[0]["output"], right)
+    assert (model(x).double() - right).abs().max() > 1e-3, "without it there is roundoff of bfloat16"
 
 
 def by_method(loss: Tensor, x: Tensor) -> Tensor | None:

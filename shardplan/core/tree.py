@@ -194,6 +194,11 @@ class ModuleTree:
             for name, children in self.children.items()
         }
 
+    def count_near(self, module: str, name: str) -> int | None:
+        """A number of the configuration; where it has none of this name, of the nearest module around."""
+        around = (self.modules[one].numbers.get(name) for one in ancestors(module))
+        return next(filter(is_count, (self.numbers.get(name), *around)), None)
+
     def pattern(self, name: str) -> str:
         """The pattern by which a plan names it and all modules like it: its list indices are starred, except in lists
         of unlike elements (`model.layers.*.mlp.up_proj`, `blocks.*.to_out.0`)."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardplan.runtime.apply.model_parts import Parted
@@ -18,6 +19,7 @@ from shardplan.torchlib.private import private
 
 LOWER = frozenset((torch.float32, torch.bfloat16, torch.float16))
 CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
+GROUPED = frozenset(("grouped_mm", "_grouped_mm"))  # names of one function
 STARTS = frozenset((Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 
 
@@ -35,11 +37,26 @@ class _Doubled(TorchFunctionMode):
             return _started_under(self, func)(*args, **(kwargs or {}))
         if func in CASTS:
             func = Tensor.double
+        if getattr(func, "__name__", "") in GROUPED:
+            func = _grouped_mm
         if torch.dtype in map(type, args):
             args = tuple(map(_raised, args))
         if not kwargs:
             return func(*args)
         return func(*args, **{name: _raised(value) for name, value in kwargs.items()})
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """`F.grouped_mm` of rows [rows, in] by a stack of matrices [groups, in, out]: torch 2.15 has none of float64.
+
+    Args:
+        offs: where each group's rows end.
+    """
+    if offs is None or a.ndim != 2 or b.ndim != 3:
+        return F.grouped_mm(a, b, offs=offs, **options)
+    ends = offs.tolist()
+    rows = [a[first:end] @ b[i] for i, (first, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    return torch.cat([*rows, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
 
 
 _AS_WRITTEN: list[None] = []  # one entry for each running call that keeps its own precisions

@@ -44,7 +44,8 @@ def _moved(trials: DraftTrials, tree: ModuleTree, draft: Draft, report: LayoutRe
             continue
         style = STYLES[rule["style"]]
         if style.features.tail is not None:
-            found.setdefault(outer, {})[pattern] = int(tree.numbers[style.features.tail])
+            same = next(one for one in tree.modules if tree.pattern(one) == pattern)
+            found.setdefault(outer, {})[pattern] = tree.count_near(same, style.features.tail) or 0
         elif (
             R in style.input_sources
             and report.incoming.get(name) == I

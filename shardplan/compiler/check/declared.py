@@ -48,8 +48,13 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
             value = attribute(resolved, assignment, path)
             if isinstance(value, str) and not _is_tensor(facts, assignment.name, path):
                 yield DIVIDE, value, rule.stating("shares"), assignment.name
-        if style.features.tail is not None and not isinstance(resolved.tree.numbers.get(style.features.tail), int):
-            yield NUMBER, f"the configuration has no number {style.features.tail}", rule, assignment.name
+        if style.features.tail is not None and not resolved.tree.count_near(assignment.name, style.features.tail):
+            yield (
+                NUMBER,
+                f"neither the configuration nor a module around has a number {style.features.tail}",
+                rule,
+                assignment.name,
+            )
 
 
 def _is_tensor(facts: Facts, name: str, path: str) -> bool:
