@@ -1,10 +1,11 @@
-"""The source of a function as a tree."""
+"""The source of a class's functions as trees."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 
 
@@ -14,3 +15,19 @@ def parsed(function: FunctionType | CodeType) -> ast.Module:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):
         return ast.Module([], [])
+
+
+def methods(cls: type) -> Iterator[FunctionType]:
+    """The functions of a class and of its bases; none of torch's classes."""
+    own = cls.__module__.partition(".")[0] != "torch"
+    for name in sorted({name for base in cls.__mro__ for name in vars(base)} if own else ()):
+        function = inspect.getattr_static(cls, name)
+        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def of_self(node: ast.AST) -> str | None:
+    """The name of an attribute of `self`."""
+    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return node.attr if is_own and isinstance(node, ast.Attribute) else None

@@ -8,11 +8,10 @@ probability is above 0 (`if self.p > 0: x = self.dropout(x)`).
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from types import FunctionType
 
-from .source_code import parsed
+from .source_code import methods, of_self, parsed
 
 PARAMETERS = ("weight", "bias")
 
@@ -25,7 +24,7 @@ def training_reads(cls: type) -> tuple[str, ...]:
     """The submodules of this class whose parameters its code passes to a function in a training-only branch: their
     names in it, sorted."""
     if cls not in _FOUND:
-        reads = (_read(one) for one in _methods(cls) if _may_read(one))
+        reads = (_read(one) for one in methods(cls) if _may_read(one))
         _FOUND[cls] = tuple(sorted(set().union(*reads)))
     return _FOUND[cls]
 
@@ -33,20 +32,11 @@ def training_reads(cls: type) -> tuple[str, ...]:
 def asked_before(cls: type) -> frozenset[str]:
     """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's code read."""
     if cls not in _ASKED:
-        nodes = (node for function in _methods(cls) for node in ast.walk(parsed(function)))
+        nodes = (node for function in methods(cls) for node in ast.walk(parsed(function)))
         tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
         read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
         _ASKED[cls] = frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))
     return _ASKED[cls]
-
-
-def _methods(cls: type) -> Iterator[FunctionType]:
-    own = cls.__module__.partition(".")[0] != "torch"
-    for name in sorted({name for base in cls.__mro__ for name in vars(base)} if own else ()):
-        function = inspect.getattr_static(cls, name)
-        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
-        if isinstance(function, FunctionType):
-            yield function
 
 
 def _may_read(function: FunctionType) -> bool:
@@ -67,17 +57,11 @@ def _is_training(test: ast.expr) -> bool:
     """Whether a condition holds only in training: `self.training`, also together with further conditions."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(map(_is_training, test.values))
-    return _of_self(test) == "training"
+    return of_self(test) == "training"
 
 
 def _children(argument: ast.expr) -> Iterator[str]:
     """The submodules whose parameters an argument reads: `self.out_proj.weight`."""
     for node in ast.walk(argument):
-        if isinstance(node, ast.Attribute) and node.attr in PARAMETERS and (child := _of_self(node.value)) is not None:
+        if isinstance(node, ast.Attribute) and node.attr in PARAMETERS and (child := of_self(node.value)) is not None:
             yield child
-
-
-def _of_self(node: ast.expr) -> str | None:
-    """The name of an attribute of `self`."""
-    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    return node.attr if is_own and isinstance(node, ast.Attribute) else None

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from torch import nn
+
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
-from shardplan.core.tree import ModuleTree, ancestors, block, full_name
+from shardplan.core.tree import ModuleTree, ancestors, block, full_name, parent
+from shardplan.model.adapters import unwrapped
+from shardplan.model.switched_off import switched_off
 
 from .steps import Steps
 
@@ -69,9 +73,10 @@ def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
 
 
 def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> Iterator[str]:
-    """The unreached parameters that the plan splits, or that are in a block in which the plan moves values. One exception: a
+    """The unreached parameters that the plan splits, or that are in a block in which the plan moves values. Two exceptions: a
     parameter whose result its block drops (the last block's queries of a stream that ends there), if the same parameter of
-    another block, in modules of the same classes and under the same rule, was reached: it is proven there."""
+    another block, in modules of the same classes and under the same rule, was reached: it is proven there. And whole ones that the
+    model's own flags switch off."""
     moving = {block(name) for name, module in program.modules.items() if module.enter or module.leave}
     split = {
         full_name(name, p.name)
@@ -88,8 +93,14 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
         if name in computing and _kind(program, reduced.tree, name) in proven:
             continue
         owner = reduced.tree.parameters[name][0].name if name in reduced.tree.parameters else name
-        if name in split or block(owner) in moving:
+        if name in split or (block(owner) in moving and not _is_off(reduced.recorded_models[0].model, name)):
             yield name
+
+
+def _is_off(model: nn.Module, name: str) -> bool:
+    """Whether a parameter, or a module around it, is one that the code around switches off."""
+    around = [(parent(one), one.rpartition(".")[2]) for one in (name, *ancestors(name)[:-1])]
+    return any(child in switched_off(unwrapped(model).get_submodule(outer)) for outer, child in around)
 
 
 def _kind(program: Program, tree: ModuleTree, name: str) -> tuple[object, ...]:
