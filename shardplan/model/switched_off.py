@@ -23,8 +23,8 @@ def _reads(module: nn.Module, node: ast.AST, *, runs: bool) -> Iterator[tuple[st
         holds = _value(module, node.test)
         yield from _reads(module, node.test, runs=runs)
         for branch, skipped in ((node.body, False), (node.orelse, True)):
-            for one in branch if isinstance(branch, list) else [branch]:
-                yield from _reads(module, one, runs=runs and holds is not skipped)
+            for code in branch if isinstance(branch, list) else [branch]:
+                yield from _reads(module, code, runs=runs and holds is not skipped)
         return
     name = of_self(node)
     if name is not None and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
