@@ -413,6 +413,46 @@ def test_a_number_for_each_head(shape: tuple[int, ...]) -> None:
     assert shardplan.verify(model, made.document, {"tp": 4}).ok
 
 
+class Wrapped(nn.Module):
+    """Attention of torch's in a module that gets the same value thrice (speechbrain's MultiheadAttention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.att = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + self.att(query, key, value, need_weights=False)[0]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_att = Wrapped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.self_att(x, x, x)
+
+
+class Encoder(nn.Module):
+    """The first layer reads the model's own input, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Inner() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_first_layer_needs_no_gradient() -> None:
+    model = shardplan.Model(Encoder(), inputs=hidden)
+    made = shardplan.init_plan(model)
+    assert made.document["tensor_parallel"]["layers.*.self_att.att.in_proj_weight"]["style"] == "packed_colwise"
+    assert shardplan.verify(model, made.document, {"tp": 2}).ok
+
+
 class Gate(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[tuple[int, in
 
 def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
     near = (stored.module, stored.around) if stored.module.kind == "other" else (stored.around,)
-    found = feature_words(size, near, facts.resolved.tree.numbers)
+    found = feature_words(size, near, facts.resolved.tree.numbers) if size > 1 else ""  # many numbers are 1
     if found:
         return found
     side = "output" if stored.placement.shard == "out" else "input"

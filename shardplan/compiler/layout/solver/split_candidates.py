@@ -99,10 +99,11 @@ class SplitCandidates:
         return self.trials.tree.pattern(name) == pattern
 
     def _others(self, container: str) -> Options:
-        """The option that moves a module's further arguments with a gradient (keys and values, after queries)."""
-        event = self.flow.entries(container)[0]
-        named = zip(event.names, event.outputs, strict=True)
-        others = [n for n, number in named if self.flow.run.requires_grad[number]][1:]
+        """The option that moves a module's further arguments with a gradient (keys and values, after queries). The first layer's may have
+        none: they are the model's inputs."""
+        named = ((e.names, e.outputs) for e in self.flow.entries(container))
+        having = [[n for n, i in zip(*one, strict=True) if self.flow.run.requires_grad[i]] for one in named]
+        others = max(having, key=len)[1:]
         return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
 
     def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:

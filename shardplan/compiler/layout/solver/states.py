@@ -301,6 +301,7 @@ class States:
 
 
 def _counted(sized: Sequence[Sized]) -> set[tuple[int, int]]:
-    """The numbers that count split parts, in the reduced model and in the model itself."""
+    """The numbers above 1 that count split parts, in the reduced model and in the model itself."""
     counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
-    return counts | {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
+    counts |= {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
+    return {pair for pair in counts if pair[0] > 1}
