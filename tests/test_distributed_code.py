@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import get_rank
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardplan
 from shardplan.model.distributed_code import asked_in, asking
+from tests.processes import on_ranks
 from tests.test_init_idioms import WIDTH, hidden
 
 
@@ -144,3 +146,17 @@ def test_what_asks_is_not_proven(form: type[nn.Module]) -> None:
     assert [one.is_error for one in allowed.diagnostics if one.code == "SP425"] == [False]
     silent = shardplan.validate(shardplan.Model(Model(Mlp(), Silent()), inputs=hidden), plan, {"tp": 2})
     assert not any(one.code == "SP425" for one in silent.diagnostics)
+
+
+def codes_of_a_group() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Model(Mlp(), Named(), Named())
+    model[2].group = mesh.get_group()
+    plan = {"version": "1", "name": "own", "tensor_parallel": {"*.up": "colwise", "*.down": "rowwise"}}
+    with pytest.raises(shardplan.PlanError) as refused:
+        shardplan.apply_plan(shardplan.Model(model, inputs=hidden), mesh, plan)
+    return [one.code for one in refused.value.diagnostics]
+
+
+def test_a_module_that_has_its_group_is_not_proven() -> None:
+    assert on_ranks(2, codes_of_a_group, seconds=100.0) == [["SP524"]] * 2  # no copy of the model has it

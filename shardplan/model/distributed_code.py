@@ -41,8 +41,8 @@ def asking(model: nn.Module) -> Iterator[tuple[str, str]]:
 @cache
 def asked_in(cls: type) -> str | None:
     """The first line in the constructors and in the forward of a class, or in what they call, that asks; None where none does. Code of
-    other packages than the class's is not looked at. A line that names the group that it asks does not count: without a group, as in
-    the proof, it does not run, and the module is the same in training."""
+    other packages than the class's is not looked at. A line that names the group that it asks does not count: without one it does not
+    run, and a module that holds one is not proven, as no copy of it can be made (SP524)."""
     package = cls.__module__.rpartition(".")[0] or cls.__module__
     constructors = (vars(base).get("__init__") for base in cls.__mro__ if _in(base.__module__, package))
     queue = [one for one in (*constructors, getattr(cls, "forward", None)) if isinstance(one, FunctionType)]

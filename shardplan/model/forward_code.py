@@ -46,15 +46,16 @@ def forward_reads(cls: type) -> frozenset[str]:
         function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
         if not isinstance(function, FunctionType):
             continue
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             if name not in names:
                 names[name] = None
                 queue.append(name)
     return frozenset(names)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names of attributes and globals in a function's code."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):  # a comprehension, or a function inside
-            yield from _names(constant)
+            yield from names_in(constant)

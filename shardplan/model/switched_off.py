@@ -7,14 +7,17 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from .forward_code import names_in
 from .source_code import methods, of_self, parsed
 
 
 def switched_off(module: nn.Module) -> frozenset[str]:
     """The children and parameters that a module's code reads only in branches for which its plain attributes decide
     (`if self.with_cross_attention:`), all against them. What the code does not read by name is not among them."""
-    reads = [read for one in methods(type(module)) for read in _reads(module, parsed(one), runs=True)]
-    return frozenset(name for name, _ in reads) - {name for name, runs in reads if runs}
+    own = {name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+    code = (parsed(one) for one in methods(type(module)) if not own.isdisjoint(names_in(one.__code__)))
+    reads = [read for tree in code for read in _reads(module, tree, runs=True)]
+    return frozenset(own.intersection(name for name, _ in reads) - {name for name, runs in reads if runs})
 
 
 def _reads(module: nn.Module, node: ast.AST, *, runs: bool) -> Iterator[tuple[str, bool]]:

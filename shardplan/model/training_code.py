@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterator
 from types import FunctionType
 
+from .forward_code import forward_reads
 from .source_code import methods, of_self, parsed
 
 PARAMETERS = ("weight", "bias")
@@ -30,9 +31,11 @@ def training_reads(cls: type) -> tuple[str, ...]:
 
 
 def asked_before(cls: type) -> frozenset[str]:
-    """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's code read."""
+    """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's forward read, and in what it calls."""
     if cls not in _ASKED:
-        nodes = (node for function in methods(cls) for node in ast.walk(parsed(function)))
+        running = {"forward", *forward_reads(cls)}
+        code = (parsed(function) for function in methods(cls) if function.__name__ in running)
+        nodes = (node for tree in code for node in ast.walk(tree))
         tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
         read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
         _ASKED[cls] = frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 
 from torch import nn
 
@@ -89,18 +90,23 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
         reduced.tree.parameters.keys() - {*missing},
     )
     proven = {_kind(program, reduced.tree, name) for name in reached}
+    off = _SwitchedOff(unwrapped(reduced.recorded_models[0].model))
     for name in missing:
         if name in computing and _kind(program, reduced.tree, name) in proven:
             continue
         owner = reduced.tree.parameters[name][0].name if name in reduced.tree.parameters else name
-        if name in split or (block(owner) in moving and not _is_off(reduced.recorded_models[0].model, name)):
+        if name in split or (block(owner) in moving and name not in off):
             yield name
 
 
-def _is_off(model: nn.Module, name: str) -> bool:
-    """Whether a parameter, or a module around it, is one that the code around switches off."""
-    around = [(parent(one), one.rpartition(".")[2]) for one in (name, *ancestors(name)[:-1])]
-    return any(child in switched_off(unwrapped(model).get_submodule(outer)) for outer, child in around)
+class _SwitchedOff:
+    """The parameters and modules that the code around them switches off."""
+
+    def __init__(self, model: nn.Module):
+        self._children = cache(lambda outer: switched_off(model.get_submodule(outer)))
+
+    def __contains__(self, name: str) -> bool:
+        return any(one.rpartition(".")[2] in self._children(parent(one)) for one in (name, *ancestors(name)[:-1]))
 
 
 def _kind(program: Program, tree: ModuleTree, name: str) -> tuple[object, ...]:

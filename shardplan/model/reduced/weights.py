@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.core.tree import ModuleKind
 from shardplan.model.build_tree import kind_of
 from shardplan.model.training_code import asked_before
 
 from .fields import role
 
 NOISE = 0.1  # added to parameters that the model initialises in a structured way: norm weights, biases, decay rates
-DROPOUT: ModuleKind = "dropout"
 LEAST = 1e-30  # a probability that drops nothing, in any dtype: 1 - LEAST is 1
 
 
@@ -86,14 +84,21 @@ def _seed(seed: int, name: str) -> int:
 
 
 def without_noise(model: nn.Module) -> None:
-    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads. Where code asks for one before an
-    nn.Dropout runs (`if self.p > 0: x = self.dropout(x)`), it becomes so small that nothing is dropped."""
-    asked = {found for module in model.modules() for found in _asked(module)}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            drops = name == "p" and kind_of(module) == DROPOUT
-            if drops or (isinstance(value, float) and role(name) == "dropout"):
-                vars(module)[name] = LEAST if value > 0 and (module, name) in asked else 0.0
+    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads. Where code asks for one before
+    elements are dropped (`if self.p > 0: x = self.dropout(x)`), it becomes so small that nothing is dropped."""
+    active = {(module, name) for module in model.modules() for name in _probabilities(module)}
+    asked = {found for module in model.modules() for found in _asked(module)} if active else set()
+    for module, name in active:
+        vars(module)[name] = LEAST if (module, name) in asked else 0.0
+
+
+def _probabilities(module: nn.Module) -> Iterator[str]:
+    """The attributes of a module that are probabilities of dropout above zero."""
+    drops = kind_of(module) == "dropout"
+    for name, value in vars(module).items():
+        if (drops and name == "p") or (isinstance(value, float) and role(name) == "dropout"):
+            if value > 0:
+                yield name
 
 
 def _asked(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
