@@ -142,7 +142,7 @@ def test_code_that_draws_next_to_whole_values_draws_common_numbers(split: bool) 
     )
     plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
     report = validate(Layers(split), plan, {"tp": 2})
-    assert [d.code for d in report.errors] == (["SP370"] if split else []), report
+    assert [d.code for d in report.errors] == (["SP371"] if split else []), report
 
 
 @pytest.mark.slow
