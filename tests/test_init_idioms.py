@@ -292,7 +292,7 @@ class Fused(nn.Module):
     ("config", "packed"),
     [
         (None, ["32", "16", "16"]),
-        (Sizes(), ["n_heads * 8", "16", "16"]),
+        (Sizes(), ["n_heads * 8", "2 * 8", "2 * 8"]),
         (SimpleNamespace(n_heads=HEADS, shared=HEADS // 2), ["n_heads * 8", "shared * 8", "shared * 8"]),
         (SimpleNamespace(dropout=0.5), ["32", "16", "16"]),
     ],

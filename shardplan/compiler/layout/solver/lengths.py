@@ -60,8 +60,7 @@ class Sized:
 
     @property
     def words(self) -> str:
-        words = [one.words for one in (self.heads, self.size) if one is not None]
-        return str(self.full) if all(map(str.isdecimal, words)) else " * ".join(words)
+        return " * ".join(one.words for one in (self.heads, self.size) if one is not None)
 
     @property
     def likeness(self) -> float:
