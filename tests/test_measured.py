@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -188,3 +189,12 @@ def test_types_of_a_newer_release(name, tp):
     model(**reduced.inputs()).loss.backward()
     unread = [n for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
     assert not unread, "each parameter decides the loss"
+
+
+def test_a_number_of_a_head_that_this_class_lacks():
+    """It shapes nothing here, but the configuration refuses another than the trunk's hidden size."""
+    cls = getattr(transformers, "PocketTTSModel", None)
+    if cls is None:
+        pytest.skip("the installed transformers has no type pocket_tts")
+    reduced = make_reduced_model(built(cls), tp=2).config
+    assert reduced.hidden_size < 128 and reduced.flow_head_config.condition_dim == reduced.hidden_size

@@ -67,9 +67,9 @@ def usual_names(config: PreTrainedConfig, build: Build, admits: Callable[[int], 
             if role(name) is None and sizes and all(type(one) is int and admits(one) for one in sizes):
                 base = base or build(config)
                 larger = _doubled(config, part, name, build)
-                # Refused where it is tied to the hidden size, as the groups of a convolution are to its channels.
-                tied = "intermediate_size" if value == hidden_size(part) else ""
-                usual = tied if larger is None else _usual_name(sizes, base, larger)
+                # Where it is tied to a hidden size it is refused, as the groups of a convolution are, or shapes nothing (of a head that this class lacks).
+                tied = "intermediate_size" if value in map(hidden_size, parts(config)) else ""
+                usual = tied if larger is None else _usual_name(sizes, base, larger) or tied
                 found |= {name: usual} if usual else {}
     return found
 
