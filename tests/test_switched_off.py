@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import shardplan
-from shardplan.model.switched_off import switched_off
+from shardplan.model.code_conditions import switched_off
 from tests.test_init_idioms import WIDTH, Blocks, hidden
 
 

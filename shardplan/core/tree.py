@@ -194,10 +194,10 @@ class ModuleTree:
             for name, children in self.children.items()
         }
 
-    def count_near(self, module: str, name: str) -> int | None:
-        """A number of the configuration; where it has none of this name, of the nearest module around."""
+    def count_near(self, module: str, name: str) -> int:
+        """A number of the configuration; where it has none of this name, of the nearest module around; 0 where none has."""
         around = (self.modules[one].numbers.get(name) for one in ancestors(module))
-        return next(filter(is_count, (self.numbers.get(name), *around)), None)
+        return next(filter(is_count, (self.numbers.get(name), *around)), 0)
 
     def pattern(self, name: str) -> str:
         """The pattern by which a plan names it and all modules like it: its list indices are starred, except in lists

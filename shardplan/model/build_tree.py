@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -129,7 +129,7 @@ def base_prefix(module: nn.Module) -> str:
 
 def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper: bool, inside: bool) -> ModuleInfo:
     path, layer = layer_of(module) if wrapper else ("", module)
-    kind = kind_of(layer)
+    kind, cls = kind_of(layer), cast(type, type(layer))
     parameters = () if inside else module.named_parameters(recurse=wrapper, remove_duplicate=False)
     return ModuleInfo(
         name=name,
@@ -149,7 +149,7 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
         numbers=module_numbers(layer),
         config=config,
         layer=path,
-        training_reads=training_reads(type(layer)),
+        training_reads=training_reads(cls),
         buffers={leaf: tuple(buffer.shape) for leaf, buffer in layer.named_buffers(recurse=False)},
         arguments=only_arguments(layer),
     )

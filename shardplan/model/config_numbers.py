@@ -125,8 +125,8 @@ def _properties(config: Any) -> dict[str, Number]:
     found: dict[str, Number] = {}
     for name, one in inspect.getmembers_static(type(config), lambda one: isinstance(one, property)):
         with suppress(Exception):  # the user's own code
-            value = one.__get__(config)
-            found |= {name: value} if isinstance(value, (int, float)) else {}
+            if isinstance(value := one.__get__(config), (int, float)):
+                found[name] = value
     return found
 
 
@@ -139,8 +139,9 @@ def attributes_of(config: Any) -> Mapping[str, Any]:
     """What a configuration, a mapping, or a record holds, by name."""
     if isinstance(config, Mapping):
         return config
-    slots = fields(config) if is_record(config) and not hasattr(config, "__dict__") else ()
-    return {one.name: getattr(config, one.name) for one in slots} or getattr(config, "__dict__", {})
+    if hasattr(config, "__dict__") or not is_record(config):
+        return getattr(config, "__dict__", {})
+    return {one.name: getattr(config, one.name) for one in fields(config)}  # a dataclass with slots
 
 
 def _number(value: Any) -> Number | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 from torch import nn
+
+from .source_code import function_of
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -42,11 +44,8 @@ def forward_reads(cls: type) -> frozenset[str]:
     names: dict[str, None] = {}
     queue = ["forward"]
     for method in queue:
-        function = inspect.getattr_static(cls, method, None)
-        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
-        if not isinstance(function, FunctionType):
-            continue
-        for name in names_in(function.__code__):
+        function = function_of(cls, method)
+        for name in () if function is None else names_in(function.__code__):
             if name not in names:
                 names[name] = None
                 queue.append(name)

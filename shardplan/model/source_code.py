@@ -17,14 +17,18 @@ def parsed(function: FunctionType | CodeType) -> ast.Module:
         return ast.Module([], [])
 
 
+def function_of(cls: type, name: str) -> FunctionType | None:
+    """The function that a class, or a base of it, has under a name, without what wraps it."""
+    found = inspect.getattr_static(cls, name, None)
+    found = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+    return found if isinstance(found, FunctionType) else None
+
+
 def methods(cls: type) -> Iterator[FunctionType]:
     """The functions of a class and of its bases; none of torch's classes."""
     own = cls.__module__.partition(".")[0] != "torch"
-    for name in sorted({name for base in cls.__mro__ for name in vars(base)} if own else ()):
-        function = inspect.getattr_static(cls, name)
-        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
-        if isinstance(function, FunctionType):
-            yield function
+    names = sorted({name for base in cls.__mro__ for name in vars(base)} if own else ())
+    yield from filter(None, (function_of(cls, name) for name in names))
 
 
 def of_self(node: ast.AST) -> str | None:

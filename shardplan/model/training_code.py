@@ -1,45 +1,27 @@
-"""What a module's code reads in a branch, or before it: parameters of submodules for training alone, and probabilities.
+"""Parameters of submodules that a module's code reads only in a branch for training.
 
 A kernel that computes a layer together with its submodules takes their parameters as arguments (`mamba_inner_fn` and
-`mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run. Other code drops elements only where a
-probability is above 0 (`if self.p > 0: x = self.dropout(x)`).
+`mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from types import FunctionType
 
-from .forward_code import forward_reads
 from .source_code import methods, of_self, parsed
 
 PARAMETERS = ("weight", "bias")
 
 
-_FOUND: dict[type, tuple[str, ...]] = {}
-_ASKED: dict[type, frozenset[str]] = {}
-
-
+@cache
 def training_reads(cls: type) -> tuple[str, ...]:
     """The submodules of this class whose parameters its code passes to a function in a training-only branch: their
     names in it, sorted."""
-    if cls not in _FOUND:
-        reads = (_read(one) for one in methods(cls) if _may_read(one))
-        _FOUND[cls] = tuple(sorted(set().union(*reads)))
-    return _FOUND[cls]
-
-
-def asked_before(cls: type) -> frozenset[str]:
-    """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's forward read, and in what it calls."""
-    if cls not in _ASKED:
-        running = {"forward", *forward_reads(cls)}
-        code = (parsed(function) for function in methods(cls) if function.__name__ in running)
-        nodes = (node for tree in code for node in ast.walk(tree))
-        tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
-        read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
-        _ASKED[cls] = frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))
-    return _ASKED[cls]
+    reads = (_read(one) for one in methods(cls) if _may_read(one))
+    return tuple(sorted(set().union(*reads)))
 
 
 def _may_read(function: FunctionType) -> bool:

@@ -47,7 +47,7 @@ class _Doubled(TorchFunctionMode):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
-    """`F.grouped_mm` of rows [rows, in] by a stack of matrices [groups, in, out]: torch 2.15 has none of float64.
+    """`F.grouped_mm` of rows [rows, in] by a stack of matrices [groups, in, out]: torch 2.13 has none of float64.
 
     Args:
         offs: where each group's rows end.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
-
-from torch import nn
 
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.core.tree import ModuleTree, ancestors, block, full_name, parent
 from shardplan.model.adapters import unwrapped
-from shardplan.model.switched_off import switched_off
+from shardplan.model.code_conditions import switched_off
 
 from .steps import Steps
 
@@ -90,23 +88,19 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
         reduced.tree.parameters.keys() - {*missing},
     )
     proven = {_kind(program, reduced.tree, name) for name in reached}
-    off = _SwitchedOff(unwrapped(reduced.recorded_models[0].model))
+    model = unwrapped(reduced.recorded_models[0].model)
+    off = cache(lambda outer: switched_off(model.get_submodule(outer)))
     for name in missing:
         if name in computing and _kind(program, reduced.tree, name) in proven:
             continue
         owner = reduced.tree.parameters[name][0].name if name in reduced.tree.parameters else name
-        if name in split or (block(owner) in moving and name not in off):
+        if name in split or (block(owner) in moving and not _is_in(off, name)):
             yield name
 
 
-class _SwitchedOff:
-    """The parameters and modules that the code around them switches off."""
-
-    def __init__(self, model: nn.Module):
-        self._children = cache(lambda outer: switched_off(model.get_submodule(outer)))
-
-    def __contains__(self, name: str) -> bool:
-        return any(one.rpartition(".")[2] in self._children(parent(one)) for one in (name, *ancestors(name)[:-1]))
+def _is_in(children: Callable[[str], frozenset[str]], name: str) -> bool:
+    """Whether a parameter or module, or one around it, is among these children of the module that it is in."""
+    return any(one.rpartition(".")[2] in children(parent(one)) for one in (name, *ancestors(name)[:-1]))
 
 
 def _kind(program: Program, tree: ModuleTree, name: str) -> tuple[object, ...]:

@@ -103,14 +103,15 @@ def _bound(
         return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide, settings=local)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     weight = next((p.computed for p in parameters if p.name == "weight" and p.shared and not p.parts), None)
-    tail = (style.features.tail and plan.tree.count_near(module.name, style.features.tail)) or 0
     crossing, tensors = boundary(rule).on(plan.axis).at(rule.seq_dim), tuple(tensor_shares(plan, module, rule))
     return BoundModule(
         module,
         assignment,
         parameters,
         boundary=crossing if weight is None else crossing.of_heads(weight.copies),
-        tail=tail if plan.axis is Axis.TP else 0,
+        tail=plan.tree.count_near(module.name, style.features.tail)
+        if style.features.tail and plan.axis is Axis.TP
+        else 0,
         link=link,
         divide=divide,
         settings=local,

@@ -45,7 +45,7 @@ def _moved(trials: DraftTrials, tree: ModuleTree, draft: Draft, report: LayoutRe
         style = STYLES[rule["style"]]
         if style.features.tail is not None:
             same = next(one for one in tree.modules if tree.pattern(one) == pattern)
-            found.setdefault(outer, {})[pattern] = tree.count_near(same, style.features.tail) or 0
+            found.setdefault(outer, {})[pattern] = tree.count_near(same, style.features.tail)
         elif (
             R in style.input_sources
             and report.incoming.get(name) == I

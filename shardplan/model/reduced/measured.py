@@ -60,15 +60,16 @@ def usual_names(config: PreTrainedConfig, build: Build, admits: Callable[[int], 
         admits: whether a number is looked at; of a list, each.
     """
     found: dict[str, str] = {}
-    base = None
+    base, hidden = None, [hidden_size(part) for part in parts(config)]
     for part in parts(config):
         for name, value in vars(part).items():
             sizes = [*value] if isinstance(value, (list, tuple)) else [value]
             if role(name) is None and sizes and all(type(one) is int and admits(one) for one in sizes):
                 base = base or build(config)
                 larger = _doubled(config, part, name, build)
-                # Where it is tied to a hidden size it is refused, as the groups of a convolution are, or shapes nothing (of a head that this class lacks).
-                tied = "intermediate_size" if value in map(hidden_size, parts(config)) else ""
+                # Where it is tied to a hidden size it is refused, as the groups of a convolution are, or shapes nothing: it is of a
+                # head that this class lacks.
+                tied = "intermediate_size" if value in hidden else ""
                 usual = tied if larger is None else _usual_name(sizes, base, larger) or tied
                 found |= {name: usual} if usual else {}
     return found

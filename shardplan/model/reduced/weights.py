@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.model.build_tree import kind_of
-from shardplan.model.training_code import asked_before
+from shardplan.model.code_conditions import asked_before
 
 from .fields import role
 
@@ -96,14 +96,14 @@ def _probabilities(module: nn.Module) -> Iterator[str]:
     """The attributes of a module that are probabilities of dropout above zero."""
     drops = kind_of(module) == "dropout"
     for name, value in vars(module).items():
-        if (drops and name == "p") or (isinstance(value, float) and role(name) == "dropout"):
-            if value > 0:
-                yield name
+        if ((drops and name == "p") or (isinstance(value, float) and role(name) == "dropout")) and value > 0:
+            yield name
 
 
 def _asked(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The attributes that conditions in a module's code read, each with its module."""
-    for path in asked_before(type(module)):
+    cls: type = type(module)
+    for path in asked_before(cls):
         owner, _, name = path.rpartition(".")
         with suppress(AttributeError):  # a path through other objects
             yield module.get_submodule(owner), name

@@ -11,10 +11,7 @@ from shardplan.core.tree import ModuleTree, parent
 from shardplan.model.reduced.trace import Event, Trace
 
 MATMULS = frozenset(
-    (
-        *("linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "__matmul__", "__rmatmul__", "conv1d"),
-        *("grouped_mm", "_grouped_mm"),
-    )
+    "linear matmul mm bmm baddbmm addmm einsum __matmul__ __rmatmul__ conv1d grouped_mm _grouped_mm".split()
 )
 LOOK_UPS = frozenset(("embedding", "Embedding"))
 TURNS = frozenset(("t", "transpose", "swapaxes", "permute", "T.__get__", "mT.__get__", "__get__"))

@@ -1,14 +1,27 @@
-"""Children of a module that its own flags switch off: made by its constructor, and read only in branches that do not run."""
+"""The conditions in a module's code: what they read (`if self.p > 0: x = self.dropout(x)`), and the children that a module's own flags
+switch off, as they are read only in branches that do not run."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 
 from torch import nn
 
-from .forward_code import names_in
+from .forward_code import forward_reads, names_in
 from .source_code import methods, of_self, parsed
+
+
+@cache
+def asked_before(cls: type) -> frozenset[str]:
+    """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's forward read, and in what it calls."""
+    running = {"forward", *forward_reads(cls)}
+    code = (parsed(function) for function in methods(cls) if function.__name__ in running)
+    nodes = (node for tree in code for node in ast.walk(tree))
+    tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
+    read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
+    return frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))
 
 
 def switched_off(module: nn.Module) -> frozenset[str]:
@@ -45,10 +58,14 @@ def _value(module: nn.Module, test: ast.expr) -> bool | None:
         case ast.BoolOp(sign, values):
             known = [_value(module, one) for one in values]
             decides = isinstance(sign, ast.Or)
-            return decides if decides in known else None if None in known else not decides
+            if decides in known:
+                return decides
+            return None if None in known else not decides
         case ast.Compare(asked, [ast.Is() | ast.IsNot() as sign], [ast.Constant(None)]):
             flag = getattr(module, of_self(asked) or "", ...)
             return None if flag is ... else (flag is None) is isinstance(sign, ast.Is)
     name = of_self(test)
     flag = vars(module).get(name, ...) if name not in (None, "training") else ...
-    return flag if isinstance(flag, bool) else False if flag is None else None
+    if flag is None:
+        return False
+    return flag if isinstance(flag, bool) else None
