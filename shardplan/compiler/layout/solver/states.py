@@ -301,7 +301,7 @@ class States:
 
 
 def _counted(sized: Sequence[Sized]) -> set[tuple[int, int]]:
-    """The numbers above 1 that count split parts, in the reduced model and in the model itself."""
-    counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
-    counts |= {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
-    return {pair for pair in counts if pair[0] > 1}
+    """The numbers that count split parts, in the reduced model and in the model itself. A length of 1 is none of them, as many numbers are 1;
+    a part may have one head (Mamba 2 with one group)."""
+    lengths = {(one.part.length, one.full) for one in sized if one.part.heads != 1 and one.part.length > 1}
+    return lengths | {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
