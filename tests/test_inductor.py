@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardplan.runtime.parallel.inductor import Inductor
+from shardplan.runtime.apply.compilation import Inductor
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 

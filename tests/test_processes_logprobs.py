@@ -19,8 +19,8 @@ from shardplan.compat import (
     get_logprobs_from_vocab_parallel_logits,
 )
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.runtime.parallel.vocabulary_filter import least_logits
 from shardplan.runtime.parallel.vocabulary_logits import Split
+from shardplan.runtime.parallel.vocabulary_probabilities import least_logits
 from shardplan.runtime.training import log_probabilities
 
 LENGTH = 16

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.compiler.lower.program import Program
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
-from shardplan.core.plan import variant_name, without_sequence
+from shardplan.core.plan import ResolvedPlan, variant_name, without_sequence
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
 from shardplan.runtime.parallel.random_streams import Streams
@@ -25,7 +26,6 @@ from .backends import FUNCTIONS
 from .fsdp2 import reshard
 from .model_parts import Parted, parts_of
 from .plan_mesh import PlanMesh
-from .receipt import counted, data_parallel_text, parameters_text
 from .slices import Packing
 from .state import keep_optimizer_order, packed_parameters
 
@@ -308,3 +308,32 @@ def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
     finally:
         for (_, shared), variant in zip(switched, before, strict=True):
             shared.regime.variant = variant
+
+
+# Parts of the record of an applied plan as text, for the log of a run. Nothing is communicated.
+def data_parallel_text(resolved: ResolvedPlan) -> str:
+    """The backend, units and dtypes of a plan with a `data_parallel` section."""
+    section = resolved.data_parallel
+    assert section is not None
+    parts = [section.backend, f"{len(resolved.dp_units)} units"]
+    if (precision := section.mixed_precision) is not None:
+        dtypes = (("param", precision.param), ("reduce", precision.reduce), ("output", precision.output))
+        parts += [f"{name} {dtype}" for name, dtype in dtypes if dtype is not None]
+    return ", ".join(parts)
+
+
+def parameters_text(model: nn.Module) -> str:
+    """The parameters' bytes on this rank and in all, and their dtypes."""
+    whole = here = 0
+    dtypes: dict[str, None] = {}
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        whole += parameter.numel() * parameter.element_size()
+        here += local.numel() * local.element_size()
+        dtypes[str(parameter.dtype).removeprefix("torch.")] = None
+    return f"{here:,} of {whole:,} bytes on this rank, {', '.join(dtypes)}"
+
+
+def counted(counter: Counter[str]) -> str:
+    """`5 all_gather, 4 reduce_scatter`."""
+    return ", ".join(f"{n} {op}" for op, n in sorted(counter.items())) or "none"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -15,11 +16,11 @@ from shardplan.core.by_key import by_key
 from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
 from shardplan.core.tree import ancestors, innermost
 from shardplan.runtime.parallel.failures import at_module
-from shardplan.runtime.parallel.fsdp_units import keep_requires_grad
+from shardplan.runtime.parallel.fsdp_units import keep_requires_grad, units_of, when_gathered
 from shardplan.runtime.parallel.whole_scalars import is_whole
 
 from .expert_units import placement_over
-from .later_hooks import refuse_later_hooks
+from .marked_parameters import mark_parameters
 from .wrapped import Wrapped
 
 
@@ -187,3 +188,28 @@ def gather_once(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+
+
+# Hooks on parameters that FSDP2 shards. Autograd runs the hooks (`register_hook`) of the tensor that gets a gradient: the gathered one.
+# FSDP2 sets the gradient of the sharded tensor itself, so a hook on that tensor would never run: registering one is refused.
+def refuse_later_hooks(model: nn.Module) -> None:
+    """Make `register_hook` of the parameters that FSDP2 shards raise RuntimeError; the message says what to write instead."""
+    units = units_of(model.modules())
+    sharded = {id(p.sharded_param) for unit in units for found in unit.groups for p in found.group.fsdp_params}
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in sharded]
+    by_identity = {id(parameter): name for name, parameter in mark_parameters(model, names, _mark).items()}
+    # After a forward, the model has the gathered parameters of the root and of units that stay gathered.
+    kept = [cast(nn.Module, u.module) for u in units if any(f.after_forward is None for f in u.groups)]
+    when_gathered({model, *kept}, lambda parameter: partial(_mark, by_identity[id(parameter)]))
+
+
+def _mark(name: str, parameter: Tensor) -> None:
+    parameter.__dict__["register_hook"] = partial(_refuse, name)
+
+
+def _refuse(name: str, hook: object) -> NoReturn:
+    raise RuntimeError(
+        f"register_hook on {name}: FSDP2 sets the gradient of a sharded parameter itself, and the hook would never run. Use "
+        "parameter.register_post_accumulate_grad_hook(hook): it is called with the parameter, whose .grad is averaged over the data-parallel "
+        "ranks and sharded as the parameter is. Or change .grad between backward and optimizer.step()"
+    )

@@ -13,9 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardplan.runtime.parallel.left_steps import put_right
 
-from .before_weights import weights_are_there
-from .later_float8 import no_later_float8
-from .refusals import no_attention_maps, no_later_adapters, no_refused_arguments, no_whole_labels
+from .refusals import (
+    no_attention_maps,
+    no_later_adapters,
+    no_later_float8,
+    no_refused_arguments,
+    no_whole_labels,
+    weights_are_there,
+)
 from .same_inputs import is_compared, same_inputs
 from .same_kinds import same_kinds
 from .same_weights import one_initialisation, same_weights

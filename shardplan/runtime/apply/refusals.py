@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardplan.model.adapters import is_wrapper
+from shardplan.model.float8 import is_float8
 from shardplan.model.forward_code import parameters_of
 from shardplan.styles.boundary import returns_tokens
 
@@ -189,3 +191,43 @@ def _refuse_pickling(name: str, protocol: int) -> Any:
         f"a {name} under FSDP2 cannot be pickled (pickle, torch.save): each rank has its shards alone. Call "
         "shardplan.save_checkpoint(model, folder), or save model.state_dict() with torch.distributed.checkpoint"
     )
+
+
+def weights_are_there(watched: Watched) -> Looks:
+    """Raise RuntimeError at a forward of the model, or of one of its FSDP2 units, while a parameter is on the meta device.
+
+    It is raised before FSDP2 first looks at its parameters, so the model can still be loaded.
+    """
+    model, ready = watched.outer, False
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return {}
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> bool:
+        nonlocal ready
+        if ready:
+            return True
+        if missing := next((name for name, parameter in module.named_parameters() if parameter.is_meta), None):
+            raise RuntimeError(
+                f"the model has no weights yet ({missing} is on the meta device): call materialize(model, device), or "
+                "load_checkpoint(model, folder), before its first forward"
+            )
+        ready = module is model
+        return ready
+
+    return dict.fromkeys([model, *(module for module in model.modules() if isinstance(module, FSDPModule))], look)
+
+
+def no_later_float8(watched: Watched) -> Looks:
+    """Raise RuntimeError where a linear layer was converted to float8 after the plan was applied: it would take this rank's part of a weight
+    for the whole weight."""
+    known = {id(module) for module in watched.outer.modules() if is_float8(module)}
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for name, layer in module.named_modules():
+            if is_float8(layer) and id(layer) not in known and isinstance(layer.weight, DTensor):
+                raise RuntimeError(
+                    f"{name} was converted to float8 after apply_plan, which split its weight: convert the model first, then apply "
+                    "the plan (convert_to_float8_training(model), then apply_plan(model, ...))"
+                )
+
+    return {watched.outer: look}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.backends import mha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shardplan.compiler.lower.program import Program
 from shardplan.runtime.parallel.expert_turns import watch_experts
-from shardplan.runtime.parallel.fast_path import without_fast_path
 from shardplan.runtime.parallel.forward import around_of, wrap_forward
 from shardplan.runtime.parallel.leave_weights import leave_weights
 from shardplan.runtime.parallel.make_styles import make_styles
@@ -47,3 +48,14 @@ def shard(
         if isinstance(module, nn.TransformerEncoder) and mesh.tp_size > 1:
             wrap_forward(module, without_fast_path)
     return shared
+
+
+def without_fast_path(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Wraps the forward of nn.TransformerEncoder. In evaluation without gradients it would make one nested tensor of padded
+    sequences, which cannot be sliced or gathered. Its layers need no wrapper: where they see hooks, they run module by module."""
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        mha.set_fastpath_enabled(before)

@@ -3,9 +3,11 @@ tensors may be whole, or split over another mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
@@ -15,7 +17,6 @@ from shardplan.core.module_program import ParameterProgram
 from shardplan.core.tree import full_name, parent
 from shardplan.torchlib.gathering import full_tensor
 
-from .broadcast_loads import as_loaded, note_before_broadcasts
 from .slices import Packing, gathered, in_original_order, like, splits
 
 _PORTABLE = "_shardplan_portable"
@@ -143,3 +144,46 @@ def keep_optimizer_order(optimizer: Optimizer, packings: Mapping[int, Packing], 
 
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(load)
+
+
+# `set_model_state_dict(..., broadcast_from_rank0=True)` on packed parameters.
+#
+# torch.distributed.checkpoint writes a rank's rows of the whole tensor, in the original order, into the parameter itself, and passes that
+# to `load_state_dict`. But a parameter that the state on rank 0 did not have, or that a script passes unchanged, is in the stored order.
+# Only the write shows which of the two it is. Before it writes, torch asks the parameter's module for its `_fqn_modifiers` (the default
+# of `StateDictOptions.dsd_fqn_modifiers`); the state is noted at that moment.
+_ASKED, _NOTED = "_fqn_modifiers", "_shardplan_before_broadcast"
+
+
+def note_before_broadcasts(model: nn.Module, names: Collection[str]) -> None:
+    """Make the modules of packed parameters note the parameters' state just before torch writes into them.
+
+    Args:
+        names: the packed parameters.
+    """
+    for name in names:
+        owner, leaf = model.get_submodule(parent(name)), name.rpartition(".")[2]
+        owner.__dict__[_ASKED] = partial(_note, owner, leaf, getattr(owner, _ASKED, dict))
+
+
+def _note(owner: nn.Module, leaf: str, asked: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    parameter = owner._parameters[leaf]
+    if isinstance(parameter, DTensor):
+        owner.__dict__.setdefault(_NOTED, {})[leaf] = parameter, _writes(parameter)
+    return asked()
+
+
+def _writes(parameter: DTensor) -> int:
+    """The number of writes to the rank's part."""
+    with torch.no_grad():
+        return parameter.to_local()._version
+
+
+def as_loaded(owner: nn.Module, leaf: str, value: Tensor) -> Tensor | None:
+    """A value passed to `load_state_dict` for a packed parameter, with rows in the original order: a new object if torch wrote
+    into the parameter itself; None if the parameter was passed unchanged."""
+    parameter, before = owner.__dict__.get(_NOTED, {}).pop(leaf, (None, 0))
+    if parameter is not value:
+        return value
+    assert isinstance(parameter, DTensor), leaf
+    return None if _writes(parameter) == before else value.detach()

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.attributes import divide_attributes, owner_of, set_attributes
+from shardplan.torchlib.heads_of_weights import HeadsOfWeights
 
 from .boundaries import Enter, Leave, acts
-from .buffer_shares import OwnBuffers
+from .dim_exchange import pieces_of
 from .expert_turns import Turn
 from .failures import at_module
 from .forward import wrap_forward
@@ -22,14 +23,12 @@ from .head_exchange import HeadShares
 from .means import Means
 from .outputs import HiddenStates, hidden_states_of, whole_over_cp
 from .own_experts import OwnExperts
-from .own_heads import own_heads
 from .parameters import LocalParameters, ParametersBelow, distribute
 from .reading import Reads
 from .regather import Regather
-from .regime import Shared
+from .regime import Regime, Shared
 from .shared_reads import ReadsOnce
 from .shared_rows import neighbours
-from .unfused import unfused
 from .vocabulary_lookup import VocabularyLookup
 from .waiting_sums import Collects
 
@@ -200,3 +199,55 @@ class ModuleStyle(ParallelStyle):
 
         module.register_forward_pre_hook(begin, prepend=True)  # before the scope's own
         module.register_forward_hook(end, always_call=True)
+
+
+def own_heads(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Wraps the forward of nn.MultiheadAttention: it computes with the heads that its matrices have."""
+    with HeadsOfWeights():
+        return forward(*args, **kwargs)
+
+
+def unfused(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Wraps a module's forward: the module sees its `training` as False. If it is true and nothing is cached, transformers' state
+    space layers call the kernel (`mamba_inner_fn`, `mamba2_split_conv1d_scan_combined`). The functions of the other path are
+    differentiable too. The modules below keep their own `training`."""
+    training = module.training
+    module.training = False
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module.training = training
+
+
+class OwnBuffers:
+    """Wraps a module's forward: it reads this rank's share of some buffers, which are stored whole.
+
+    Args:
+        programs: variant -> how each buffer is read.
+        regime: its variant is used.
+        mesh: the tp mesh.
+    """
+
+    def __init__(self, programs: Mapping[str, Sequence[ParameterProgram]], regime: Regime, mesh: DeviceMesh):
+        self.programs, self.regime, self.mesh = programs, regime, mesh
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        buffers = module._buffers
+        whole: list[tuple[str, Tensor]] = []
+        try:
+            for program in self.programs[self.regime.variant]:
+                buffer = buffers[program.name]
+                if buffer is not None:
+                    whole.append((program.name, buffer))
+                    buffers[program.name] = share(buffer, program, self.mesh.size(), self.mesh.get_local_rank())
+            return forward(*args, **kwargs)
+        finally:
+            for name, buffer in whole:
+                buffers[name] = buffer
+
+
+def share(whole: Tensor, program: ParameterProgram, ranks: int, rank: int) -> Tensor:
+    """A rank's part of a buffer, which may have any shape with the program's dim."""
+    dim = program.computed.dim
+    assert isinstance(dim, int), program
+    return pieces_of(whole, dim, program.ranges(whole.shape[dim], ranks, rank))
