@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardplan
-from shardplan.compiler.layout.in_step import InStep
+from shardplan.compiler.layout.spreads import InStep
 from shardplan.model.reduced.trace import Event, Trace
 
 

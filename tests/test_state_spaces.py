@@ -20,7 +20,7 @@ from transformers.models.mamba2 import modeling_mamba2
 import shardplan
 from shardplan import Model
 from shardplan.core.module_program import FeatureMeans
-from shardplan.model.training_code import training_reads
+from shardplan.model.build_tree import training_reads
 
 CODESTRAL = {"num_heads": 128, "head_dim": 64, "n_groups": 8, "hidden_size": 4096, "state_size": 128}
 FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 16}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import product
+from types import FunctionType
 from typing import Any, cast
 
 from torch import nn
@@ -12,12 +16,10 @@ from shardplan.core.by_key import by_key
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, ancestors, full_name
 
 from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
-from .config_numbers import Number, config_fields, config_numbers, own_numbers
+from .config_numbers import Number, attributes_of, config_fields, config_numbers, is_record, own_numbers
 from .float8 import is_float8, plain_class
-from .forward_code import only_arguments
-from .module_numbers import module_numbers
-from .ties import tied_groups
-from .training_code import training_reads
+from .forward_code import forward_reads, only_arguments
+from .source_code import methods, of_self, parsed
 
 KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
     ((nn.Linear,), "linear"),
@@ -158,3 +160,135 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on it."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+# The numbers of modules that rules and checks read.
+
+# On every nn.Module; they do not tell its shape.
+STATE = frozenset({"training", "call_super_init", "dump_patches", *vars(nn.Module())})
+DEPTH, PARTS = 3, 64  # of lists and mappings whose numbers count; longer ones are tables
+
+
+def module_numbers(module: nn.Module) -> dict[str, Number]:
+    """The int, float and bool attributes of the instance; of what its forward reads, also private counts, and counts in lists, mappings,
+    dataclasses and namespaces, by their path (`args.n_heads`, `lengths.0`)."""
+    found: dict[str, Number] = {}
+    reads: frozenset[str] | None = None  # of few modules: to look for it takes longer than all else
+    for name, value in vars(module).items():
+        if name in STATE:
+            continue
+        if isinstance(value, (int, float)) and not name.startswith("_"):
+            found[name] = value
+        elif name != "config" and (type(value) is int or _parts(value) is not None):  # a configuration's are told apart
+            reads = forward_reads(type(module)) if reads is None else reads
+            found |= _counts_in(value, name) if name in reads else {}
+    return found
+
+
+def _counts_in(value: Any, path: str, depth: int = DEPTH) -> Iterator[tuple[str, int]]:
+    if type(value) is int:
+        yield path, value
+    elif depth and (parts := _parts(value)) is not None:
+        for name, part in parts:
+            yield from _counts_in(part, f"{path}.{name}", depth - 1)
+
+
+def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The parts of a list, a mapping, a dataclass or a namespace: (name or position, part). None for other values, and for tables."""
+    held = attributes_of(value) if is_record(value) else value
+    if not isinstance(held, (Mapping, list, tuple)) or len(held) > PARTS:
+        return None
+    if not isinstance(held, Mapping):
+        return enumerate(held)
+    return [(key, part) for key, part in held.items() if isinstance(key, (str, int)) and "." not in str(key)]
+
+
+# Which parameters are tied.
+def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that are one Parameter, or that the model declares tied.
+
+    The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta
+    device; two different materialised Parameters are not tied, even if declared so.
+
+    Args:
+        module: the model.
+        names: the full names to group -> the names without adapters, which the declaration uses. The groups, and the names in
+            each group, keep this order.
+    """
+    actual = by_key((declared, name) for name, declared in names.items())
+    parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in names}
+    leader: dict[str, str] = {name: name for name in parameters}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    by_identity: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        leader[name] = by_identity.setdefault(id(parameter), name)
+    declared_pairs = (
+        pair for target, source in _declared(module) for pair in product(actual.get(target, ()), actual.get(source, ()))
+    )
+    for target, source in declared_pairs:
+        if target in parameters and source in parameters:
+            unbuilt = parameters[target].is_meta and parameters[source].is_meta
+            if unbuilt and parameters[target].shape == parameters[source].shape:
+                leader[find(target)] = find(source)
+
+    groups = by_key((find(name), name) for name in names if name in parameters)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _declared(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of full parameter names (target, source) from the outermost models of transformers inside
+    `module`."""
+    for prefix, child in module.named_modules():
+        declared = vars(child).get("all_tied_weights_keys")
+        if isinstance(declared, dict):
+            dot = f"{prefix}." if prefix else ""
+            for target, source in declared.items():
+                yield f"{dot}{target}", f"{dot}{source}"
+
+
+# Parameters of submodules that a module's code reads only in a branch for training.
+#
+# A kernel that computes a layer together with its submodules takes their parameters as arguments (`mamba_inner_fn` and
+# `mamba_split_conv1d_scan_combined` of mamba_ssm); their own forwards do not run.
+PARAMETERS = ("weight", "bias")
+
+
+@cache
+def training_reads(cls: type) -> tuple[str, ...]:
+    """The submodules of this class whose parameters its code passes to a function in a training-only branch: their
+    names in it, sorted."""
+    reads = (_read(one) for one in methods(cls) if _may_read(one))
+    return tuple(sorted(set().union(*reads)))
+
+
+def _may_read(function: FunctionType) -> bool:
+    names = function.__code__.co_names
+    return "training" in names and any(one in names for one in PARAMETERS)
+
+
+def _read(function: FunctionType) -> set[str]:
+    branches = (
+        node.body for node in ast.walk(parsed(function)) if isinstance(node, ast.If) and _is_training(node.test)
+    )
+    calls = (node for body in branches for one in body for node in ast.walk(one) if isinstance(node, ast.Call))
+    arguments = (one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords)))
+    return {child for argument in arguments for child in _children(argument)}
+
+
+def _is_training(test: ast.expr) -> bool:
+    """Whether a condition holds only in training: `self.training`, also together with further conditions."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(map(_is_training, test.values))
+    return of_self(test) == "training"
+
+
+def _children(argument: ast.expr) -> Iterator[str]:
+    """The submodules whose parameters an argument reads: `self.out_proj.weight`."""
+    for node in ast.walk(argument):
+        if isinstance(node, ast.Attribute) and node.attr in PARAMETERS and (child := of_self(node.value)) is not None:
+            yield child

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check.field_places import field_label
-from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, PlanError, Severity
 from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.sections import PipelineParallel
 from shardplan.core.stages import HandedOn
-from shardplan.core.tree import ancestors, full_name
+from shardplan.core.tree import ancestors, full_name, named
+from shardplan.model.reduced.trace import Event
 from shardplan.torchlib.modes import reduced_runs
 
 from .model import ModelLayouts, unproven
 from .stage_check import CutFacts, cut_facts
-from .stage_findings import stage_findings, unread
-from .stage_reads import StageParts, outermost, stage_root
+from .stage_reads import Crossing, StageParts, StageRun, outermost, stage_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,178 @@ def _outside(resolved: ResolvedPlan) -> Iterator[str]:
 
 def _unknown(resolved: ResolvedPlan, names: tuple[str, ...], severity: Severity) -> tuple[Diagnostic, ...]:
     return (unread(names, field_label(resolved.pipeline_parallel, "layers"), severity),) if names else ()
+
+
+# The errors of a pipeline cut, as diagnostics.
+CROSSING = Code("SP431")
+NOWHERE = Code("SP432")
+ORDER = Code("SP433")
+APART = Code("SP435")
+UNNAMED = Code("SP434")
+
+WITHOUT = "use a mesh with pp 1"
+
+
+def stage_findings(
+    resolved: ResolvedPlan, facts: CutFacts, severity: Severity, declared: frozenset[str]
+) -> Iterator[Diagnostic]:
+    """The findings, in the names of the model that ran.
+
+    Args:
+        resolved: the plan, bound to that model.
+        declared: the names in the plan's `first` and `last`.
+        severity: the severity of all findings.
+    """
+    section = resolved.pipeline_parallel
+    assert section is not None
+
+    def about(field: str) -> Label | None:
+        return field_label(section, field)
+
+    if facts.order is not None:
+        yield _order(facts, facts.order, about("layers"), severity)
+        return
+    if facts.shared:
+        yield Diagnostic(
+            code=ORDER,
+            severity=severity,
+            message=f"{named(facts.shared)} is part of one block and runs inside another",
+            primary=about("layers"),
+            help=WITHOUT,
+            modules=facts.shared,
+        )
+    yield from _parameters(facts, about("layers"), severity)
+    if facts.results is None or facts.unnamed:
+        blocks = facts.results is None
+        what = "the blocks return" if blocks else f"{named(facts.unnamed)} returns"
+        yield Diagnostic(
+            code=UNNAMED,
+            severity=severity,
+            message=f"{what} values other than a tensor, or a tuple with the same number of tensors in each",
+            primary=about("layers" if blocks else "carry"),
+            help=WITHOUT if blocks else "name a module inside it that returns the tensor",
+            modules=facts.parts.blocks if blocks else facts.unnamed,
+        )
+    yield from _crossings(facts, section, severity, declared)
+    if facts.apart and not facts.crossings:
+        yield Diagnostic(
+            code=APART,
+            severity=severity,
+            message=f"{named(facts.apart)} does not read the first result of the block before it",
+            primary=about("layers"),
+            help="name the blocks that pass the hidden state on",
+            modules=facts.apart,
+        )
+
+
+def _order(facts: CutFacts, order: tuple[int, ...], label: Label | None, severity: Severity) -> Diagnostic:
+    blocks = facts.parts.blocks
+    more = [i for i in range(len(blocks)) if order.count(i) > 1]
+    never = [i for i in range(len(blocks)) if i not in order]
+    if more:
+        message = f"{blocks[more[0]]} runs {order.count(more[0])} times in one forward"
+    elif never:
+        message = f"{blocks[never[0]]} does not run"
+    else:
+        message = f"the blocks run in the order {', '.join(map(str, order))}"
+    return Diagnostic(
+        code=ORDER,
+        severity=severity,
+        message=f"{message}: pipeline stages need blocks that run once, in order",
+        primary=label,
+        help=WITHOUT,
+        modules=blocks,
+    )
+
+
+def _parameters(facts: CutFacts, label: Label | None, severity: Severity) -> Iterator[Diagnostic]:
+    ends = facts.ends
+    if ends.unread:
+        yield unread(ends.unread, label, severity)
+    for names, what in (
+        (ends.inside, "is read between pipeline stages, while a block runs or between two"),
+        (ends.both, "is read before the blocks and after them, so by two pipeline stages"),
+    ):
+        if names:
+            message = f"{named(names)} {what}"
+            yield Diagnostic(
+                code=NOWHERE, severity=severity, message=message, primary=label, help=WITHOUT, modules=names
+            )
+
+
+def unread(names: tuple[str, ...], label: Label | None, severity: Severity) -> Diagnostic:
+    """The finding about parameters that no run reads."""
+    return Diagnostic(
+        code=NOWHERE,
+        severity=severity,
+        message=f"no run reads {named(names)}: its pipeline stage is not known",
+        primary=label,
+        help="name it in `first` or `last` of pipeline_parallel",
+        modules=names,
+    )
+
+
+def _crossings(
+    facts: CutFacts, section: PipelineParallel, severity: Severity, declared: frozenset[str]
+) -> Iterator[Diagnostic]:
+    """One finding for each set of modules from which the values come."""
+    run = facts.run
+    if run is None:
+        return
+    seen = set[tuple[str, ...]]()
+    tree = run.tree
+    for crossing in facts.crossings:
+        sources = [run.returning.get(root) for root in crossing.roots]
+        known = tuple(dict.fromkeys(tree.pattern(one) for one in sources if one is not None))
+        maker = run.trace.producers.get(crossing.roots[0]) if crossing.roots else None
+        key = known or ((tree.pattern(maker.module) if maker is not None else ""),)
+        if key in seen:
+            continue
+        seen.add(key)
+        misplaced = [name for one in sources if one is not None for name in (one, *ancestors(one)) if name in declared]
+        if misplaced:
+            field = "first" if misplaced[0] in facts.parts.first else "last"
+            yield Diagnostic(
+                code=CROSSING,
+                severity=severity,
+                message=_message(run, crossing),
+                primary=field_label(section, field),
+                notes=_notes(run, crossing),
+                help=f"remove {misplaced[0]} from `{field}`: a run of the reduced model finds its stage",
+            )
+            continue
+        carry = [*section.carry, *(one for one in known if one not in section.carry)]
+        can = None not in sources and known and not set(known) <= set(section.carry)
+        yield Diagnostic(
+            code=CROSSING,
+            severity=severity,
+            message=_message(run, crossing),
+            primary=field_label(section, "carry" if "carry" in section.given else "layers"),
+            notes=_notes(run, crossing),
+            help=f"add `carry: [{', '.join(carry)}]`"
+            if can
+            else "no module returns it by itself: use a mesh with pp 1",
+        )
+
+
+def _message(run: StageRun, crossing: Crossing) -> str:
+    value = run.trace.values[crossing.value]
+    what = f"a value {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    where = (
+        f"the result `{crossing.result}`" if crossing.result else run.tree.pattern(crossing.read.module) or "the model"
+    )
+    return f"{where} needs {what} from an earlier pipeline stage, and that stage does not pass it on"
+
+
+def _notes(run: StageRun, crossing: Crossing) -> tuple[str, ...]:
+    made = [event for root in crossing.roots if (event := run.trace.producers.get(root)) is not None]
+    lines = dict.fromkeys(f"made {_place(run, event)}" for event in made)
+    parameters = [run.trace.parameters[root] for root in crossing.roots if root in run.trace.parameters]
+    lines |= dict.fromkeys(f"the parameter {name}, of another stage" for name in parameters)
+    read = f"read {_place(run, crossing.read)}" if not crossing.result else ""
+    return tuple(line for line in (*lines, read) if line)
+
+
+def _place(run: StageRun, event: Event) -> str:
+    where = f" ({event.source.short}: {event.source.text})" if event.source is not None else ""
+    return f"by {run.tree.pattern(event.module) or 'the model'}{where}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.core.layout import SEQ, I, Layout, R, V
+from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.module_program import (
     GradientGroup,
     InputMove,
@@ -18,8 +18,9 @@ from shardplan.core.module_program import (
 )
 from shardplan.core.moves import move_ops
 from shardplan.core.plan import BESIDE_TP, ResolvedPlan
-from shardplan.core.tree import ModuleInfo, full_name
+from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, full_name, homes
 from shardplan.styles.bound import BoundModule, bound_modules
+from shardplan.styles.boundary import InputBoundary
 from shardplan.styles.stored_parameters import lower_parameters
 from shardplan.styles.style_record import FeatureStyle
 from shardplan.styles.token_layouts import tokens_layout
@@ -27,9 +28,7 @@ from shardplan.styles.token_layouts import tokens_layout
 from .context_moves import with_context
 from .feature_means import feature_means, gathered_from
 from .homes import home_of
-from .incoming_layouts import IncomingLayouts
 from .program import Program
-from .tables import with_tables
 
 
 def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
@@ -256,3 +255,71 @@ def _with_draws(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Ma
     for name, draws in plan.draws.items():
         found[name] = replace(found.get(name) or ModuleProgram(name), draws=draws)
     return {name: found[name] for name in plan.tree.modules if name in found}
+
+
+# The place where a tensor is moved I -> R once for all modules that read it: the block around them.
+def with_tables(tree: ModuleTree, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Give each module that shares a move I -> R of an argument the module in whose calls the move happens once."""
+    readers = [name for name, program in programs.items() if any(move.once for move in program.enter)]
+    found = homes(tree, readers)
+    count = Counter(found.values())
+    several = {name for name in found if any(move.argument == "*" for move in programs[name].enter)}
+    shared = {name: home for name, home in found.items() if count[home] > 1 or name in several}
+    return {name: replace(p, reads_in=shared[name]) if name in shared else p for name, p in programs.items()}
+
+
+# The layout that arrives at a module that takes R or I: as the layout check saw it, else from the plan's structure.
+#
+# Megatron's scheme has one block input per block: values are R inside and I outside. Only the final norm's output leaves a block region
+# whole and is read by further matrix multiplications; whether it is R or I depends on its readers.
+class IncomingLayouts:
+    """The layouts that a plan's structure decides.
+
+    Args:
+        modules: the modules of the bound plan.
+        seen: the result of the layout check: `ResolvedPlan.incoming`.
+    """
+
+    def __init__(self, modules: Mapping[str, BoundModule], seen: Mapping[str, Layout]):
+        self.modules, self.seen = modules, seen
+        self.outputs = {n: output for n, one in modules.items() if (output := one.boundary.output) is not None}
+
+    def source(self, name: str, move: InputBoundary) -> Layout:
+        """The layout of an argument. If several are accepted, it is the one that arrives, or the sum of an embedding that waits for this module."""
+        if R in move.sources and I in move.sources:
+            return self._incoming(name)
+        return P if {I, P} <= {*move.sources} and self._waits_for(name) else move.sources[0]
+
+    def _waits_for(self, name: str) -> bool:
+        """Whether the sum of an embedding may wait for this block input: not if a whole value was seen here and the sum at another one."""
+        if not any(output.until_block_input for output in self.outputs.values()):
+            return False
+        entrances = (other for other, one in self.modules.items() if one.link == "block_input")
+        return self.seen.get(name) != I or not any(self.seen.get(other) == P for other in entrances)
+
+    def output_layout(self, name: str) -> Layout:
+        """The declared output of a module. If its readers decide, it is what the layout check found. If that did not
+        run, it is R before an output head that takes R, else I."""
+        output = self.outputs[name]
+        if not output.unresolved_gradient:
+            return output.destination
+        return self.seen.get(name) or (R if self._free_readers() else I)
+
+    def _incoming(self, name: str) -> Layout:
+        if name in self.seen:
+            return self.seen[name]
+        gathers = [other for other, output in self.outputs.items() if output.gathers]
+        return self._in_block_input(name) or (self.output_layout(gathers[-1]) if gathers else I)
+
+    def _in_block_input(self, name: str) -> Layout | None:
+        found = (self.modules[ancestor].boundary.within for ancestor in ancestors(name))
+        return next((layout for layout in found if layout in (R, I)), None)
+
+    def _free_readers(self) -> bool:
+        """Whether modules outside every block input take R: output heads, and colwise rules of a plan without block inputs."""
+        return any(
+            move.destination == R and I in move.sources
+            for name, one in self.modules.items()
+            if one.boundary.within is None and self._in_block_input(name) is None
+            for move in one.boundary.inputs
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,21 +14,24 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardplan.core.diagnostics import Code, PlanError
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.model.build_tree import tree_of
+from shardplan.model.config_numbers import text_config
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import causes, refuse
 from shardplan.torchlib.modes import uncompiled
 
-from .code_numbers import completed
 from .feeding import feeding
+from .fields import role
 from .forms import runs
 from .model_inputs import Padding, sequence_length
 from .named_reduced import named_by_user
+from .outcome import loss_of
 from .own_copies import NO_REDUCED_MODEL, checked, inputs_of, module_maker, not_callable
+from .pictures import parts
 from .precision import cast, without_half
 from .reduced_transformers import live, maker, original_of, reduced_config_of
-from .routed_experts import reaching
 from .scale import HEAD_DIMS
 from .weights import without_noise
 
@@ -294,3 +298,74 @@ def _tried(model: nn.Module, inputs: Mapping[str, Any]) -> Exception | None:
     except Exception as error:  # raised by the user's own forward
         return error
     return None
+
+
+# Numbers of the rotary position embedding that a model's code has and its configuration leaves out.
+SECTIONS = "mrope_section"  # the number of frequencies for time, for rows and for columns
+
+
+def completed(config: PreTrainedConfig, module: nn.Module) -> PreTrainedConfig:
+    """A configuration with the default sections of rotary frequencies written out, so that they shrink with the heads.
+
+    Args:
+        config: the configuration; it is copied where something is missing.
+        module: the model built from it, on any device.
+    """
+    own = list(parts(config))
+    missing = {}
+    for part in module.modules():  # rotary embeddings keep the part of the configuration that they are built from
+        sections, of = getattr(part, SECTIONS, None), getattr(part, "config", None)
+        at = next((i for i, one in enumerate(own) if one is of), None)
+        rope = getattr(of, "rope_parameters", None)
+        if at is not None and isinstance(sections, list) and isinstance(rope, dict) and SECTIONS not in rope:
+            missing[at] = sections
+    if not missing:
+        return config
+    result = copy.deepcopy(config)
+    for i, one in enumerate(parts(result)):
+        if i in missing:
+            one.rope_parameters[SECTIONS] = list(missing[i])
+    return result
+
+
+# Weights with which every expert of the reduced model gets tokens, as an expert without tokens would not be proven.
+STEP = 7919  # the step between the seeds that are tried
+
+Maker = Callable[[], nn.Module]
+
+
+def reaching(make: Callable[[int], Maker], seed: int, inputs: Mapping[str, Any], config: PreTrainedConfig) -> Maker:
+    """Of a few makers of random weights, the first with which all experts get tokens, or else the fewest get none; for a
+    model without experts, the first.
+
+    Args:
+        make: a seed -> a function that builds models with these weights.
+        seed: the first to try.
+        inputs: keyword arguments of forward.
+        config: the reduced model's.
+    """
+    numbers = vars(text_config(config)).items()
+    counts = {value for name, value in numbers if role(name) == "experts" and isinstance(value, int) and value > 1}
+    first = make(seed)
+    if not counts:
+        return first
+    best, fewest = first, unreached(first(), inputs, counts)
+    for i in range(1, BOUNDS.routing_seeds):
+        if not fewest:
+            break
+        chosen = make(seed + STEP * i)
+        missing = unreached(chosen(), inputs, counts)
+        if missing < fewest:
+            best, fewest = chosen, missing
+    return best
+
+
+def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> int:
+    """The number of experts without a gradient, over all stacks whose length is one of `counts`; 0 for a model that does not run."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loss_of(model(**inputs)).backward()
+    except Exception:  # raised by the modelling code; the next run of the model reports it
+        return 0
+    stacks = [p for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts and p.requires_grad]
+    return sum(p.shape[0] if p.grad is None else int((p.grad.flatten(1) == 0).all(1).sum()) for p in stacks)
