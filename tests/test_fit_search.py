@@ -11,7 +11,7 @@ from shardplan.api.fit_programs import Programs
 from shardplan.compiler.user_inputs import FoundOnce, Model
 from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
-from shardplan.cost import local_updates, traced_step
+from shardplan.cost import traced_step
 from shardplan.cost.depth import cut, depths_of
 from shardplan.cost.step_ledgers import step_ledger
 from shardplan.cost.traced_parts import PartNames
@@ -110,7 +110,7 @@ def test_an_optimizer_of_local_tensors_makes_what_one_of_dtensors_makes(optimize
     """dp_shard 3 divides no dim: FSDP2 pads."""
     made = programs_of("llama")
     _, own = ledger_of(made, sizes, optimizer=optimizer, gathers=True, bare=False)
-    monkeypatch.setattr(local_updates, "_as_placed", lambda parameter: False)
+    monkeypatch.setattr(traced_step, "_as_placed", lambda parameter: False)
     _, other = ledger_of(made, sizes, optimizer=optimizer, gathers=True, bare=False)
     assert own.moments == other.moments and own.touched == other.touched and own.calls == other.calls
     assert {part: costs.stored for part, costs in own.parts.items()} == {

@@ -15,9 +15,9 @@ from shardplan.compiler.lower import Program
 from shardplan.language import parse_plan
 from shardplan.model.reduced.trace import Event
 from shardplan.proof import first_difference as watched
+from shardplan.proof.first_difference import Place
 from shardplan.proof.simulate import Run
 from shardplan.proof.threads import rank_threads
-from shardplan.proof.watched_model import Place
 from tests.planned_run import planned_run, run_of
 from tests.soundness.edits import edits, written_out
 from tests.soundness.judge import parse

@@ -19,7 +19,7 @@ import shardplan
 from shardplan.core.plan import MatrixParts
 from shardplan.optimizers import Muon, stepped_by
 from shardplan.optimizers import muon as muon_step
-from shardplan.optimizers.assignment import assign
+from shardplan.optimizers.owned_matrices import assign
 from shardplan.proof.threads import on_threads
 from tests.collective_counter import CollectiveCounter
 from tests.proofs import fake_mesh

@@ -11,7 +11,7 @@ import torch
 import shardplan
 from shardplan.proof.remembered_proofs import _KNOWN
 from shardplan.proof.section_dtype import DRAWS, Suspicion
-from shardplan.report.proven_on import proven_on
+from shardplan.report.text import proven_on
 from tests.adversaries.__main__ import row_of
 from tests.adversaries.cases import CASES
 from tests.adversaries.said import as_expected, validate

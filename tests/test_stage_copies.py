@@ -18,7 +18,7 @@ from shardplan.runtime.pipeline.merged_parts import merged
 from shardplan.runtime.pipeline.step_loss import divided_by_step
 from shardplan.runtime.pipeline.tied_copies import Copies, copies_of
 from shardplan.runtime.training import expert_bias
-from shardplan.weights import stage_moments
+from shardplan.weights import training_state
 
 
 class Part(nn.Module):
@@ -49,9 +49,9 @@ def pipeline(names: list[str], ties: list[tuple[str, ...]]) -> Any:
 def test_a_checkpoint_has_the_name_that_the_model_gives_first() -> None:
     names = ["embed", "layer", "head"]
     for tie in (("embed", "head"), ("head", "embed")):
-        assert stage_moments.aliases(pipeline(names, [tie])) == {"head": "embed"}
-    assert stage_moments.aliases(pipeline(["head", "embed"], [("embed", "head")])) == {"embed": "head"}
-    assert stage_moments.aliases(pipeline(names, [("other", "head")])) == {"other": "head"}  # the model names one alone
+        assert training_state.aliases(pipeline(names, [tie])) == {"head": "embed"}
+    assert training_state.aliases(pipeline(["head", "embed"], [("embed", "head")])) == {"embed": "head"}
+    assert training_state.aliases(pipeline(names, [("other", "head")])) == {"other": "head"}  # the model names only one
 
 
 def test_the_state_of_a_copy_is_read_and_put_back() -> None:
@@ -60,13 +60,13 @@ def test_the_state_of_a_copy_is_read_and_put_back() -> None:
         "state": {"head": {"exp_avg": torch.zeros(2), "step": 0}, "layer": {"exp_avg": torch.zeros(2)}},
         "param_groups": [{"params": ["layer", "head"], "lr": 0.1}],
     }
-    wanted = stage_moments.to_load(own, moments)
+    wanted = training_state.to_load(own, moments)
     assert wanted["state"].keys() == {"embed", "layer"} and wanted["state"]["embed"] is moments["state"]["head"]
     read = {
         "state": {"embed": {"exp_avg": torch.ones(2), "step": 7}, "layer": {"exp_avg": torch.full((2,), 3.0)}},
         "param_groups": [{"params": ["embed", "layer"], "lr": 0.2}, {"params": ["other"], "lr": 0.3}],
     }
-    found = stage_moments.loaded(own, moments, read)
+    found = training_state.loaded(own, moments, read)
     assert found["state"].keys() == {"head", "layer"}
     assert found["state"]["head"]["exp_avg"].tolist() == [1.0, 1.0] and found["state"]["head"]["step"] == 7
     assert found["param_groups"][0] == {"params": ["embed", "layer", "head"], "lr": 0.2}

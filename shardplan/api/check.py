@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +18,11 @@ from shardplan.core.plan import BESIDE_TP, NO_OVERLAYS, Overlays, overlays_of, v
 from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordered
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 from shardplan.core.suggest import with_known_names
+from shardplan.core.user_files import CannotRead, decode, read_bytes
 
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
 from .one_at_a_time import one_at_a_time
-from .step_files import check_step_file
 
 if TYPE_CHECKING:
     from shardplan.compiler.layout.stage_plan import StagedPlan
@@ -394,3 +395,33 @@ def coverage(
     split, whole = covered(found.tree, split_parameters(bound.resolved[NO_OVERLAYS]))
     allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
     return Coverage(given.model.shown, read.name, allowed, split, whole)
+
+
+# Checks of the file of a training step, before it runs.
+MOST = 2**20  # bytes
+FUNCTIONS = {"make": "make(model)", "step": "step(model, batches, state)"}
+
+
+def check_step_file(path: str | os.PathLike[str], sizes: MeshSizes) -> None:
+    """Raise ValueError for a file that cannot be read, is not Python or lacks one of the two functions, and for a mesh of one rank."""
+    name = os.fspath(path)
+    if sizes.world_size == 1:
+        raise ValueError("a step (--step) is compared with one process: give a mesh of several ranks")
+    try:
+        tree = ast.parse(decode(read_bytes(path, MOST)), name)
+    except CannotRead as error:
+        raise ValueError(f"the step {name} {error.reason}") from None
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the step {name} is no Python: {error}") from None
+    named = {
+        name.id
+        if isinstance(name, ast.Name)
+        else name.asname or name.name
+        if isinstance(name, ast.alias)
+        else name.name
+        for name in ast.walk(tree)
+        if isinstance(name, ast.Name | ast.alias | ast.FunctionDef)
+    }
+    for function, form in FUNCTIONS.items():
+        if function not in named:
+            raise ValueError(f"the step {name} has no function {form}")

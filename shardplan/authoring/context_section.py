@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.bind.assignments import in_order
@@ -13,6 +17,7 @@ from shardplan.compiler.check.context_rules import scattering
 from shardplan.compiler.layout import LayoutReport, ModelLayouts, check_layout
 from shardplan.compiler.layout.model import has_stacks
 from shardplan.compiler.layout.outside_reads import read_outside
+from shardplan.compiler.layout.run import RecordedModel
 from shardplan.compiler.lower.heads_over_cp import with_heads
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import SEQ, V
@@ -20,11 +25,17 @@ from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Assignment, Overlays, PlanFile, ResolvedPlan, Rule
 from shardplan.core.tree import ancestors, part
 from shardplan.model import FoundModel
+from shardplan.model.labels_over_cp import SEQUENCE, own_labels_of
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.model_inputs import IGNORED
+from shardplan.model.reduced.outcome import results_of
+from shardplan.runtime.parallel.forward import arguments_of
+from shardplan.runtime.parallel.outputs import on_first
 from shardplan.styles.boundary import Boundary, boundary
+from shardplan.torchlib.equality import TOLERANCE, relative_error
 from shardplan.torchlib.modes import reduced_runs
 
-from .hollow_run import reads_shapes_alone
-from .own_tokens_run import losses_are_shares
+from .hollow_run import changed_argument, reads_shapes_alone
 from .router_runs import recorded_with_routers
 
 RANKS = 2  # the cp ranks on which it is tried
@@ -207,3 +218,63 @@ def _written(layouts: ModelLayouts, rules: Mapping[str, Rule]) -> Iterator[tuple
         alone = rule.style == ENTER and tree.pattern(name) in elsewhere
         key = tree.address(name if alone else tree.pattern(name))
         yield key, {"style": rule.style, **options} if options else rule.style
+
+
+# Running a model to find whether its results are only those of the tokens that its head reads.
+def losses_are_shares(recorded: RecordedModel, exits: Mapping[str, Rule]) -> bool:
+    """Whether a model whose head reads a part of the tokens computes the loss of this part: the mean of all ranks' losses is then the whole
+    loss. Labels are shifted and then cut. It is tried with parts that have different numbers of labels.
+
+    Args:
+        exits: the rules that would make the sequence whole after the blocks, by module.
+    """
+    labels = recorded.inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[SEQUENCE] % RANKS:
+        return False
+    labels = labels.clone()
+    labels[:, 1 : labels.shape[SEQUENCE] // RANKS - 1] = IGNORED
+    try:
+        with torch.no_grad():
+            whole = results_of(copied(recorded.model)(**{**recorded.inputs, "labels": labels}))
+            parts = [
+                results_of(_cut(recorded.model, exits, rank)(**_own(recorded, labels, rank))) for rank in range(RANKS)
+            ]
+    except Exception:  # raised by code that needs all tokens, or cannot take shifted labels
+        return False
+    return "loss" in whole and all(_same(value, [part.get(name) for part in parts]) for name, value in whole.items())
+
+
+def _own(recorded: RecordedModel, labels: Tensor, rank: int) -> dict[str, Any]:
+    return {**recorded.inputs, **own_labels_of(labels, RANKS, rank)}
+
+
+def _same(whole: Tensor, parts: list[Tensor | None]) -> bool:
+    values = [value for value in parts if value is not None]
+    if len(values) < len(parts):
+        return False
+    if whole.ndim == 0:
+        return relative_error(torch.stack(values).mean(), whole) <= TOLERANCE[whole.dtype]
+    joined = values[0] if values[0].shape == whole.shape else torch.cat(values, SEQUENCE)
+    return joined.shape == whole.shape and relative_error(joined, whole) <= TOLERANCE[whole.dtype]
+
+
+def _cut(model: nn.Module, exits: Mapping[str, Rule], rank: int) -> nn.Module:
+    """A copy of the model that has only a rank's tokens after its exits."""
+    model = copied(model)
+    for name, rule in exits.items():
+        module, crossing = model.get_submodule(name), boundary(rule).on(Axis.CP)
+        own = partial(_own_tokens, dim=rule.seq_dim, rank=rank)
+        if crossing.output is not None:
+            module.register_forward_hook(partial(_of_output, own))
+        else:
+            argument = rule.argument or arguments_of(module)[0]
+            module.register_forward_pre_hook(partial(changed_argument, argument, own), with_kwargs=True)
+    return model
+
+
+def _own_tokens(x: Tensor, dim: int, rank: int) -> Tensor:
+    return x.chunk(RANKS, dim)[rank]
+
+
+def _of_output(change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple, output: Any) -> Any:
+    return on_first(output, change)

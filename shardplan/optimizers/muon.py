@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardplan.core.first_few import in_a_row
 from shardplan.core.plan import MatrixParts
 from shardplan.language.globs import parse_glob
 from shardplan.model.adapters import unwrapped
@@ -26,7 +29,6 @@ from shardplan.torchlib.private import private
 from .matrix_shards import Groups, Stack, stack_of
 from .matrix_states import MatrixStates
 from .owned_matrices import Owned, buckets, exchanged, owned
-from .same_gradients import check_same_gradients, ranks_of
 
 _newton_schulz = private("muon_newton_schulz")
 _adjusted_rate = private("muon_adjusted_rate")
@@ -274,3 +276,42 @@ def _matrices_of(model: nn.Module) -> Iterator[Tensor]:
             stacked = own_code and parameter.ndim == 3 and min(parameter.shape) > 1
             if id(parameter) not in left_out and (stacked or (linear and parameter.ndim == 2)):
                 yield parameter
+
+
+# Whether all ranks are about to step the same matrices: if one skips a collective, the others wait for it.
+SHOWN = 3
+
+
+def ranks_of(parts: Iterable[nn.Module], stacks: Iterable[Stack], groups: Groups) -> ProcessGroup | None:
+    """The group of all ranks that have a model's parameters, as shards or copies; None where no parameter is shared.
+
+    It is for facts that the hosts know: its collectives run on the hosts, and do not wait for the devices.
+    """
+    meshes = [applied(part).mesh.mesh for part in parts if was_touched(part)]
+    if not meshes or all(stack.group is None for stack in stacks):
+        return None
+    on_cpu = meshes[0].device_type == "cpu"
+    return groups.of(tuple(sorted(meshes[0].mesh.flatten().tolist())), None if on_cpu else "gloo")
+
+
+def check_same_gradients(stacks: Sequence[Stack], ranks: ProcessGroup) -> None:
+    """A collective of `ranks`: an all-reduce of two numbers for each parameter.
+
+    Raises:
+        ValueError: on all ranks: some have a gradient of a parameter and others have none.
+    """
+    own = [stack.parameter.grad is not None for stack in stacks]
+    of_all = torch.tensor([*own, *(not has for has in own)], dtype=torch.int32)
+    dist.all_reduce(of_all, dist.ReduceOp.MIN, group=ranks)
+    have, lack = of_all.view(2, -1).tolist()
+    partly = [
+        f"{stack.name} (this rank has {'one' if has else 'none'})"
+        for stack, has, all_have, all_lack in zip(stacks, own, have, lack, strict=True)
+        if not all_have and not all_lack
+    ]
+    if partly:
+        raise ValueError(
+            f"ranks step matrices together, and only some of them have a gradient of {in_a_row(partly, SHOWN)}. Nothing was changed. "
+            "Where a rank's gradient is zero, write `p.grad = torch.zeros_like(p)` for it before step(); where the parameter is not to be "
+            "stepped, set p.grad = None on all ranks"
+        )

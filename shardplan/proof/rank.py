@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.lower.program import Program
+from shardplan.core.layout import P, R, V
 from shardplan.core.mesh import BATCHES, DATA_PARALLEL, Axis, MeshSizes
+from shardplan.model.labels_over_cp import SEQUENCE
+from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.parallel.tensor_moves import move
+from shardplan.runtime.training.context_parallel import context_parallel
 from shardplan.styles.boundary import returns_tokens
 from shardplan.torchlib.packing import unpack
 
 from .exact import checked_sizes
-from .own_tokens import OwnTokens
-from .steps import Batch, Steps, plain_call, run_steps
+from .steps import Batch, Steps, made, plain_call, run_steps
 
 VIEWS = "FSDP2-wrapped module .* returned a view"  # torch warns in training of a change in place, which the proof would find
 
@@ -126,3 +131,34 @@ def whole(value: Tensor, packed: Packing | None = None, tp: int = 1) -> Tensor:
     """The whole tensor; rows of a packed parameter are in the original order. A collective for a DTensor."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return unpack(full, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else full
+
+
+# Steps of a plan with which each cp rank returns its own tokens' results, as a training loop makes them.
+class OwnTokens:
+    """Calls the model inside `context_parallel`, and makes its outputs whole: the loss is the mean of the ranks' losses.
+
+    Args:
+        mesh: one with a cp axis.
+        reference: the unsharded steps.
+    """
+
+    def __init__(self, mesh: PlanMesh, reference: Steps):
+        assert mesh.cp is not None
+        self.mesh, self.reference = mesh.cp, reference
+
+    def __call__(self, model: nn.Module, batch: dict[str, Any], step: int) -> Mapping[str, Tensor]:
+        with context_parallel(model, **batch) as inputs:
+            results = made(results_of(model(**inputs)))
+        expected = self.reference.outputs[step]
+        return {
+            name: self._whole(value, expected[name]) if name in expected else value for name, value in results.items()
+        }
+
+    def _whole(self, value: Tensor, expected: Tensor) -> Tensor:
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        ranks, shape = self.mesh.size(), list(expected.shape)
+        if not shape:
+            return move(value / ranks, self.mesh, P.on(Axis.CP), R.on(Axis.CP))
+        if value.ndim == len(shape) > SEQUENCE and value.shape[SEQUENCE] * ranks == shape[SEQUENCE]:
+            return move(value, self.mesh, V(SEQUENCE).on(Axis.CP), R.on(Axis.CP))
+        return value

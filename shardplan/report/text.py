@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
 from shardplan.core.mesh import AXES, Axis
-from shardplan.core.report import Report, count_text, ordered
+from shardplan.core.report import NumericProof, Report, count_text, ordered
 from shardplan.core.sources import SourceMap
 
 from .color import Paint, Role
-from .proven_on import proven_on
 from .short_names import brace_names, fold_names
 from .snippet import Mark, gutter_width, snippet
 from .width import printable
@@ -196,3 +195,23 @@ def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
         return ()
     count = f" ({len(diagnostic.modules)} in all)" if len(diagnostic.modules) > 1 else ""
     return (f"where: {named_few(diagnostic.modules)}{count}",)
+
+
+# The cases of a proof, in one line.
+def proven_on(proof: NumericProof) -> str:
+    """The cases of a proof, in one line: the meshes, the inputs, the steps, the further arguments of calls, and those
+    left out. Empty where there were no calls."""
+    if not proof.calls:
+        return ""
+    inputs = [f"{one.kind} {list(next(iter(one.shapes.values()), ()))}" for one in proof.calls]
+    dtypes = " and ".join(dict.fromkeys(("float32", *(row.dtype for row in proof.rows))))
+    dtypes += f", once in {proof.once_in}" if proof.once_in else ""
+    told = dict.fromkeys(word for one in proof.calls for word in (*one.switched, *one.replaced))
+    untold = dict.fromkeys(word for one in proof.calls for word in one.left_out if word not in told)
+    steps = f"{max(one.steps for one in proof.calls)} steps in train mode"
+    parts = [
+        f"on {' and '.join(mesh.shown for mesh in proof.meshes)}: {', '.join(inputs)}, {steps}, {dtypes}",
+        *([f"with {', '.join(told)}"] if told else []),
+        *([f"not with {', '.join(untold)}"] if untold else []),
+    ]
+    return printable("; ".join(parts))

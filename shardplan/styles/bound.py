@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from shardplan.core.layout import I
+from shardplan.core.layout import I, P
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ArgumentSlice, ExpertsProgram, ParameterProgram
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import ModuleInfo
+from shardplan.core.tree import ModuleInfo, ancestors
 
 from . import STYLES
 from .boundary import Boundary, boundary
 from .divided_numbers import divided, mean_ranks, settings, shared_heads
-from .links import Link, links
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
 from .tensor_shares import tensor_shares
@@ -133,3 +133,25 @@ def _experts(plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment) -> 
         return ExpertsProgram(count)
     sliced = (plan.sizes.tp or 1) > 1 and tokens_layout(plan, module.name) == I
     return ExpertsProgram(count, assignment.rule.exchange or "once", sliced)
+
+
+# The sequence-parallel entrance of a plan, and the modules at its ends.
+Link = Literal["source", "block_input", "scope"]
+
+
+def links(plan: ResolvedPlan) -> Mapping[str, Link]:
+    """The parts of the entrance, by module: embeddings that stay partial, the block input, the module around both.
+
+    An embedding outputs its partial sum only inside a forward of the module around both.
+    """
+    block_inputs = [n for n, a in plan.modules.items() if {I, P} <= {*STYLES[a.rule.style].input_sources}]
+    if not block_inputs:
+        return {}
+    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].until_block_input]
+    inner = [*block_inputs, *sources]
+    scope = next(
+        a
+        for a in ancestors(block_inputs[0])
+        if plan.tree.modules[a].kind != "list" and all(a in ancestors(other) for other in inner)
+    )
+    return {**dict.fromkeys(sources, "source"), **dict.fromkeys(block_inputs, "block_input"), scope: "scope"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from shardplan.runtime.apply.label_counts import predicts_next_token, tokens_of
 from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.same_inputs import comparing
+from shardplan.torchlib.private import private
 
 from .cut_model import Absent
 from .engine import Engine
@@ -29,7 +32,6 @@ from .forward_only import forward_only
 from .hand_over import Ahead, Handing, HandOvers, Mode
 from .micro_batch_inputs import Inputs, flags_of, read_inputs
 from .stage_forward import Call
-from .step_failures import StepFailures, in_words
 from .step_loss import LossFunction, StepLoss, count_by_step, zero_like_loss
 from .tied_copies import compare_copies, copies_of
 
@@ -373,3 +375,35 @@ class Pipeline(Parted):
         for group in (self.group, *self.layout.mesh.batch_groups):
             dist.all_reduce(total, group=group)
         return total / replicas
+
+
+# A pipeline's ranks tell each other of the first failure. Ranks that wait for the failed one cannot be interrupted: their communication
+# ends when its process ends, or when the process group times out. Then they can read the reason.
+MOST = 500  # characters of a message
+_default_store = private("default_store")
+# By the group of all ranks, as ranks that are threads share this module but not their groups.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
+
+
+class StepFailures:
+    """A note about the first rank that failed, readable on all ranks. Make it on all ranks in the same order."""
+
+    def __init__(self) -> None:
+        assert dist.group.WORLD is not None
+        self.key = f"shardplan pipeline {next(_numbers.setdefault(dist.group.WORLD, count()))}"
+
+    def tell(self, error: Exception) -> str | None:
+        """Leave a note, unless there is one. Returns another rank's note, if any."""
+        own = f"rank {dist.get_rank()} failed first: {in_words(error)}"[:MOST]
+        try:
+            first = _default_store().compare_set(self.key, "", own).decode()
+        except Exception:  # the rank that holds the store is gone: nothing to read
+            return None
+        return first if first not in ("", own) else None
+
+
+def in_words(error: BaseException) -> str:
+    """An exception as text; for torch's stage error ("failed to run forward", with all arguments), its cause."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
