@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardplan.core.sections import DataParallel, MegatronFSDP
-from shardplan.runtime.apply.megatron_fsdp import DTYPES, RENAMED, arguments, dtypes, unit_classes
+from shardplan.runtime.apply.backends import DTYPES, RENAMED, arguments, dtypes, unit_classes
 from shardplan.runtime.apply.wrapped import Wrapped
 from shardplan.styles.backends import BACKENDS
 

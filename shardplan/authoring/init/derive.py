@@ -28,9 +28,8 @@ from shardplan.styles import STYLES
 
 from .distributed import with_distributed
 from .init_stages import pipeline_section
-from .init_sums import with_sums
+from .init_sums import with_merged_block_inputs, with_sums
 from .layer_kinds import kinded, plain, together
-from .merged_block_inputs import with_merged_block_inputs
 from .overlay import with_overlay
 
 HALF_COVERED = (half_covered.SIBLING, half_covered.PARAMETER)
