@@ -183,7 +183,7 @@ class Programs:
             self.asked, step=replace(self.asked.step, optimizer="none")
         )  # optimizer states are added for each mesh
         ledger = step_ledger(found, program, asked, shorten=shorten, names=names, unwrapped=True)
-        return Table(blocks, depths, ledger.parts, bool(alone.pp_blocks))
+        return Table(blocks, depths, ledger.parts)
 
 
 def _lowered(compiled: Compiled, *, sharded: bool, regather: bool) -> Program:

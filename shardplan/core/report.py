@@ -322,8 +322,4 @@ class NumericProof:
     @property
     def worst(self) -> Comparison | None:
         """The row with the largest error of all variants."""
-        found = [proof.worst for proof in self.variants]
-        if self.pipeline is not None:
-            found.append(self.pipeline.worst)
-        rows = [row for row in found if row is not None]
-        return max(rows, key=lambda row: (row.error != row.error, row.error), default=None)
+        return max(self.rows, key=lambda row: (row.error != row.error, row.error), default=None)

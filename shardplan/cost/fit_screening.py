@@ -30,13 +30,11 @@ class Table:
 
     Args:
         blocks: the names of the blocks.
-        stageable: whether the plan says how the model is cut.
     """
 
     blocks: tuple[str, ...]
     depths: Depths
     costs: Mapping[str, PartCosts]
-    stageable: bool
 
 
 @dataclass(frozen=True, slots=True)

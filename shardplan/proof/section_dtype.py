@@ -47,7 +47,6 @@ BREAKS = Code("SP424")
 
 DRAWS = 6  # of weights and batches; one where nothing is suspicious
 FACTOR = 4.0  # the sharded and the unsharded run round apart from each other, and the ranks round their parts of a sum
-ROUNDINGS = 8  # of the dtype: what is suspicious is larger
 NOISE = 0.1  # of a weight, for another draw
 LARGE = 1e4  # masks are larger; no other value comes near the largest number of float16
 SMALLER = 0.25  # the factor of weights with which nothing overflows that is not a constant of the code

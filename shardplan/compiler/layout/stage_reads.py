@@ -245,7 +245,7 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
             if not phase.isdisjoint(group):
                 phase.update(one for one in group if one in roots and not {one} & (before | inside | after))
     for name in outside:  # adapters' copy of a module that is trained whole goes where that module is
-        there = None if name in before | inside | after else _nearby(tree, name, parts.blocks, (before, inside, after))
+        there = None if name in before | inside | after else _nearby(name, parts.blocks, (before, inside, after))
         if there is not None:
             there.add(name)
     read = before | inside | after
@@ -269,7 +269,7 @@ def outermost(names: Mapping[str, None]) -> tuple[str, ...]:
     return tuple(one for one in names if not any(one.startswith(full_name(other, "")) for other in names))
 
 
-def _nearby(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
+def _nearby(name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
     """For a parameter that nothing reads, the phase in which its neighbours are read. These are the other parameters in its
     module, or in a module around it without blocks. None if no neighbour is read, or if several phases read them."""
     for around in ancestors(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -139,17 +140,10 @@ def _scalars(work: Work) -> bool:
     return store_scalars(work.inner, readers, meshes, resolved.dp_ignored)
 
 
-def _own_random_numbers(work: Work) -> bool:
+def _random_numbers(use: Callable[[nn.Module, ByVariant, Streams, Regime], None], work: Work) -> bool:
     if work.streams is None or work.shared is None or not work.split:
         return False
-    use_own_streams(work.inner, work.draws, work.streams, work.shared.regime)
-    return True
-
-
-def _common_random_numbers(work: Work) -> bool:
-    if work.streams is None or work.shared is None or not work.split:
-        return False
-    use_common_streams(work.inner, work.draws, work.streams, work.shared.regime)
+    use(work.inner, work.draws, work.streams, work.shared.regime)
     return True
 
 
@@ -252,9 +246,9 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("packed checkpoints", _checkpoints),
     ("compile", _compile),
     ("scalars", _scalars),
-    ("own random numbers", _own_random_numbers),
+    ("own random numbers", partial(_random_numbers, use_own_streams)),
     ("activation checkpointing", _activation_checkpointing),
-    ("common random numbers", _common_random_numbers),
+    ("common random numbers", partial(_random_numbers, use_common_streams)),
     ("autocast", _autocast),
     ("data parallel", _data_parallel),
     ("refusals", _refusals),
