@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardplan.compiler.check import allowed_tp
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import Given, at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
@@ -19,6 +20,7 @@ from shardplan.core.report import NumericProof, Report, Stage, as_errors, ordere
 from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 from shardplan.core.suggest import with_known_names
 from shardplan.core.user_files import CannotRead, decode, read_bytes
+from shardplan.report.errors import raise_errors
 
 from .deriving import deriving
 from .keywords import AnyMesh, model_of, sizes_of
@@ -381,10 +383,8 @@ def coverage(
     Raises:
         PlanError: the model cannot be found, or the plan cannot be bound to it.
     """
-    from shardplan.compiler.check import allowed_tp
     from shardplan.compiler.lower import split_parameters
     from shardplan.core.coverage import Coverage, covered
-    from shardplan.report.errors import raise_errors
 
     named = model_of(model)
     given = look_up(named, plan, derive=deriving(named, MeshSizes(), derive=derive, sequence_parallel=False))

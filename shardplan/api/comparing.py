@@ -7,12 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.compiler.automatic import Derive
+from shardplan.compiler.compare_programs import checkpoints, program_changes, rule_changes, section_changes
 from shardplan.compiler.pipeline import Changes, Given, at_a_size, compile_variants, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, Plan, overlays_of, variant_name
 from shardplan.core.plan_changes import CostChange, PlanDiff, RuleChange, Said, VariantCost
 from shardplan.core.suggest import with_known_names
+from shardplan.language import lint_plan
+from shardplan.language.effective_rules import compare_fields, compare_rules
+from shardplan.report.errors import raise_errors
 
 from .cost import estimated
 from .deciding import Asked
@@ -90,8 +94,6 @@ def diff_plans(
 
 
 def _as_text(old: AnyPlan, new: AnyPlan) -> PlanDiff:
-    from shardplan.language.effective_rules import compare_fields, compare_rules
-
     before, after = _read(old), _read(new)
     return PlanDiff(
         plan_name(old),
@@ -112,9 +114,6 @@ def _placed(rules: tuple[RuleChange, ...], before: SourceMap, after: SourceMap) 
 
 def _read(plan: AnyPlan) -> Plan:
     """A plan whose rules do not contradict each other: of two that do, neither is what the plan says. Raises PlanError."""
-    from shardplan.language import lint_plan
-    from shardplan.report.errors import raise_errors
-
     if isinstance(plan, Plan) or plan in ("auto", "hf"):
         return load_plan(plan)
     parsed = lint_plan(plan)
@@ -127,8 +126,6 @@ def _look_up(
     model: Model, plan: AnyPlan, sizes: MeshSizes, derive: Derive | None, progress: Callable[[str], None]
 ) -> Given:
     """Raises PlanError where the model or the plan cannot be read."""
-    from shardplan.report.errors import raise_errors
-
     progress(f"reading {plan_name(plan)}")
     given = look_up(model, plan, split=sizes.needs_rules, derive=derive)
     raise_errors(given.findings, given.sources)
@@ -155,8 +152,6 @@ def compiled(
     given: Given, sizes: MeshSizes, sequence_parallel: bool | None, progress: Callable[[str], None]
 ) -> dict[Overlays, Program]:
     """The programs of a plan's variants. Raises PlanError with all findings of the plan."""
-    from shardplan.report.errors import raise_errors
-
     progress(f"compiling {given.both[1].name} for tp {sizes.tp}")
     made, findings = compile_variants(given, sizes, _variants(given, sequence_parallel, sizes), allow_unproven=True)
     raise_errors(findings, given.sources)
@@ -164,8 +159,6 @@ def compiled(
 
 
 def _compared(old: dict[Overlays, Program], new: dict[Overlays, Program]) -> PlanDiff:
-    from shardplan.compiler.compare_programs import checkpoints, program_changes, rule_changes, section_changes
-
     both = [on for on in old if on in new]
     pairs = [(old[on], new[on]) for on in both]
     first, last = (next(iter(side.values())).resolved for side in (old, new))

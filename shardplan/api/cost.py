@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from shardplan.compiler.check import check
 from shardplan.compiler.overrides import Logits, Override
 from shardplan.compiler.pipeline import Changes
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
+from shardplan.core.estimates import Device, EngineRanks, Estimate, Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.sources import SourceMap
 from shardplan.core.suggest import with_known_names
 from shardplan.cost.step_options import check_load, modelled
+from shardplan.report.errors import raise_errors
 
 from .deciding import Asked, program_or_raise
 from .keywords import AnyMesh, model_of, sizes_of
 from .one_at_a_time import one_at_a_time
-
-if TYPE_CHECKING:
-    from shardplan.core.estimates import Device, EngineRanks, Estimate, TrainingStep
 
 
 @with_known_names
@@ -90,11 +89,8 @@ def estimated(
     progress: Callable[[str], None],
 ) -> Estimate:
     """The estimate for one mesh. Raises as `estimate`."""
-    from shardplan.compiler.check import check
-    from shardplan.core.estimates import Question
     from shardplan.cost.devices import read_device
     from shardplan.cost.estimate import estimate_mesh
-    from shardplan.report.errors import raise_errors
 
     sizes = modelled(sizes)
     check_load(step, sizes.ep)

@@ -10,6 +10,8 @@ from shardplan.compiler.pipeline import AS_IT_IS, Changes, Compiled, compile_var
 from shardplan.compiler.user_inputs import AnyPlan, Model
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import BESIDE_TP
+from shardplan.report.errors import raise_errors
+from shardplan.styles.backends import BACKENDS
 
 from .deriving import Share, alone, deriving
 
@@ -97,8 +99,6 @@ class Decided:
 
 def program_or_raise(compiled: Compiled) -> Program:
     """The compiled program. Raises PlanError with the findings where there is none."""
-    from shardplan.report.errors import raise_errors
-
     raise_errors(compiled.findings, compiled.given.sources)
     assert compiled.program is not None
     return compiled.program
@@ -135,7 +135,6 @@ def _laid_out(program: Program, mesh: PlanMesh, stages: PipelineOptions) -> tupl
     """The program changed for stages, and the layout of the stages."""
     from shardplan.runtime.pipeline.layout_of_stages import lay_out
     from shardplan.runtime.pipeline.refused_plans import for_stages
-    from shardplan.styles.backends import BACKENDS
 
     section = program.resolved.data_parallel
     wrapped = section is not None and mesh.data_parallel(BACKENDS[section.backend]) is not None
@@ -154,7 +153,6 @@ def prove_decided(
     """
     from shardplan.proof.prove_stages import prove_stages_on_first_rank
     from shardplan.proof.stage import EARLIER, Question, prove_on_first_rank, prove_whole_on_first_rank
-    from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import same_on_all_ranks
 
     compiled, resolved = decided.compiled, decided.program.resolved

@@ -9,10 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, TypeVar
 
 from shardplan.compiler.automatic import Derive, ReadPlan
+from shardplan.compiler.bind import bind, decided
+from shardplan.compiler.check.exchanged_heads import check
+from shardplan.compiler.check.facts import Facts
+from shardplan.compiler.overrides import with_parent
 from shardplan.compiler.user_inputs import Model
+from shardplan.compiler.variants import bind_variants
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, PlanFile
+from shardplan.language import parse_plan
+from shardplan.language.parsing import parse_text
+from shardplan.report.errors import raise_errors
 
 if TYPE_CHECKING:
     from shardplan.model import FoundModel
@@ -110,8 +118,6 @@ class _Deriving:
 
 
 def _read(text: str) -> ReadPlan:
-    from shardplan.language.parsing import parse_text
-
     parsed = parse_text(text, file=SHOWN)
     assert parsed.plan is not None, text
     return ReadPlan.of(parsed)
@@ -126,11 +132,6 @@ def _with_context(found: FoundModel, before: str, plan: PlanFile, sizes: MeshSiz
     from shardplan.authoring.context_section import HEADS, MIX
     from shardplan.authoring.init.new import rules_over_cp
     from shardplan.authoring.init.write import section_lines
-    from shardplan.compiler.bind import bind, decided
-    from shardplan.compiler.check.exchanged_heads import check
-    from shardplan.compiler.check.facts import Facts
-    from shardplan.compiler.overrides import with_parent
-    from shardplan.language import parse_plan
 
     plan, _ = decided(plan, found.tree)
     rules = rules_over_cp(found, plan)
@@ -151,7 +152,6 @@ def _text(found: FoundModel, wanted: Wanted, progress: Callable[[str], None]) ->
     """The plan file, from the cache or derived."""
     from shardplan.authoring.init.kept_plans import digest_of, keep, kept
     from shardplan.authoring.init.new import new_plan
-    from shardplan.report.errors import raise_errors
 
     digest = digest_of(found, **wanted)
     if digest is not None and (text := kept(digest)) is not None:
@@ -163,7 +163,6 @@ def _text(found: FoundModel, wanted: Wanted, progress: Callable[[str], None]) ->
 
 def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, save: str) -> DerivedPlan:
     from shardplan.compiler.lower import split_parameters
-    from shardplan.compiler.variants import bind_variants
     from shardplan.core.coverage import covered
 
     assert read.plan is not None

@@ -8,8 +8,11 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
+from shardplan.compiler.check import check
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.sources import SourceMap
+from shardplan.report.errors import raise_errors
 
 from .fit_programs import Programs, first_error, no_experts
 
@@ -113,12 +116,9 @@ class Search:
 
     def fitted(self, choice: Choice) -> Fitted | None:
         """The estimate of a configuration; None where it does not fit after all, or the plan refuses it."""
-        from shardplan.compiler.check import check
         from shardplan.core.fits import Fitted
-        from shardplan.core.sources import SourceMap
         from shardplan.cost.estimate import estimate_mesh
         from shardplan.cost.pipeline_estimate import Unschedulable
-        from shardplan.report.errors import raise_errors
 
         step = replace(
             self._step,

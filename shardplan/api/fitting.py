@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
+from shardplan.core.estimates import Device, OptimizerName, Precision, Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.size_bounds import MOST_RANKS, MOST_SEQUENCES, check_amount, check_count, check_shares
 from shardplan.core.suggest import with_known_names
@@ -16,7 +17,6 @@ from .keywords import model_of
 from .one_at_a_time import one_at_a_time
 
 if TYPE_CHECKING:
-    from shardplan.core.estimates import Device, OptimizerName, Precision
     from shardplan.core.fits import Fit, Fitted
     from shardplan.cost.fit_screening import Screened
 
@@ -71,7 +71,6 @@ def fit(
         PlanError: the plan allows no tp size.
         ValueError: a wrong argument; `gpus` that are not whole nodes; a model without repeated layers; no configuration fits.
     """
-    from shardplan.core.estimates import Question, TrainingStep
     from shardplan.core.fits import Fit, is_tied
     from shardplan.cost.devices import read_device
     from shardplan.cost.mesh_candidates import axes_of

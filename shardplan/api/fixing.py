@@ -14,6 +14,9 @@ from shardplan.core.plan import Plan
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceFile
 from shardplan.core.suggest import with_known_names
+from shardplan.language.parsing import parse_text
+from shardplan.language.plan_edits import edit_plan
+from shardplan.language.plan_files import is_file
 
 from .check import validate
 from .one_at_a_time import one_at_a_time
@@ -55,8 +58,6 @@ def fix_plan(
     Raises:
         ValueError: a plan in JSON, or a built-in plan: there is no YAML file to change.
     """
-    from shardplan.language.plan_files import is_file
-
     if not is_file(file) or file.lower().endswith(".json"):
         raise ValueError(f"{file} is not a YAML file that could be changed")
     report = validate(model, file, progress=progress, **options)
@@ -82,8 +83,6 @@ def fix_plan(
 
 def _candidates(source: SourceFile, report: Report) -> Iterator[tuple[str, int, bool]]:
     """The plans that may be better: (text, number of changes, whether the changes were tried before)."""
-    from shardplan.language.plan_edits import edit_plan
-
     if report.stages != ("plan",):
         text, made = edit_plan(source, [edit for d in report.errors for edit in d.edits])
         if made:
@@ -93,7 +92,6 @@ def _candidates(source: SourceFile, report: Report) -> Iterator[tuple[str, int, 
 
 
 def _proposed(source: SourceFile, diagnostic: Diagnostic) -> Iterator[str]:
-    from shardplan.language.plan_edits import edit_plan
     from shardplan.language.plan_rewrites import rewrite_plan
 
     for proposal in diagnostic.proposals:
@@ -110,8 +108,6 @@ def _again(
     model: AnyModel, text: str, file: str, report: Report, progress: Callable[[str], None], options: dict[str, Any]
 ) -> tuple[Report, SourceFile]:
     """Validate the changed plan as the first one was."""
-    from shardplan.language.parsing import parse_text
-
     parsed = parse_text(text, file=file, folder=Path(file).parent)
     if parsed.plan is None:
         again = replace(report, diagnostics=parsed.diagnostics, sources=parsed.sources, stages=("plan",))

@@ -19,7 +19,8 @@ from shardplan.core.plan_lock import Facts, LockCheck, LockedQuestion, PlanLock
 from shardplan.core.suggest import with_known_names
 from shardplan.core.tree import ModuleTree, full_name
 from shardplan.core.versions import installed_versions
-from shardplan.report.errors import sources_of
+from shardplan.model.model_words import classify
+from shardplan.report.errors import raise_errors, sources_of
 from shardplan.report.short_names import fold_names
 
 from .comparing import compiled, sized
@@ -90,8 +91,6 @@ def check_lock(
         NamesCode: the lock names a `module:callable` that is not in `code`; a ValueError.
         ValueError: a wrong axis or size.
     """
-    from shardplan.model.model_words import classify
-
     named = lock.asked
     imported = {"inputs": named.inputs, "reduced": named.reduced}
     if classify(named.model).kind == "callable":
@@ -121,8 +120,6 @@ def check_lock(
 
 
 def _look_up(asked: LockedQuestion, progress: Callable[[str], None]) -> tuple[Given, MeshSizes]:
-    from shardplan.report.errors import raise_errors
-
     model = Model(asked.model, dict(asked.settings), asked.inputs, asked.reduced, asked.trust_remote_code)
     sizes = named_sizes(asked.mesh)
     sizes.check_ep()

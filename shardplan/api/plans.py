@@ -15,6 +15,9 @@ from shardplan.core.report import Report
 from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
 from shardplan.core.suggest import with_known_names
+from shardplan.language import parse_plan
+from shardplan.language.parsing import parse_text
+from shardplan.report.errors import raise_errors
 
 from .check import Check, prove_variants
 from .keywords import model_of
@@ -35,9 +38,6 @@ def load_plan(plan: AnyPlan) -> Plan:
         PlanError: the plan has errors; it has all of them.
         ValueError: for "auto" and "hf", which need a model.
     """
-    from shardplan.language import parse_plan
-    from shardplan.report.errors import raise_errors
-
     if isinstance(plan, Plan):
         return plan
     if plan in ("auto", "hf"):
@@ -84,10 +84,8 @@ def init_plan(
         ValueError: a tp size below 2 or above its bound.
     """
     from shardplan.authoring.init.new import NO_OVERLAY, SHOWN, new_plan, refused_overlays, refusing
-    from shardplan.language.parsing import parse_text
     from shardplan.proof.narrowing import wrong_only_with
     from shardplan.proof.stage import nothing_proven
-    from shardplan.report.errors import raise_errors
 
     check_count("tp", tp, MOST_RANKS)
     if tp < 2:

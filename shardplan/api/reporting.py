@@ -12,6 +12,7 @@ from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Variant, variant_name
 from shardplan.core.report import Report
+from shardplan.core.schedules import SCHEDULES
 from shardplan.core.suggest import with_known_names
 
 from .check import validate
@@ -127,7 +128,6 @@ def _pipeline(
         ValueError: the schedule does not work with the mesh, the micro-batches or the number of blocks.
     """
     from shardplan.compiler.pipeline_cut import pipeline_cut
-    from shardplan.core.schedules import SCHEDULES
     from shardplan.runtime.pipeline.layout_of_stages import stage_sizes
 
     resolved = program_or_raise(compile_variant(model, sizes, plan, allow_unproven=True, derive=derive)).resolved

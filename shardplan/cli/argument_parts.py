@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardplan.core.size_bounds import MOST_MICRO_BATCHES, MOST_RANKS, MOST_SEQUENCES, MOST_TOKENS
+from shardplan.report.width import printable_lines
 
 if TYPE_CHECKING:
     from shardplan.compiler.user_inputs import Model
@@ -16,8 +17,6 @@ class Parser(argparse.ArgumentParser):
     """A parser whose messages cannot control the terminal, whatever the command line contains."""
 
     def error(self, message: str) -> NoReturn:
-        from shardplan.report.width import printable_lines
-
         super().error(printable_lines(message))
 
 

@@ -13,6 +13,7 @@ from shardplan import api
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.fits import Fit, Fitted
 from shardplan.core.report import Report
+from shardplan.model.model_words import classify
 from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
@@ -22,7 +23,6 @@ from .output import Bar, collect_garbage, finish, progress, put, say, show, writ
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardplan.model.model_words import classify
     from shardplan.report.estimate_text import mesh_text
     from shardplan.report.fit_script import launch_lines, script_of
     from shardplan.report.fit_text import fit_head, fit_tail, row_text

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from .document import PlanDocument
+
 ID = "urn:shardplan:plan:1"  # includes the version of the plan language
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema() -> dict[str, Any]:
     """The schema: everything about a document's form that needs no other texts."""
-    from .document import PlanDocument
-
     schema = PlanDocument.model_json_schema()
     return {"$schema": DIALECT, "$id": ID, "title": schema["title"], **_plain(schema)}
 
