@@ -19,7 +19,7 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.runtime.parallel import published_kernels
+from shardplan.runtime.parallel import vocabulary_cross_entropy
 from shardplan.runtime.training import causal_lm_loss, cross_entropy, entropy, fused_logits, log_probabilities
 from tests.collective_counter import CollectiveCounter
 
@@ -252,21 +252,21 @@ def test_a_kernel_of_another_package_takes_what_it_can(monkeypatch):
         loss = functional.cross_entropy(logits, target, **{name: options[name] for name in names})
         return loss + options["lse_square_scale"] * squares
 
-    monkeypatch.setattr(published_kernels, "_liger", lambda: kernel)
+    monkeypatch.setattr(vocabulary_cross_entropy, "_liger", lambda: kernel)
     hidden, weight, bias, _ = (x.float() for x in tensors(11))
     cross_entropy(fused_logits(hidden, weight, bias), targets(11))
     assert not called, "not on a CPU"
-    monkeypatch.setattr(published_kernels, "DEVICES", ("cpu",))
+    monkeypatch.setattr(vocabulary_cross_entropy, "DEVICES", ("cpu",))
     check_kernel(called)
 
 
 def test_ligers_kernel_in_tritons_interpreter(monkeypatch):
     """Where both are installed: `TRITON_INTERPRET=1 python -m pytest tests/test_processes_fused_logits.py -k liger`."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or (liger := published_kernels._liger()) is None:
+    if os.environ.get("TRITON_INTERPRET") != "1" or (liger := vocabulary_cross_entropy._liger()) is None:
         pytest.skip("needs Liger, Triton and TRITON_INTERPRET=1")
     called: list[dict[str, Any]] = []
-    monkeypatch.setattr(published_kernels, "DEVICES", ("cpu",))
-    monkeypatch.setattr(published_kernels, "_liger", lambda: lambda *x, **y: called.append(y) or liger(*x, **y))
+    monkeypatch.setattr(vocabulary_cross_entropy, "DEVICES", ("cpu",))
+    monkeypatch.setattr(vocabulary_cross_entropy, "_liger", lambda: lambda *x, **y: called.append(y) or liger(*x, **y))
     check_kernel(called)
 
 

@@ -105,10 +105,8 @@ PAGES = {
         "Imported from `shardplan.runtime.training`, which has the names of [the training loop](training.md) too, but `Muon`.",
         {
             "shardplan.runtime.parallel.vocabulary_loss": "vocabulary_parallel_nll cross_entropy",
-            "shardplan.runtime.parallel.vocabulary_probabilities": "log_probabilities",
+            "shardplan.runtime.parallel.vocabulary_probabilities": "log_probabilities entropy top_k",
             "shardplan.runtime.parallel.fused_logits": "fused_logits",
-            "shardplan.runtime.parallel.vocabulary_entropy": "entropy",
-            "shardplan.runtime.parallel.vocabulary_top_k": "top_k",
             "shardplan.runtime.training.gradients": "get_grad_norm clip_grad_by_total_norm_",
             "shardplan.torchlib.local_parts": "to_local_if_dtensor",
         },

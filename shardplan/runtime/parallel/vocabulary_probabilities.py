@@ -1,6 +1,6 @@
-"""Log-probabilities from logits that are split over the vocabulary.
+"""Log-probabilities, entropies and the largest of logits that may be split over the vocabulary.
 
-The logits are never gathered. There are two all-reduces: of one number per token (the maximum), and of one more than
+The logits are never gathered. For log-probabilities there are two all-reduces: of one number per token (the maximum), and of one more than
 the number of targets (the sum of exponentials, the targets' logits). Chunks of the sequence bound the temporary memory;
 they do not communicate.
 """
@@ -8,17 +8,20 @@ they do not communicate.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardplan.torchlib.private import private
 
 from .chunks import chunk_size
 from .collectives import all_gather, all_to_all
 from .fused_logits import FusedLogits
 from .process_groups import Group
+from .second_derivatives import refuse_second_derivatives
 from .vocabulary_logits import IGNORE_INDEX, Split, read_chunk, read_logits, read_temperature
 from .vocabulary_sums import Rows, sums_of
-from .vocabulary_top_k import largest
 
 OWN_TOKENS = ContextVar(
     "OWN_TOKENS", default=False
@@ -173,3 +176,125 @@ def _whole_rows(x: Tensor, vocabulary: int, group: Group) -> Tensor:
 def _chunks(size: int, ranks: int) -> list[int]:
     chunk = chunk_size(size, ranks)
     return [min(chunk, max(0, size - rank * chunk)) for rank in range(ranks)]
+
+
+def entropy(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    group: Group | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """The entropy of each token's distribution over the vocabulary, in nats, float32 (float64 for logits in float64).
+
+    Two all-reduces of one and two numbers per token. Memory besides the logits: two chunks in float32, in forward and
+    backward, and in backward the logits' gradient, in their dtype. The logits themselves are kept for backward.
+
+    Args:
+        logits, temperature, chunk_size, group, vocab_size: as in `log_probabilities`. A logit of -inf is a token with
+            probability 0; it adds nothing.
+        mask: [..., tokens]; where it is 0 or False the result is 0, without a gradient.
+
+    Returns:
+        [..., tokens], a plain tensor, equal on all ranks.
+
+    Raises:
+        TypeError: a DTensor with another split.
+        ValueError: shapes or sizes do not fit.
+    """
+    temperature = read_temperature(temperature)
+    chunk: int | None = read_chunk(chunk_size, logits.shape[-2] if logits.ndim > 1 else 1)
+    if isinstance(logits, FusedLogits):
+        if group is not None:
+            raise TypeError("fused logits take no group: pass logits.make()")
+        rows, chunk = logits.rows(temperature), chunk_size
+    else:
+        x, split = read_logits(logits, group, vocab_size)
+        rows = Rows(x, x.shape[-1], split, temperature=temperature)
+    if mask is not None and mask.shape != rows.values.shape[:-1]:
+        raise ValueError(f"the mask's shape is {tuple(mask.shape)}, for logits of {tuple(logits.shape)}")
+    none = torch.empty((*rows.values.shape[:-1], 0), dtype=torch.int64, device=rows.values.device)
+    result = sums_of(rows, none, chunk=chunk, entropy=True).entropy
+    return result if mask is None else result.masked_fill(~mask.bool(), 0.0)
+
+
+# The largest logits, where logits may be split over the vocabulary.
+_NONE = -1  # in place of a token id, where a rank has fewer columns than requested
+
+
+def _largest(x: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
+    """This rank's k largest; missing columns are filled with -inf."""
+    own = min(k, x.shape[-1])
+    values, ids = x.topk(own, -1) if own else (x, x.long())
+    missing = (*x.shape[:-1], k - own)
+    return (
+        torch.cat([values, x.new_full(missing, -torch.inf)], -1),
+        torch.cat([ids + first, ids.new_full(missing, _NONE)], -1),
+    )
+
+
+_largest_per_rank = private("run_per_rank")(_largest)
+
+
+def _merge(x: Tensor, k: int, first: int, group: Group) -> tuple[Tensor, Tensor]:
+    values, ids = _largest_per_rank(x, k, first)
+    values, ids = all_gather(values, group, -1), all_gather(ids, group, -1)
+    # The fill is at the end and the sort is stable, so a real logit of -inf comes before it.
+    real_first = (ids == _NONE).to(torch.uint8).argsort(dim=-1, stable=True)
+    values, ids = values.gather(-1, real_first), ids.gather(-1, real_first)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    return values[..., :k].contiguous(), ids.gather(-1, order[..., :k])
+
+
+def _scatter(x: Tensor, column: Tensor, on_other_rank: Tensor, gradient: Tensor) -> Tensor:
+    result = torch.zeros_like(x)
+    return result.scatter_add_(-1, column, gradient.masked_fill(on_other_rank, 0.0)) if x.shape[-1] else result
+
+
+_scatter_per_rank = private("run_per_rank")(_scatter)
+
+
+def largest(x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
+    """The k largest logits over all ranks' columns, without a gradient."""
+    return x.topk(k, -1) if split.group is None else _merge(x, k, split.first, split.group)
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
+        values, ids = largest(x, k, split)
+        ctx.mark_non_differentiable(ids)
+        ctx.save_for_backward(x, *split.locate(ids, x.shape[-1]))
+        return values, ids
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        return _scatter_per_rank(*ctx.saved_tensors, gradient), None, None
+
+
+def top_k(
+    logits: Tensor, k: int, *, group: Group | None = None, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each token, like `torch.topk(logits, k)` of the whole logits.
+
+    Every rank's own k largest are gathered, with their ids; that is the memory that it needs. Equal logits of one token
+    may come in another order than torch's, the same on all ranks. `log_probabilities(logits, ids)` gives their
+    log-probabilities.
+
+    Args:
+        logits, group, vocab_size: as in `log_probabilities`.
+
+    Returns:
+        (values, token ids), [..., tokens, k], largest first; plain tensors, equal on all ranks. Values have a gradient.
+
+    Raises:
+        TypeError: a DTensor with another split.
+        ValueError: k is not a number from 1 to the size of the vocabulary; sizes do not fit.
+    """
+    x, split = read_logits(logits, group, vocab_size)
+    if not 1 <= k <= split.size:
+        raise ValueError(f"k must be from 1 to the {split.size} tokens of the vocabulary, not {k}")
+    return _TopK.apply(x, k, split)

@@ -1,10 +1,8 @@
 """The parts of a training loop other than the model. The losses work without a plan too."""
 
 from shardplan.runtime.parallel.fused_logits import fused_logits
-from shardplan.runtime.parallel.vocabulary_entropy import entropy
 from shardplan.runtime.parallel.vocabulary_loss import causal_lm_loss, cross_entropy, vocabulary_parallel_nll
-from shardplan.runtime.parallel.vocabulary_probabilities import log_probabilities
-from shardplan.runtime.parallel.vocabulary_top_k import top_k
+from shardplan.runtime.parallel.vocabulary_probabilities import entropy, log_probabilities, top_k
 from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 from .context_parallel import context_parallel
