@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from shardplan.core.estimates import Bound, Device, Term, Traffic
 from shardplan.core.mesh import MeshSizes
 
-from .overlap import Overlap, waiting
-from .speeds import computing, sending
+from .overlap import Overlap, computing, sending, waiting
 
 
 def bound_of(

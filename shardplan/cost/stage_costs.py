@@ -11,9 +11,8 @@ from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.stages import PipelineCut
 
 from .depth import Depths
-from .overlap import ALONE, WAITED, Overlap, waiting
+from .overlap import ALONE, WAITED, Overlap, computing, placed, waiting
 from .part_costs import PartCosts, Stored
-from .speeds import computing, placed
 from .traced_parts import FIRST, LAST, SHARED
 
 NOTHING = PartCosts()

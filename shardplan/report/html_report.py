@@ -14,9 +14,8 @@ from shardplan.core.sources import SourceMap
 from shardplan.core.stages import PipelineCut
 
 from .estimate_text import bytes_text, mesh_text, peak_place, seconds_text
-from .html_axes import mesh_table
 from .html_parts import chip, color, hue, page, table, text
-from .html_tree import flow_svg, styles_of, tree_html
+from .html_tree import flow_svg, mesh_table, styles_of, tree_html
 from .proof_text import fold_rows
 from .short_names import fold_names
 from .text import proof_lines

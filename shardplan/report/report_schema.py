@@ -10,8 +10,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .json import VERSION
-from .json_forms import AS_TEXT, FORMS, form_of
+from .json import AS_TEXT, FORMS, VERSION, form_of
 
 ID = f"urn:shardplan:report:{VERSION}"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

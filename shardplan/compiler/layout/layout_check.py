@@ -31,8 +31,7 @@ from .outside_reads import outside_repairs
 from .read_results import read_in_any
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, moved_inputs, repairs
-from .run import RecordedModel, prove
-from .typing_result import Proof
+from .run import Proof, RecordedModel, prove
 from .unsummed import holding, undeclared
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
@@ -24,23 +24,21 @@ from shardplan.styles.boundary import returns_tokens
 
 from .cross_module_reads import find_cross_module_reads
 from .crossings import Crossings
-from .drawing_operands import drawing_operands, own_values
+from .drawing_operands import DrawingOperand, drawing_operands, own_values
 from .dropout import is_noisy
 from .finding import Finding
-from .mergeable_sums import seen_sums, shared_sums
+from .mergeable_sums import SeenSum, SharedSum, seen_sums, shared_sums
 from .operation_types import Operations
 from .other_choices import Choice, other_choices
-from .provenance import Provenance
 from .randomness import DrawnAlike, acting_sites
 from .rank_run import run_rank
 from .read_results import find_read_results
-from .reads import first_readers, same_arguments, shared_reads
+from .reads import SharedRead, first_readers, same_arguments, shared_reads
 from .spread import SUM, Spread, same
 from .spreads import Spreads
 from .typed_modules import boundaries
-from .typed_run import Stopped, TypedRun
+from .typed_run import Provenance, Stopped, TypedRun
 from .types import Type, read_order
-from .typing_result import Proof
 
 # Modules of one multiplication or look-up: their inner operations, and those of their adapters, count as one.
 ATOMS = ("linear", "conv1d", "embedding")
@@ -364,3 +362,39 @@ def _walk(typed: TypedRun, operations: Operations, crossings: Crossings, runs: S
     for crash in (run.crash for run in others if first.crash is None):
         if crash is not None:  # the numbers of its values belong to another rank
             typed.find("crash", crash, crash.module, (), message=crash.message)
+
+
+# The result of typing a run.
+@dataclass(frozen=True)
+class Proof:
+    """The results.
+
+    Args:
+        findings: the findings, in the order of the run.
+        incoming: the layout that reaches each module that takes I and R; if it gathers its output, the output's.
+        reads: values that several modules each move I -> R.
+        sums: partial sums that are reduced one by one and then added to each other.
+        operations: how many operations were typed.
+        doubts: operation -> the operands that must not contribute if its result is what it seems; it is unknown
+            whether they do.
+        operands: how the operand of each operation that may draw random numbers, and of each layer with adapters, is spread.
+        stopped: whether typing ended at the last of the findings; what comes after it was not looked at.
+        entering: (value, module) for each I that a module moves to R.
+        reduced: (value, module) for each partial sum that a module reduces at its output.
+        shared_reads: module that moves I -> R -> the module that moved the same tensor before it, in every call of
+            their block; None for a module that did not always find it moved.
+        declared: what the run showed of each of the plan's `sum_outputs`.
+    """
+
+    findings: tuple[Finding, ...]
+    incoming: Mapping[str, Layout]
+    reads: tuple[SharedRead, ...]
+    sums: tuple[SharedSum, ...]
+    operations: int
+    entering: tuple[tuple[int, str], ...] = ()
+    reduced: tuple[tuple[int, str], ...] = ()
+    shared_reads: Mapping[str, str | None] = field(default_factory=dict)
+    declared: tuple[SeenSum, ...] = ()
+    doubts: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
+    operands: tuple[DrawingOperand, ...] = ()
+    stopped: bool = False

@@ -11,8 +11,7 @@ from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_check import LayoutReport, Search, bound_to, check_layout
 from shardplan.compiler.layout.layout_diagnostics import with_line
 from shardplan.compiler.layout.repairs import Repair
-from shardplan.compiler.layout.run import RecordedModel
-from shardplan.compiler.layout.typing_result import Proof
+from shardplan.compiler.layout.run import Proof, RecordedModel
 from shardplan.core.by_key import by_key
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
