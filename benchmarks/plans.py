@@ -30,7 +30,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, overlays_of
-from shardplan.cost.step_ledgers import step_ledger
+from shardplan.cost.traced_step import step_ledger
 from shardplan.language import parse_plan
 from shardplan.model import find_any
 from shardplan.model.config_numbers import text_config

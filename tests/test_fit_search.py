@@ -13,8 +13,8 @@ from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.cost import traced_step
 from shardplan.cost.depth import cut, depths_of
-from shardplan.cost.step_ledgers import step_ledger
 from shardplan.cost.traced_parts import PartNames
+from shardplan.cost.traced_step import step_ledger
 from shardplan.torchlib.fakes import FakeTensors
 from shardplan.torchlib.private import private
 from tests.test_fit import EXPERTS, SEQ, SETTINGS

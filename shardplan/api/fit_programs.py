@@ -155,8 +155,8 @@ class Programs:
     ) -> Table:
         from shardplan.cost.depth import cut, depths_of
         from shardplan.cost.fit_screening import Table
-        from shardplan.cost.step_ledgers import step_ledger
         from shardplan.cost.traced_parts import PartNames
+        from shardplan.cost.traced_step import step_ledger
 
         found, _ = compiled.given.both
         alone = replace(

@@ -10,8 +10,8 @@ from shardplan.compiler.pipeline import Changes
 from shardplan.core.estimates import Device, EngineRanks, RefitEstimate, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.cost.fake_rank import fake_mesh
-from shardplan.cost.step_ledgers import DTYPES
 from shardplan.cost.step_options import modelled
+from shardplan.cost.traced_step import DTYPES
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.torchlib.gathering import without_advice
 from shardplan.weights.refit_cost import of_every_rank, refit_bytes

@@ -15,7 +15,7 @@ from .least_time import bound_of
 from .ledger import Bytes, Ledger
 from .muon_step import WHOLE_MATRICES, with_muon
 from .pipeline_estimate import pipeline_ledger
-from .step_ledgers import step_ledger
+from .traced_step import step_ledger
 
 ALWAYS_LEFT_OUT = (
     "the memory of the device's driver, its libraries and the communicators",

@@ -34,7 +34,7 @@ from .fake_rank import fake_mesh, groups_of, without_memory
 from .ledger import Bytes, Ledger, Moment, moments_of
 from .meter import Meter
 from .running_module import Place, Places
-from .step_ledgers import DTYPES
+from .traced_step import DTYPES
 
 _without_modes: Any = private("disable_modes")
 STEPPING: Place = ("optimizer step", "")

@@ -32,8 +32,8 @@ from .overlap import ALONE
 from .part_costs import Stored
 from .pipeline_time import Moment, StageBytes, fullest, step_seconds
 from .stage_costs import StageCosts, hand_over, sends, stage_seconds, stages_of
-from .step_ledgers import step_ledger
 from .traced_parts import PartNames
+from .traced_step import step_ledger
 
 
 class Unschedulable(ValueError):
