@@ -96,6 +96,10 @@ NAMES: dict[str, Private] = {
         (("torch.autograd.function", "_SingleLevelFunction"),),
         "recording a call of an autograd.Function, until torch 2.14 bound early too",
     ),
+    "functorch_active": Private(
+        (("torch._C", "_are_functorch_transforms_active"),),
+        "calling our autograd.Functions without Python code of torch's",
+    ),
     "vmap_home": Private((("torch._functorch.apis", ""),), "recording a call of torch.vmap as one operation"),
     "derivatives_home": Private(
         (("torch._functorch.eager_transforms", ""),),

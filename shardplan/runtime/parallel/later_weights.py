@@ -56,7 +56,9 @@ class Later:
         self.left: dict[int, list[tuple[int, Tensor]]] = {}
         for layer in layers:
             weight = layer._parameters["weight"]
-            if weight is None or not weight.requires_grad or isinstance(weight, DTensor) or id(weight) in self.left:
+            if weight is None or not weight.requires_grad or id(weight) in self.left:
+                continue
+            if type(weight) is not Tensor and isinstance(weight, DTensor):  # the first question is the cheaper one
                 continue
             self.weights.append(weight)
             self.left[id(weight)] = []

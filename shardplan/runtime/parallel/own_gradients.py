@@ -28,27 +28,37 @@ _new = DTensor.__new__  # its __init__ does nothing, slowly
 def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of a backward, each with its own memory: copied where another tensor has the same memory.
 
-    For tensors without values (`estimate`) references are not counted, because a fake mode keeps references too.
+    Two tensors with one memory are two references to its storage; only one tensor that is the gradient of several has to be looked for.
     """
-    storages = [0 if g is None else g.untyped_storage()._cdata for g in gradients]
-    found = [storage for storage in storages if storage]
-    several = () if len(set(found)) == len(found) else {storage for storage in found if found.count(storage) > 1}
     own = list(gradients)
-    for i, (gradient, storage) in enumerate(zip(gradients, storages, strict=True)):
+    several = _several([id(gradient) for gradient in gradients if gradient is not None])
+    for i, gradient in enumerate(gradients):
         if gradient is None:
             continue
-        alone = storage not in several
-        if alone and not isinstance(gradient, _FakeTensor):
-            base = gradient._base
-            most = _measured(base is not None)
-            alone = (
-                _use_count(gradient) <= most.tensor
-                and _storage_use_count(storage) <= most.storage
-                and (base is None or _use_count(base) <= most.base)
-            )
-        if not alone:
+        if type(gradient) is not Tensor and isinstance(gradient, _FakeTensor):  # the first question is the cheaper one
+            return _own_fakes(gradients)
+        base = gradient._base
+        of_tensor, of_storage, of_base = _measured(base is not None)
+        if (
+            id(gradient) in several
+            or _use_count(gradient) > of_tensor
+            or _storage_use_count(gradient.untyped_storage()._cdata) > of_storage
+            or (base is not None and _use_count(base) > of_base)
+        ):
             own[i] = gradient.clone()
     return own
+
+
+def _own_fakes(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same for tensors without values (`estimate`): references are not counted, because a fake mode keeps references too."""
+    storages = [0 if g is None else g.untyped_storage()._cdata for g in gradients]
+    several = _several([storage for storage in storages if storage])
+    return [g.clone() if g is not None and at in several else g for g, at in zip(gradients, storages, strict=True)]
+
+
+def _several(keys: list[int]) -> set[int]:
+    """Those that are there more than once."""
+    return set() if len(set(keys)) == len(keys) else {key for key in keys if keys.count(key) > 1}
 
 
 class _Given(DTensor):

@@ -91,7 +91,9 @@ class LocalParameters:
             return self._replaced(forward, module, args, kwargs)
         slots = module._parameters
         for name in names:
-            if isinstance(slots[name], DTensor):
+            if type(slots[name]) is not Tensor and isinstance(
+                slots[name], DTensor
+            ):  # the first question is the cheaper one
                 return self._replaced(forward, module, args, kwargs)
         # An enclosing block has read them all.
         return leaving(forward, module, args, kwargs) if variant in self.leaves else forward(*args, **kwargs)

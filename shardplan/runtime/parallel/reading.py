@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardplan.core.layout import R, V
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
+from shardplan.torchlib.direct_function import DirectFunction
 from shardplan.torchlib.private import private
 
 from .later_weights import eager_keeper
@@ -41,15 +43,17 @@ class _Together:
     Attributes:
         plain: whether they gather and divide nothing.
         summed, on_ep: the numbers of those whose gradients are partial sums, and of those that are distributed over ep.
+        mesh: the last mesh on which they were found readable; a mesh computes its size anew for each question.
     """
 
-    __slots__ = ("on_ep", "plain", "programs", "summed")
+    __slots__ = ("mesh", "on_ep", "plain", "programs", "summed")
 
     def __init__(self, programs: Sequence[ParameterProgram]):
         self.programs = programs
         self.plain = not any(program.shared or program.moved for program in programs)
         self.summed = [i for i, program in enumerate(programs) if program.summed]
         self.on_ep = [i for i, program in enumerate(programs) if program.stored.axis is Axis.EP]
+        self.mesh: DeviceMesh | None = None
 
 
 class _How(NamedTuple):
@@ -68,39 +72,40 @@ class _How(NamedTuple):
     rows: SharedRows | None
 
 
-class _Read(torch.autograd.Function):
+class _Read(DirectFunction):
     """Trained parameters as local tensors. In backward their gradients become DTensors with the parameters' placements.
     First partial sums are summed by one all-reduce, and those of shared rows by one reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, how: _How, *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.together, ctx.regime, gathered, ctx.rows = how
-        ctx.shared = {i: (whole.shape, whole.dtype, whole.device) for i, whole in gathered.items()}
-        ctx.specs = [parameter._spec for parameter in parameters]
-        ctx.locals = locals_ = [parameter._local_tensor for parameter in parameters]
+        together, regime, gathered, rows = how
+        shared = {i: (whole.shape, whole.dtype, whole.device) for i, whole in gathered.items()}
+        locals_ = [parameter._local_tensor for parameter in parameters]
+        ctx.read = together, regime, shared, rows, [parameter._spec for parameter in parameters], locals_
         # detach is the only operator that policies of selective checkpointing do not count: so the second run of a checkpoint inside
         # a block finds the parameters that the first run read.
+        if not gathered:
+            return tuple([local.detach() for local in locals_])
         return tuple([gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         found = own_gradients(gradients)
-        regime, together = ctx.regime, ctx.together
-        specs, locals_ = ctx.specs, ctx.locals
+        together, regime, shared, rows, specs, locals_ = ctx.read
         which = together.summed
         if which and any(found[i] is not None for i in which):
             parts = [part if (part := found[i]) is not None else torch.zeros_like(locals_[i]) for i in which]
             mesh = specs[which[0]].mesh  # tp; expert parameters may be on ep
             for i, total in zip(which, summed(mesh, parts, regime.reduce_dtype), strict=True):
                 found[i] = used(found[i], total)
-        if ctx.shared and any(found[i] is not None for i in ctx.shared):
+        if shared and any(found[i] is not None for i in shared):
             parts = [
                 part if (part := found[i]) is not None else torch.zeros(shape, dtype=dtype, device=device)
-                for i, (shape, dtype, device) in ctx.shared.items()
+                for i, (shape, dtype, device) in shared.items()
             ]
-            for i, total in zip(ctx.shared, ctx.rows.reduce(parts, regime.reduce_dtype), strict=True):
+            for i, total in zip(shared, rows.reduce(parts, regime.reduce_dtype), strict=True):
                 found[i] = used(found[i], total)
         for i in together.on_ep if regime.expert_share != 1.0 else ():
             if (gradient := found[i]) is not None:
@@ -147,17 +152,16 @@ def _gathered_in_graph(local: Tensor, parameter: DTensor, program: ParameterProg
 
 
 def _read_together(parameters: Sequence[DTensor], together: _Together, regime: Regime) -> Sequence[Tensor]:
-    checked = None
     for parameter in parameters:
-        if (mesh := parameter._spec.mesh) is checked:
+        if (mesh := parameter._spec.mesh) is together.mesh:
             continue
-        checked = mesh
         if mesh.ndim > 1 and mesh.size() > mesh.size(mesh.ndim - 1):
             raise RuntimeError(
                 f"a module with a parameter of shape {list(parameter.shape)} was called by itself, and FSDP2 has not gathered its "
                 "parameters: they belong to a unit around it, which gathers them when the unit is called. Call the model: model(..., "
                 "output_hidden_states=True).hidden_states has what its blocks return"
             )
+        together.mesh = mesh
     trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
     if together.plain and len(trained) == len(parameters):  # the rest of this function, for most blocks
         return _Read.apply(_How(together, regime, {}, None), *parameters)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.layout import Layout
 from shardplan.core.moves import MoveOps, Operation, Ranges, covered, move_ops, ranges_of
+from shardplan.torchlib.direct_function import DirectFunction
 
 from .chunks import own_chunk, uneven
 from .collectives import all_gather, all_reduce, reduce_scatter, waited
@@ -62,7 +63,7 @@ class _How(NamedTuple):
     size: int | None
 
 
-class _Move(torch.autograd.Function):
+class _Move(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _How) -> Tensor:
         ctx.how = how
@@ -81,7 +82,7 @@ class _Move(torch.autograd.Function):
         return OPERATIONS[ops.backward](gradient, mesh, dim, size), None
 
 
-class _MoveOver(torch.autograd.Function):
+class _MoveOver(DirectFunction):
     """A move whose backward computes gradients of weights while the gradient of the value is reduced."""
 
     @staticmethod
