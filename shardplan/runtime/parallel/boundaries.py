@@ -42,12 +42,11 @@ class Enter:
         self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
         self.reads = {variant: shared.reads.get(pr.reads_in) for variant, pr in programs.items()}
-        # The table of the first argument, where moving it with others' is all there is to do.
+        # The move of the first argument, where it is all there is to do.
         self.only_first = {
-            variant: self.reads[variant] if _only_first(pr, *self.parameters[:1]) else None
+            variant: Move(mesh, pr.enter[0].src, pr.enter[0].dst) if _only_first(pr, *self.parameters[:1]) else None
             for variant, pr in programs.items()
         }
-        self.to_readers = Move(mesh, I, R)
         self.readers = self._readers()
         self.readers.modules.append(module)
         if not any(boundary.regather for program in programs.values() for boundary in program.enter):
@@ -56,11 +55,11 @@ class Enter:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         regime = self.shared.regime
         variant = regime.variant
-        reads = self.only_first[variant]
-        if reads is not None:  # the rest of this method, for most layers
+        only = self.only_first[variant]
+        if only is not None:  # the rest of this method, for most layers
             x = args[0] if args else kwargs.get(self.parameters[0])
             if isinstance(x, Tensor):
-                x = reads.read(x, self.to_readers, self.readers, variant, regime.keeper)
+                x = self._read(x, only, variant)
                 return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, self.parameters[0]: x})
         program = self.programs[variant]
         moved: Moved = []
@@ -74,6 +73,16 @@ class Enter:
         if program.on_cp is not None:
             args, kwargs = self._exchange_heads(program.on_cp, args, kwargs, program)
         return args, kwargs
+
+    def _read(self, x: Tensor, move: Move, variant: str) -> Tensor:
+        """Move a value over tp: once for all its readers, where it moves I -> R in a block with a table of them."""
+        kept_by = self.shared.regime.keeper
+        if move.dst.kind != "R":
+            return move(x)
+        if move.src.kind == "I" and (table := self.reads[variant]) is not None:
+            return table.read(x, move, self.readers, variant, kept_by)
+        leaves = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return move(x, later=self.readers.later(variant, kept_by) if leaves else None)
 
     def _exchange_heads(
         self, on_cp: ContextProgram, args: tuple, kwargs: dict, program: ModuleProgram
@@ -99,13 +108,12 @@ class Enter:
                 values of self-attention) share one move, and stay the same tensor after it.
         """
         regime = self.shared.regime
-        reads = self.reads[regime.variant] if boundary.once else None
         mesh, over_tp = self._mesh(boundary), boundary.src.axis is Axis.TP
 
         def moved(x: Tensor) -> Tensor:
-            if reads is not None:
-                return reads.read(x, self.to_readers, self.readers, regime.variant, regime.keeper)
             src = boundary.src
+            if over_tp and program.link != "block_input" and (boundary.once or not boundary.regather):
+                return self._read(x, Move(mesh, src, boundary.dst), regime.variant)
             if not over_tp and src.kind == "R":
                 dim = boundary.dst.split_dim(x.ndim)
                 if regime.length is None:  # only the first split is of hidden states
@@ -117,12 +125,9 @@ class Enter:
                 self.shared.link.note(given, x.shape, boundary.dst.split_dim(x.ndim))
                 src = P if boundary.src == P and self.shared.link.take(given) else I
             if not boundary.regather:
-                leaves = over_tp and boundary.dst == R and x.requires_grad and torch.is_grad_enabled()
-                eager = leaves and not torch.compiler.is_compiling()
-                later = self.readers.later(regime.variant, regime.keeper) if eager else None
                 on_cp = program.on_cp
                 shares = None if over_tp or on_cp is None else shares_of(on_cp, self.mesh)
-                return move(x, mesh, src, boundary.dst, shares=shares, later=later)
+                return move(x, mesh, src, boundary.dst, shares=shares)
             if torch.compiler.is_compiling():  # the partitioner recomputes a checkpoint's content
                 return checkpoint(move, x, mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, mesh, src, boundary.dst)
@@ -267,8 +272,11 @@ class Leave:
 
 
 def _only_first(program: ModuleProgram, first: str = "") -> bool:
-    moves = [(boundary.once, boundary.argument or first) for boundary in program.enter]
-    return moves == [(True, first)] and not program.slices and program.on_cp is None
+    if len(program.enter) != 1 or program.slices or program.on_cp is not None or program.link == "block_input":
+        return False
+    (boundary,) = program.enter
+    ours = boundary.src.axis is Axis.TP and (boundary.once or not boundary.regather)
+    return ours and (boundary.argument or first) == first
 
 
 def _only_sum(program: ModuleProgram, leave: OutputMove) -> bool:

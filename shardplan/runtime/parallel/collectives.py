@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardplan.torchlib.operators import FUNCTIONAL, UNSAFE_VIEW
+from shardplan.torchlib.operators import FUNCTIONAL
 from shardplan.torchlib.private import private
 
 from .chunks import chunk_size, pad_chunk, uneven
@@ -22,6 +22,8 @@ from .process_groups import Group, of_group, ranks_of
 
 _below_autograd = private("below_autograd")
 _wait = FUNCTIONAL.wait_tensor.default
+_all_reduce, _all_gather = FUNCTIONAL.all_reduce.default, FUNCTIONAL.all_gather_into_tensor.default
+_reduce_scatter = FUNCTIONAL.reduce_scatter_tensor.default
 _traced = {name: private(name) for name in ("all_reduce", "all_gather", "reduce_scatter")}
 
 
@@ -29,13 +31,12 @@ def all_reduce(x: Tensor, mesh: Group, op: str = "sum", *, wait: bool = True) ->
     """The sum (or `op`) over the axis, a fresh tensor on every rank; without `wait` it is valid after `waited`."""
     if torch.compiler.is_compiling():
         return _traced["all_reduce"](x.contiguous(), op, mesh)
-    return _run(FUNCTIONAL.all_reduce.default, x.contiguous(), op, of_group(mesh)[0], wait=wait)
+    return _run(_all_reduce, x.contiguous(), op, of_group(mesh)[0], wait=wait)
 
 
 def all_gather(x: Tensor, mesh: Group, dim: int, size: int | None = None) -> Tensor:
     """The chunks of all ranks along `dim`, alike, or ceil-chunks that are `size` long in all."""
-    ranks = ranks_of(mesh)
-    if size is None or size % ranks == 0:
+    if size is None or size % (ranks := ranks_of(mesh)) == 0:
         return _gather(x, mesh, dim)
     padded = pad_chunk(x, dim, chunk_size(size, ranks))
     return _gather(padded, mesh, dim).narrow(dim, 0, size)
@@ -47,17 +48,19 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int, *, wait: bool = True) -> Te
     Raises:
         ValueError: the axis does not divide the dimension (gloo would abort, NCCL hang).
     """
-    size, ranks = x.shape[dim], ranks_of(mesh)
+    compiling = torch.compiler.is_compiling()
+    chunk, ranks = list(x.shape), ranks_of(mesh) if compiling else of_group(mesh)[1]
+    size = chunk[dim]
     if size % ranks:
         raise uneven(size, dim, ranks)
-    if torch.compiler.is_compiling():
+    if compiling:
         return _traced["reduce_scatter"](x.contiguous(), "sum", dim, mesh)
-    dim %= x.ndim
-    chunk = (*x.shape[:dim], size // ranks, *x.shape[dim + 1 :])
+    dim %= len(chunk)
+    chunk[dim] = size // ranks
     if prod(chunk[:dim]) > 1:  # concatenate the ranks' chunks: a copy
         x = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     stacked = x.reshape(ranks * chunk[0], *chunk[1:]).contiguous()
-    return _run(FUNCTIONAL.reduce_scatter_tensor.default, stacked, "sum", ranks, of_group(mesh)[0], wait=wait)
+    return _run(_reduce_scatter, stacked, "sum", ranks, of_group(mesh)[0], wait=wait)
 
 
 def waited(x: Tensor) -> Tensor:
@@ -72,16 +75,20 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: G
 
 
 def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
-    dim, ranks = dim % x.ndim, ranks_of(mesh)
-    whole = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    whole, ranks = list(x.shape), ranks_of(mesh) if compiling else of_group(mesh)[1]
+    dim %= len(whole)
+    first = prod(whole[:dim]) == 1
+    whole[dim] *= ranks
+    if compiling:
         # Only the first dim: for other dims torch 2.11 makes a function that Dynamo refuses. The next line does that
         # function's work with the operators that asynchronous tensor parallelism fuses: split and cat.
         stacked = _traced["all_gather"](x.contiguous(), 0, mesh)
-        return stacked.view(whole) if prod(x.shape[:dim]) == 1 else torch.cat(stacked.split(x.shape[0]), dim)
-    stacked = _run(FUNCTIONAL.all_gather_into_tensor.default, x.contiguous(), ranks, of_group(mesh)[0])
-    if prod(x.shape[:dim]) == 1:  # no copy, and no view: in-place changes stay possible
-        return UNSAFE_VIEW(stacked, whole)
+        return stacked.view(whole) if first else torch.cat(stacked.split(x.shape[0]), dim)
+    stacked = _run(_all_gather, x.contiguous(), ranks, of_group(mesh)[0])
+    if first:  # no copy, and no view: in-place changes stay possible
+        with _below_autograd():
+            return stacked.view(whole)
     return stacked.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
 
 

@@ -180,10 +180,9 @@ def move(
     *,
     size: int | None = None,
     shares: tuple[Ranges, ...] | None = None,
-    later: Later | None = None,
 ) -> Tensor:
     """Move one local tensor: `Move` says how."""
-    return Move(mesh, src, dst, size, shares)(x, later)
+    return Move(mesh, src, dst, size, shares)(x)
 
 
 def _cuts(
