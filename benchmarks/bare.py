@@ -19,13 +19,13 @@ from shardplan.torchlib.operators import FUNCTIONAL
 
 from .host import SIZE, TP, alone, layer_times, ratio
 from .page import table
-from .ways import Way, fake_ranks, llama, planned, with_fsdp
+from .ways import Way, compiled, fake_ranks, llama, planned, with_fsdp
 
 TEXT = """## Host time over bare collectives
 
 `python -m benchmarks.bare`: as above, against the same layer with plain parameters, its collectives written by hand into its code, and
-nothing else (`benchmarks/bare.py`); under FSDP2 both have it. That layer's own time is against the layer alone. Median of {repeats} pairs, and the
-middle half of them.
+nothing else (`benchmarks/bare.py`); under FSDP2 both have it, and compiled both are compiled the same way. That layer's own time is against the
+layer alone: of the table above, it is the part that the collectives take. Median of {repeats} pairs, and the middle half of them.
 """
 GOAL = "<= 1.15"
 
@@ -107,21 +107,28 @@ def bare(config: Any, mesh: DeviceMesh, *, sp: bool) -> nn.Module:
     return with_collectives(alone(config, mesh), mesh, sp=sp)
 
 
-def sharded(way: Way) -> Way:
-    return lambda config, mesh: with_fsdp(way(config, mesh), mesh)
+def after(change: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[[Way], Way]:
+    return lambda way: lambda config, mesh: change(way(config, mesh), mesh)
+
+
+# Group -> its goal, what is done to a planned model, and to the others.
+GROUPS: dict[str, tuple[str, Callable[[Way], Way], Callable[[Way], Way]]] = {
+    "eager": (GOAL, lambda way: way, lambda way: way),
+    "under FSDP2": (GOAL, after(with_fsdp), after(with_fsdp)),
+    "compiled per layer": ("", lambda way: partial(way, compile=True), after(lambda model, _: compiled(model))),
+}
 
 
 def rows(repeats: int) -> Iterator[tuple[str, str, str, str]]:
-    for group, wrapped in (("eager", lambda way: way), ("under FSDP2", sharded)):
-        ways: dict[str, Way] = {"alone": alone}
+    for group, (goal, of_planned, of_other) in GROUPS.items():
+        ways: dict[str, Way] = {"alone": of_other(alone)}
         for plan, sp in (("TP", False), ("SP", True)):
-            ways |= {plan: partial(planned, sp=sp), f"bare {plan}": partial(bare, sp=sp)}
+            ways |= {plan: of_planned(partial(planned, sp=sp)), f"bare {plan}": of_other(partial(bare, sp=sp))}
         with fake_ranks(TP) as mesh:
-            made = {name: wrapped(way) for name, way in ways.items()}
-            times = layer_times(made, mesh, repeats, partial(llama, **SIZE))
+            times = layer_times(ways, mesh, repeats, partial(llama, **SIZE))
         for plan in ("TP", "SP"):
             floor = times[f"bare {plan}"]
-            yield f"{group}, {plan}", GOAL, ratio(times[plan], floor), ratio(floor, times["alone"])
+            yield f"{group}, {plan}", goal, ratio(times[plan], floor), ratio(floor, times["alone"])
 
 
 def main() -> None:
