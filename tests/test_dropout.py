@@ -495,19 +495,27 @@ class Mixed(Layer):
 
 
 class Hidden(Layer):
-    """Code that runs with dropout alone, by a condition that does not name the probability."""
+    """Code that runs with dropout alone, by a condition on a number that is made of the probability."""
 
     def forward(self, x: Tensor) -> Tensor:
         y, p = self.down(torch.relu(self.up(x))), self.dropout
-        return x + (F.dropout(y, p, self.training) if p > 0 else y)
+        return x + (F.dropout(y, p, self.training) if math.ceil(p) else y)
 
 
 class Guarded(Layer):
-    """The same by a condition that does."""
+    """The same by a condition on the probability."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(torch.relu(self.up(x)))
         return x + (F.dropout(y, self.dropout, self.training) if self.dropout > 0 else y)
+
+
+class Kept(Layer):
+    """By one on the probability of what is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, keep = self.down(torch.relu(self.up(x))), 1 - self.dropout
+        return x + (F.dropout(y, 1 - keep, self.training) if keep < 0.95 else y)
 
 
 class Drop(nn.Dropout):
@@ -629,10 +637,14 @@ def test_split_values_alone_are_right():
 
 @pytest.mark.parametrize(
     ("layer", "kinds"),
-    [(Guarded, {"": "common"}), (WithModules, {".inside": "own", ".after": "common", ".path": "common"})],
+    [
+        (Guarded, {"": "common"}),
+        (Kept, {"": "common"}),
+        (WithModules, {".inside": "own", ".after": "common", ".path": "common"}),
+    ],
 )
 def test_code_may_ask_for_the_probability_first(layer: type[Layer], kinds: dict[str, str]):
-    """The reduced model's is so small that nothing is dropped, but not 0: the code that drops elements runs there."""
+    """In the reduced model nothing is dropped, and the code that drops elements runs."""
     found = shardplan.compile_plan(shardplan.Model(Net(layer), inputs=inputs), {"tp": 2}, net_plan())
     draws = {name: one.draws for name, one in found.modules.items() if one.draws}
     assert draws == {f"layers.{i}{inside}": kind for i in range(2) for inside, kind in kinds.items()}

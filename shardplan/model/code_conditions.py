@@ -1,27 +1,14 @@
-"""The conditions in a module's code: what they read (`if self.p > 0: x = self.dropout(x)`), and the children that a module's own flags
-switch off, as they are read only in branches that do not run."""
+"""The children that a module's own flags switch off: its code reads them only in branches that do not run."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 
 from torch import nn
 
-from .forward_code import forward_reads, names_in
+from .forward_code import names_in
 from .source_code import methods, of_self, parsed
-
-
-@cache
-def asked_before(cls: type) -> frozenset[str]:
-    """The attributes of `self`, as paths (`p`, `dropout.p`), that conditions in this class's forward read, and in what it calls."""
-    running = {"forward", *forward_reads(cls)}
-    code = (parsed(function) for function in methods(cls) if function.__name__ in running)
-    nodes = (node for tree in code for node in ast.walk(tree))
-    tests = (node.test for node in nodes if isinstance(node, (ast.If, ast.IfExp)))
-    read = (ast.unparse(node) for test in tests for node in ast.walk(test) if isinstance(node, ast.Attribute))
-    return frozenset(path.removeprefix("self.") for path in read if path.startswith("self."))
 
 
 def switched_off(module: nn.Module) -> frozenset[str]:

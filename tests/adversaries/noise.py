@@ -55,6 +55,26 @@ class AttentionDropout(Attention):
         return self.o(y.transpose(1, 2).flatten(-2))
 
 
+class Asking(Mlp):
+    """Takes off the mean of its features where the probability of dropout is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.1
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h - h.mean(-1, keepdim=True) if self.dropout > 0.05 else h
+
+
+class AskingKept(Asking):
+    """The same by a number that is computed of it."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h, keep = Mlp.hidden(self, x), 1 - self.dropout
+        return h - h.mean(-1, keepdim=True) if 1 / keep > 1.1 else h
+
+
 def of(cls: type[nn.Module], *arguments: object) -> nn.Module:
     return Stack(MlpBlock(cls(*arguments)), MlpBlock(cls(*arguments)))
 
@@ -105,4 +125,10 @@ CASES = (
     ),
     Adversary("random_dropout/zero", partial(of, Dropout, 0.0), features, document(MLP), "right", "it does not act"),
     Adversary("random_dropout/off", partial(of, Dropout, 0.2, True), features, document(MLP), "right", "it is off"),
+    *(
+        Adversary(
+            f"asks_probability/{name}", partial(of, cls), features, document(MLP), "wrong", "a rank's own features"
+        )
+        for name, cls in (("threshold", Asking), ("kept", AskingKept))
+    ),
 )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.model.build_tree import kind_of
-from shardplan.model.code_conditions import asked_before
 
 from .fields import role
 
 NOISE = 0.1  # added to parameters that the model initialises in a structured way: norm weights, biases, decay rates
-LEAST = 1e-30  # a probability that drops nothing, in any dtype: 1 - LEAST is 1
 
 
 @torch.no_grad()
@@ -83,30 +80,60 @@ def _seed(seed: int, name: str) -> int:
     return zlib.crc32(name.encode(), seed) % 2**31
 
 
+class Undropped(float):
+    """A probability that drops nothing: zero where it is drawn by, and in comparisons what the model's code calls it (`if self.p > 0.05`).
+    What is computed from it is so too (`keep = 1 - self.p`).
+
+    Attributes:
+        told: the model's own number.
+    """
+
+    told: float
+
+    def __new__(cls, value: float = 0.0, told: float = 0.0) -> Undropped:
+        made = super().__new__(cls, value)
+        made.told = told
+        return made
+
+    def __bool__(self) -> bool:
+        return bool(self.told)
+
+    def __deepcopy__(self, memo: object) -> Undropped:
+        return self
+
+    __hash__ = float.__hash__
+
+
+def _told(value: object) -> object:
+    return value.told if isinstance(value, Undropped) else value
+
+
+def _compared(name: str) -> Callable[[Undropped, object], object]:
+    return lambda one, other: getattr(one.told, name)(_told(other))
+
+
+def _computed(name: str) -> Callable[[Undropped, object], object]:
+    def operation(one: Undropped, other: object) -> object:
+        result = getattr(float, name)(one, other)
+        return result if result is NotImplemented else Undropped(result, getattr(one.told, name)(_told(other)))
+
+    return operation
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Undropped, f"__{_name}__", _compared(f"__{_name}__"))
+for _name in ("add", "sub", "mul", "truediv"):
+    for _side in ("", "r"):
+        setattr(Undropped, f"__{_side}{_name}__", _computed(f"__{_side}{_name}__"))
+
+
 def without_noise(model: nn.Module) -> None:
-    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads. Where code asks for one before
-    elements are dropped (`if self.p > 0: x = self.dropout(x)`), it becomes so small that nothing is dropped."""
-    active = {(module, name) for module in model.modules() for name in _probabilities(module)}
-    asked = {found for module in model.modules() for found in _asked(module)} if active else set()
-    for module, name in active:
-        vars(module)[name] = LEAST if (module, name) in asked else 0.0
-
-
-def _probabilities(module: nn.Module) -> Iterator[str]:
-    """The attributes of a module that are probabilities of dropout above zero."""
-    drops = kind_of(module) == "dropout"
-    for name, value in vars(module).items():
-        if ((drops and name == "p") or (isinstance(value, float) and role(name) == "dropout")) and value > 0:
-            yield name
-
-
-def _asked(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The attributes that conditions in a module's code read, each with its module."""
-    cls: type = type(module)
-    for path in asked_before(cls):
-        owner, _, name = path.rpartition(".")
-        with suppress(AttributeError):  # a path through other objects
-            yield module.get_submodule(owner), name
+    """Makes each probability of dropout drop nothing, in modules and in the attributes that their code reads."""
+    for module in model.modules():
+        drops = kind_of(module) == "dropout"
+        for name, value in vars(module).items():
+            if (drops and name == "p") or (isinstance(value, float) and role(name) == "dropout"):
+                vars(module)[name] = value if isinstance(value, Undropped) else Undropped(0.0, value)
 
 
 def writes_to(model: nn.Module) -> Callable[[], frozenset[str]]:
