@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -518,6 +519,13 @@ class Kept(Layer):
         return x + (F.dropout(y, 1 - keep, self.training) if keep < 0.95 else y)
 
 
+class Passed(Layer):
+    """A layer that is passed by, with numbers of Python's own generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training and random.random() < float(self.dropout) else super().forward(x)
+
+
 class Drop(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         return input if self.p == 0.0 else super().forward(input)
@@ -618,6 +626,7 @@ def codes(layer: type[Layer], p: float = 0.1, train: bool = True, **sections: An
         (SplitPath, "random numbers that are not dropout's"),
         (Features, "drops whole features (dropout1d) of a split value"),
         (Jitter, "random numbers that are not dropout's"),
+        (Passed, "random numbers that are not dropout's"),
     ],
 )
 def test_what_cannot_be_right_is_refused(layer: type[Layer], words: str, train: bool):

@@ -108,7 +108,7 @@ def noise_of(recorded: RecordedModel, tree: ModuleTree) -> Noise:
     dropouts = tuple(one for one in drawings if one.name in ELEMENTWISE | WHOLE_FEATURES)
     known = {(one.module, one.source) for one in dropouts}
     unmanaged: tuple[tuple[str, str, bool], ...] = ()
-    if len(dropouts) < len(drawings) or draws.hidden:
+    if draws.hidden or any(site.name not in ELEMENTWISE | WHOLE_FEATURES for site in draws.sites):
         unmanaged = tuple(
             (
                 site.module,

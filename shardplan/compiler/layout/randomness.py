@@ -40,6 +40,7 @@ OTHERS = "numbers of random or numpy.random"  # generators other than torch's
 # A threshold may be small, so a draw between two bounds is tried at both.
 UNIFORM = ("rand", "rand_like", "uniform_")
 SEEDS = (1, 2)
+LEAST, GREATEST = 0.0, 1 - 2**-53  # of Python's own numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,12 @@ class DrawingRun(TorchFunctionMode):
 def _acts(model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list[Tensor]) -> bool:
     """Whether other numbers at one place change the result."""
     if key[1] == OTHERS:
-        return any(not _equal(_run(model, inputs, DrawingRun(), seed=seed), reference) for seed in SEEDS)
+        if any(not _equal(_run(model, inputs, DrawingRun(), seed=seed), reference) for seed in SEEDS):
+            return True
+        with _python_draws(LEAST):
+            least = _run(model, inputs, DrawingRun())
+        with _python_draws(GREATEST):
+            return not (_equal(least, reference) and _equal(_run(model, inputs, DrawingRun()), reference))
     ways = [_seeded(seed) for seed in SEEDS]
     ways += [_least, _greatest] if key[1] in UNIFORM else []
     return any(not _equal(_run(model, inputs, DrawingRun(key, way)), reference) for way in ways)
@@ -245,6 +251,19 @@ def _equal(values: list[Tensor], reference: list[Tensor]) -> bool:
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
         for a, b in zip(values, reference, strict=True)
     )
+
+
+@contextmanager
+def _python_draws(number: float) -> Iterator[None]:
+    """Runs with one number for all of Python's own that are uniform."""
+    generator: Any = random.uniform.__self__  # type: ignore[attr-defined]
+    before = random.random
+    generator.random = random.random = lambda: number
+    try:
+        yield
+    finally:
+        del generator.random
+        random.random = before
 
 
 @contextmanager
