@@ -408,6 +408,8 @@ def _dim(node: ast.AST) -> bool | None:
         return ast.unparse(node.slice) == "-1"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
         return bool(node.args) and ast.unparse(node.args[0]) == "-1"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numel":
+        return False
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
         return False
     return False if isinstance(node, ast.Attribute) and node.attr == "shape" else None

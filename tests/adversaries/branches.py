@@ -316,6 +316,23 @@ def in_training() -> nn.Module:
     return Stack(InTraining())
 
 
+class Many(Mlp):
+    """Takes off the mean of its features where there are many numbers."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h - h.mean(-1, keepdim=True) if x.numel() > 4000 else h
+
+
+def many() -> nn.Module:
+    return Stack(MlpBlock(Many()))
+
+
+def longer(seed: int) -> dict[str, Any]:
+    """A rare batch is long."""
+    return {"x": torch.randn(2, 8 if seed < 100 else 200, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+
 SIDE = {**MLP, "side.up": "colwise", "side.down": "rowwise"}
 WRONG_SIDE = {**MLP, "side.up": "colwise", "side.down.weight": "rowwise"}
 READERS = {"layers.*.mlp.{a,b}": "colwise", "layers.*.mlp.down": "rowwise"}
@@ -436,4 +453,5 @@ CASES = (
     Adversary("idle/whole", Idle, features, document(MLP), "right", "what nobody reads is not split"),
     Adversary("idle/split", Idle, features, document({**MLP, "unused": "colwise"}), "unproven", "nobody reads it"),
     Adversary("in_training/wrong", in_training, features, document(MLP), "wrong", "the mean of a rank's own features"),
+    Adversary("many/wrong", many, longer, document(MLP), "wrong", "the mean of a rank's own features", seeds=RARE),
 )
