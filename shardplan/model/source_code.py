@@ -6,11 +6,11 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 
 
-def parsed(function: FunctionType | CodeType) -> ast.Module:
-    """A function's source; empty where it has no source file, or where its source is part of a line."""
+def parsed(function: FunctionType | CodeType | ModuleType) -> ast.Module:
+    """The source of a function or of a file; empty where it has no source file, or where its source is part of a line."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):

@@ -89,7 +89,7 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
     )
     proven = {_kind(program, reduced.tree, name) for name in reached}
     model = unwrapped(reduced.recorded_models[0].model)
-    off = cache(lambda outer: switched_off(model.get_submodule(outer)))
+    off = cache(lambda outer: switched_off(model.get_submodule(outer), model))
     for name in missing:
         if name in computing and _kind(program, reduced.tree, name) in proven:
             continue

@@ -27,6 +27,7 @@ from . import (
     shared,
     stages,
     strange,
+    switches,
     training,
 )
 from .adversary import Adversary
@@ -51,6 +52,7 @@ PARTS = (
     inputs,
     live,
     strange,
+    switches,
 )
 WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context, lower)
 ON_MESHES: tuple[Adversary, ...] = tuple(case for part in WITH_AXES for case in part.CASES)
