@@ -82,6 +82,7 @@ class _Side:
         varies: whether the operand is known to differ in the model itself; else it counts if it is a length of the inputs.
         width: whether the operand is the same share on all ranks of a model of any size, unlike a length.
         counts: whether the module's own code changes the operand from call to call.
+        real: whether the operand may be a fraction, as of a length.
         other: the number that replaces the constant.
     """
 
@@ -91,12 +92,13 @@ class _Side:
     varies: bool
     width: bool
     counts: bool = False
+    real: bool = False
     other: float | None = None
     seen: list[tuple[float, bool]] = field(default_factory=list)
 
     def __call__(self, operand: Any, constant: Any) -> Any:
         number = operand.item() if self.counts and isinstance(operand, Tensor) and operand.ndim == 0 else operand
-        known = (int, float) if self.counts else (int,)
+        known = (int, float) if self.counts or self.real else (int,)
         if type(number) not in known or type(constant) not in known:
             return OPERATORS[self.compare](operand, constant)
         result = OPERATORS[self.compare](number, constant if self.other is None else self.other)
@@ -318,15 +320,16 @@ class _Comparisons(ast.NodeTransformer):
         self, function: ast.FunctionDef, code: CodeType, found: list[_Side], counters: frozenset[str], *, shrunk: bool
     ):
         self.file, self.found, self.counters, self.shrunk = code.co_filename, found, counters, shrunk
-        self.own = {*code.co_varnames, *code.co_cellvars}
+        inside = (node for node in ast.walk(function) if isinstance(node, ast.arg | ast.Name))
+        bound = {node.arg if isinstance(node, ast.arg) else node.id for node in inside if not _is_read(node)}
+        self.own = {*code.co_varnames, *code.co_cellvars, *bound}  # also of what it has inside
         self.lengths: dict[str, bool] = {}  # a local name of a dim -> whether it is the last
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and (width := _dim(node.value)) is not None:
-                for target in node.targets:
-                    names = target.elts if isinstance(target, ast.Tuple) else [target]
-                    for i, name in enumerate(names):
-                        if isinstance(name, ast.Name):
-                            self.lengths[name.id] = i == len(names) - 1 if len(names) > 1 else width
+        for target, value in _assigned(function):
+            if (width := _dim(value)) is not None:
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                for i, name in enumerate(names):
+                    if isinstance(name, ast.Name):
+                        self.lengths[name.id] = i == len(names) - 1 if len(names) > 1 else width
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         if (parts := _parts(node)) is not None:
@@ -347,7 +350,7 @@ class _Comparisons(ast.NodeTransformer):
         place = (self.file, node.lineno, node.col_offset)
         line = f"{self.file}:{node.lineno}: {linecache.getline(self.file, node.lineno).strip()}"
         width = (bool(dims) and all(dims)) or (numbers and not dims and not counts)
-        side = _Side(place, line, compare, bool(dims) or numbers or counts, width, counts)
+        side = _Side(place, line, compare, bool(dims) or numbers or counts, width, counts, bool(dims))
         self.found.append(side)
         called = ast.Constant(f"{MARK}{len(self.found) - 1}")
         return ast.copy_location(ast.Call(called, [operand, constant], []), node)
@@ -380,7 +383,7 @@ class _Comparisons(ast.NodeTransformer):
 
 def _compared(test: ast.expr) -> ast.expr:
     """Turn a condition that is a number (`length % 2`) into an explicit comparison."""
-    if not (isinstance(test, ast.BinOp) and isinstance(test.op, ast.Mod)):
+    if not (isinstance(test, ast.BinOp) and isinstance(test.op, ast.Mod | ast.FloorDiv)):
         return test
     zero = ast.copy_location(ast.Constant(0), test)
     return ast.copy_location(ast.Compare(test, [ast.NotEq()], [zero]), test)
@@ -402,14 +405,30 @@ def _parts(node: ast.Compare) -> ast.BoolOp | None:
     return None
 
 
+def _assigned(function: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Each target with what it is set to; those of `a, b = c, d` one by one."""
+    for node in (one for one in ast.walk(function) if isinstance(one, ast.Assign)):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)  # one may be starred
+            else:
+                yield target, node.value
+
+
+def _is_read(node: ast.arg | ast.Name) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+
+
 def _dim(node: ast.AST) -> bool | None:
     """Whether an expression is the last dim of a tensor; None where it is not a dim. `x.shape` is all dims."""
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
         return ast.unparse(node.slice) == "-1"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
         return bool(node.args) and ast.unparse(node.args[0]) == "-1"
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "numel":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("numel", "nelement"):
         return False
+    if isinstance(node, ast.Call) and any(isinstance(one, ast.Attribute) and one.attr == "shape" for one in node.args):
+        return False  # math.prod(x.shape)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
         return False
     return False if isinstance(node, ast.Attribute) and node.attr == "shape" else None

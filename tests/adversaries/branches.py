@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -324,8 +325,40 @@ class Many(Mlp):
         return h - h.mean(-1, keepdim=True) if x.numel() > 4000 else h
 
 
-def many() -> nn.Module:
-    return Stack(MlpBlock(Many()))
+class Product(Mlp):
+    """The same by the product of the shape."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h - h.mean(-1, keepdim=True) if math.prod(x.shape) > 4000 else h
+
+
+class Quotient(Mlp):
+    """By whole parts of the length."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h, length = super().hidden(x), x.shape[1]
+        return h - h.mean(-1, keepdim=True) if length // 150 else h
+
+
+class Fraction(Mlp):
+    """By a fraction of it."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h - h.mean(-1, keepdim=True) if x.shape[1] / 150 > 1 else h
+
+
+class Inside(Mlp):
+    """In a function that is inside of the forward."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h, is_long = super().hidden(x), lambda length: length > 150
+        return h - h.mean(-1, keepdim=True) if is_long(x.shape[1]) else h
+
+
+def many(mlp: type[Mlp]) -> nn.Module:
+    return Stack(MlpBlock(mlp()))
 
 
 def longer(seed: int) -> dict[str, Any]:
@@ -453,5 +486,16 @@ CASES = (
     Adversary("idle/whole", Idle, features, document(MLP), "right", "what nobody reads is not split"),
     Adversary("idle/split", Idle, features, document({**MLP, "unused": "colwise"}), "unproven", "nobody reads it"),
     Adversary("in_training/wrong", in_training, features, document(MLP), "wrong", "the mean of a rank's own features"),
-    Adversary("many/wrong", many, longer, document(MLP), "wrong", "the mean of a rank's own features", seeds=RARE),
+    *(
+        Adversary(
+            f"many/{mlp.__name__.lower()}",
+            partial(many, mlp),
+            longer,
+            document(MLP),
+            "wrong",
+            "the mean of a rank's own features",
+            seeds=RARE,
+        )
+        for mlp in (Many, Product, Quotient, Fraction, Inside)
+    ),
 )
