@@ -198,3 +198,25 @@ def test_a_number_of_a_head_that_this_class_lacks():
         pytest.skip("the installed transformers has no type pocket_tts")
     reduced = make_reduced_model(built(cls), tp=2).config
     assert reduced.hidden_size < 128 and reduced.flow_head_config.condition_dim == reduced.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        # Code leaves the projection to the first out where it is the hidden size, which is twice as large here.
+        ("MimiModel", ["vector_quantization_hidden_dimension", "codebook_dim"]),
+        # Channels that each stage doubles.
+        ("PeAudioEncoder", ["encoder_hidden_size"]),
+    ],
+)
+def test_numbers_on_which_the_size_depends(name, numbers):
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        pytest.skip(f"the installed transformers has no class {name}")
+    model = built(cls)
+    reduced = make_reduced_model(model, tp=2)
+    small, large = (getattr(config, "dac_config", config) for config in (reduced.config, model.config))
+    assert len({getattr(small, one) for one in numbers}) == 1
+    assert all(getattr(small, one) < getattr(large, one) for one in numbers)
+    with reduced.running():
+        reduced.build()(**reduced.inputs())

@@ -10,6 +10,7 @@ from transformers import AutoConfig, CanineConfig, LlamaConfig, LlamaForCausalLM
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.layers import Kept, candidates, sections
+from shardplan.model.reduced.measured import SMALLEST
 from shardplan.model.reduced.model_inputs import CHARACTERS, text_inputs
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.reduced_transformers import original_of, roles_of
@@ -21,7 +22,7 @@ def small(model_type: str, kept: Kept, **options: Any) -> PreTrainedConfig:
     """The reduced configuration of a type's defaults."""
     _, _, config, cls, tree, _ = original_of(find(model_type))
     named = partial(reduced_config, config, tp=2, seq_len=16, kept=kept, **options)
-    return named(roles=roles_of(cls, config, tree, named))
+    return named(roles=roles_of(cls, config, tree, named, SMALLEST))
 
 
 def test_numbers_that_the_class_computes_are_computed_again():

@@ -22,6 +22,7 @@ from .scale import hidden_size
 Build = Callable[[PreTrainedConfig], nn.Module]  # raises whatever the configuration and the modelling code raise
 Shapes = Mapping[str, tuple[int, ...]]
 SMALLEST = 96  # smaller numbers are counts, kernels, channels and bins
+CHANNELS = 64  # the smallest that is looked at where a model would be too large otherwise
 
 
 def constructed(
@@ -47,7 +48,7 @@ def shapes_with(model: nn.Module, number: str) -> Shapes | None:
     name = text.attribute_map.get(number, number)
     if type(vars(text).get(name)) is not int:
         return None
-    larger = _doubled(model.config, text, name, partial(constructed, type(model)))
+    larger = _times(2, model.config, text, name, partial(constructed, type(model)))
     return None if larger is None else _shapes(larger)
 
 
@@ -66,11 +67,13 @@ def usual_names(config: PreTrainedConfig, build: Build, admits: Callable[[int], 
             sizes = [*value] if isinstance(value, (list, tuple)) else [value]
             if role(name) is None and sizes and all(type(one) is int and admits(one) for one in sizes):
                 base = base or build(config)
-                larger = _doubled(config, part, name, build)
+                # Code leaves a projection to a width out where it is the hidden size, so twice a number may not be one.
+                times = 4 if {2 * one for one in sizes} & {*hidden} else 2
+                larger = _times(times, config, part, name, build)
                 # Where it is tied to a hidden size it is refused, as the groups of a convolution are, or shapes nothing: it is of a
                 # head that this class lacks.
                 tied = "intermediate_size" if value in hidden else ""
-                usual = tied if larger is None else _usual_name(sizes, base, larger) or tied
+                usual = tied if larger is None else _usual_name(sizes, base, larger, times) or tied
                 found |= {name: usual} if usual else {}
     return found
 
@@ -89,8 +92,8 @@ def with_usual_names(config: PreTrainedConfig, build: Build) -> PreTrainedConfig
     return config
 
 
-def _usual_name(sizes: list[int], base: nn.Module, larger: nn.Module) -> str:
-    """The usual name of numbers, from the model and the one that was built with twice the numbers; empty for any other."""
+def _usual_name(sizes: list[int], base: nn.Module, larger: nn.Module, times: int) -> str:
+    """The usual name of numbers, from the model and the one that was built with so many times the numbers; empty for any other."""
     table, now = (_table(one) for one in (base, larger))
     if table is not None and now is not None and table.weight.shape != now.weight.shape:
         return "vocab_size" if table.weight.shape[1] == now.weight.shape[1] else "hidden_size"
@@ -98,27 +101,27 @@ def _usual_name(sizes: list[int], base: nn.Module, larger: nn.Module) -> str:
     if before.keys() < after.keys():
         return "num_hidden_layers"
     pairs = [pair for name in before.keys() & after.keys() for pair in zip(before[name], after[name], strict=False)]
-    doubled = {dim for dim, new in pairs if new == 2 * dim}
+    multiplied = {dim for dim, new in pairs if new == times * dim}
     half, *more = (one // 2 for one in sizes)
-    if not more and any(before[name] == (half,) and after.get(name) == (2 * half,) for name in before):
+    if not more and any(before[name] == (half,) and after.get(name) == (times * half,) for name in before):
         return "head_dim"  # of the frequencies of a rotary embedding
-    if doubled & {*sizes}:
+    if multiplied & {*sizes}:
         stacks = sum(len(shape) == 3 and shape[0] != after.get(name, shape)[0] for name, shape in before.items())
         return "num_experts" if stacks > 1 else "intermediate_size"
     if max(sizes) >= SMALLEST:
-        return "intermediate_size" if any(dim % one == 0 for dim in doubled for one in sizes) else ""
+        return "intermediate_size" if any(dim % one == 0 for dim in multiplied for one in sizes) else ""
     # Heads that share the hidden size shape nothing, but each becomes narrower.
-    narrower = any(n == 2 * m for n, m in zip(_numbers(base), _numbers(larger), strict=False))
-    return "num_key_value_heads" if doubled else "num_attention_heads" if narrower else ""
+    narrower = any(n == times * m for n, m in zip(_numbers(base), _numbers(larger), strict=False))
+    return "num_key_value_heads" if multiplied else "num_attention_heads" if narrower else ""
 
 
-def _doubled(config: PreTrainedConfig, part: PreTrainedConfig, name: str, build: Build) -> nn.Module | None:
-    """The model with a number, or all numbers of a list, in one part of its configuration twice as large; None where its code refuses
-    them, as they are tied to others."""
+def _times(times: int, config: PreTrainedConfig, part: PreTrainedConfig, name: str, build: Build) -> nn.Module | None:
+    """The model with a number, or all numbers of a list, in one part of its configuration so many times as large; None where its code
+    refuses them, as they are tied to others."""
     larger, value = copy.deepcopy(config), vars(part)[name]
     for one, own in zip(parts(larger), parts(config), strict=True):
         if own is part:
-            setattr(one, name, 2 * value if type(value) is int else [2 * item for item in value])
+            setattr(one, name, times * value if type(value) is int else [times * item for item in value])
     try:
         return build(larger)
     except Exception:  # raised by the modelling code

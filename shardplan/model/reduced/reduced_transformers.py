@@ -26,7 +26,7 @@ from .carry import carry
 from .fields import Roles, role
 from .layers import Kept, candidates, layer_lists, skeleton
 from .live import Live, live_of
-from .measured import SMALLEST, constructed, usual_names, with_usual_names
+from .measured import CHANNELS, SMALLEST, constructed, usual_names, with_usual_names
 from .model_inputs import labels_of
 from .own_copies import LARGEST, NO_REDUCED_MODEL, not_carried
 from .pictures import parts
@@ -34,7 +34,7 @@ from .scale import HEAD_DIMS
 from .shrink import reduced_config
 from .weights import randomise, without_noise
 
-MEASURED: dict[tuple[type, str], Mapping[str, str]] = {}  # the usual names of numbers
+MEASURED: dict[tuple[type, str, int], Mapping[str, str]] = {}  # the usual names of numbers
 Adapting = Callable[[nn.Module], nn.Module]  # puts a model's adapters into a reduced model
 
 
@@ -125,20 +125,23 @@ def reduced_config_of(
             cp=cp,
             shared=shared,
         )
+        adapted = _adapting(adapters, live, lists, kept)
         try:
-            reduced = small(roles=roles_of(cls, config, tree, small))
-            if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
-                text_config(reduced).pad_token_id = 0  # such heads look for the last token that is not padding
-            adapted = _adapting(adapters, live, lists, kept)
-            plain = constructed(cls, reduced)
-            with torch.device("meta"):
-                made = tree_of(adapted(plain))
+            for smallest in (SMALLEST, CHANNELS):
+                reduced = small(roles=roles_of(cls, config, tree, small, smallest))
+                if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
+                    text_config(reduced).pad_token_id = 0  # such heads look for the last token that is not padding
+                plain = constructed(cls, reduced)
+                with torch.device("meta"):
+                    made = tree_of(adapted(plain))
+                size = sum(parameter.numel for _, parameter in made.parameters.values())
+                if size <= LARGEST:
+                    break
         except NotBound as error:
             raise not_carried(name, error) from error
         except Exception as error:  # the configuration and the modelling code may raise anything on unsuitable numbers
             failures.append(reason(error))
             continue
-        size = sum(parameter.numel for _, parameter in made.parameters.values())
         if size > LARGEST:
             failures.append(f"the reduced model would have {size:,} parameters, more than {LARGEST:,}")
             continue
@@ -158,17 +161,22 @@ def reduced_config_of(
 
 
 def roles_of(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, tree: ModuleTree, small: Callable[[], PreTrainedConfig]
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    tree: ModuleTree,
+    small: Callable[[], PreTrainedConfig],
+    smallest: int,
 ) -> Roles:
     """The role of a field: by its name, by the usual name that the configuration's class maps to it, or as it is measured, once
     for each configuration.
 
     Args:
         small: makes the numbers small whose names have roles.
+        smallest: of the numbers that are measured.
     """
-    key = (cls, str(config.to_dict()))
+    key = (cls, str(config.to_dict()), smallest)
     dims = {dim for _, parameter in tree.parameters.values() for dim in parameter.shape}
-    admits = cache(lambda number: number >= SMALLEST and any(dim % number == 0 for dim in dims))
+    admits = cache(lambda number: number >= smallest and any(dim % number == 0 for dim in dims))
     for base in (small, lambda: config):
         try:
             if key not in MEASURED:
