@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardplan.torchlib.operators import FUNCTIONAL
+from shardplan.torchlib.operators import FUNCTIONAL, UNSAFE_VIEW
 from shardplan.torchlib.private import private
 
 from .chunks import chunk_size, pad_chunk, uneven
@@ -87,8 +87,7 @@ def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
         return stacked.view(whole) if first else torch.cat(stacked.split(x.shape[0]), dim)
     stacked = _run(_all_gather, x.contiguous(), ranks, of_group(mesh)[0])
     if first:  # no copy, and no view: in-place changes stay possible
-        with _below_autograd():
-            return stacked.view(whole)
+        return UNSAFE_VIEW(stacked, whole)
     return stacked.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
 
 
