@@ -15,7 +15,7 @@ from .source_code import methods, of_self, parsed
 WALKS = frozenset(("children", "named_children", "modules", "named_modules", "_modules", "get_submodule"))
 Flag = Callable[[str | None], object]  # what an attribute is; ... for one that more than a constructor decides about
 Names = frozenset[tuple[type[ast.expr_context], str]]
-UNREAD = (ast.expr_context, "")  # stands for all names of a file that cannot be read
+UNREAD = (ast.expr_context, "")  # in place of all names of a file that cannot be read
 
 
 def switched_off(module: nn.Module, model: nn.Module) -> frozenset[str]:

@@ -13,7 +13,7 @@ _functorch_active = private("functorch_active")
 
 class DirectFunction(torch.autograd.Function):
     """An autograd function without `setup_context`. Until torch 2.14 `Function.apply` is Python code, which looks for that method, and
-    into each argument for what an ended transform of torch.func left behind: as long as the call below it takes. In a running transform
+    in each argument for remains of an ended transform of torch.func: as long as the call below it takes. In a running transform
     it says what is missing, so there it is called.
     """
 
