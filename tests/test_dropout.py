@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
 from shardplan.core.diagnostics import PlanError
+from shardplan.model.reduced.weights import Undropped
 from shardplan.proof.rank import whole as in_original_order
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.parallel.random_streams import Streams
@@ -642,6 +645,15 @@ def test_split_values_alone_are_right():
         "layers.0": "own",
         "layers.1": "own",
     }
+
+
+@pytest.mark.parametrize("p", [0, 1, 0.5])
+def test_a_probability_is_zero_where_it_is_drawn_by_and_itself_in_comparisons(p: float):
+    undropped = Undropped(0.0, p)
+    assert F.dropout(torch.ones(100), undropped).equal(torch.ones(100))
+    assert bool(undropped) is bool(p) and undropped == p and p == undropped
+    assert (1.0 - undropped < 0.75) is (1.0 - p < 0.75) and (2 * undropped >= 1) is (2 * p >= 1)
+    assert copy.deepcopy(undropped) == pickle.loads(pickle.dumps(undropped)) == p
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class Undropped(float):
 
     def __new__(cls, value: float = 0.0, told: float = 0.0) -> Undropped:
         made = super().__new__(cls, value)
-        made.told = told
+        made.told = float(told)  # an int compares itself with no float
         return made
 
     def __bool__(self) -> bool:
