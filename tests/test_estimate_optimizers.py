@@ -170,7 +170,7 @@ def test_the_owners_work_that_fit_compares_is_that_of_the_estimate(monkeypatch):
     assert len(apart) == 18 and owners_work(found, apart) < 0.95 * owners_work(found, {})
     assert owners_work(found, apart) == pytest.approx(smaller.flops["bfloat16"], rel=0.01)
     monkeypatch.setattr(fit_screening, "_stages", lambda *_: (StageCosts(("one",), (PartCosts(),), 0, 0),))
-    table, device = Table(("one",), None, {}, False), read_device("h100")
+    table, device = Table(("one",), None, {}), read_device("h100")
     shards, copies = (
         screen(Choice(sizes, 1, 1, "none", False, False, False, None, False), table, Bytes(4, 2, 4, 4), device, 10**15)
         for sizes in (MeshSizes(dp_shard=4), MeshSizes(dp_replicate=2, dp_shard=2))
