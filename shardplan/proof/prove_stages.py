@@ -30,6 +30,7 @@ from shardplan.core.schedules import SCHEDULES, Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced.precision import in_dtype, with_half
+from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.pipeline.refused_plans import for_stages
@@ -327,12 +328,11 @@ class StagesTrial(DtypeTrial):
         return MicroBatches(inputs, self.scheduled.micro_batches, 1, dtype)
 
     def _step(self, batches: MicroBatches, model: nn.Module) -> Steps:
-        before = {name: value.detach().clone() for name, value in model.named_parameters(remove_duplicate=False)}
+        written = writes_to(model)
         step = one_step([model], batches, own=self._own(batches))
         buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
         parameters = {name: one.detach() for name, one in model.named_parameters(remove_duplicate=False)}
-        written = frozenset(name for name, one in parameters.items() if not torch.equal(one, before[name]))
-        return Steps([{"loss": step.loss}], [], step.gradients, buffers, parameters, written)
+        return Steps([{"loss": step.loss}], [], step.gradients, buffers, parameters, written())
 
     def _own(self, batches: MicroBatches) -> bool:
         return batches.own(in_dtype(self.built(0), batches.dtype))

@@ -42,9 +42,13 @@ class Enter:
         self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
         self.reads = {variant: shared.reads.get(pr.reads_in) for variant, pr in programs.items()}
-        # The move of the first argument, where it is all there is to do.
+        # The moves of boundaries that do no more than move a value over tp, and that of the first argument where it is all there is to do.
+        self.moves = {
+            variant: {one: Move(mesh, one.src, one.dst) for one in pr.enter if _only_moves(pr, one)}
+            for variant, pr in programs.items()
+        }
         self.only_first = {
-            variant: Move(mesh, pr.enter[0].src, pr.enter[0].dst) if _only_first(pr, *self.parameters[:1]) else None
+            variant: self.moves[variant].get(pr.enter[0]) if _only_first(pr, *self.parameters[:1]) else None
             for variant, pr in programs.items()
         }
         self.readers = self._readers()
@@ -111,9 +115,9 @@ class Enter:
         mesh, over_tp = self._mesh(boundary), boundary.src.axis is Axis.TP
 
         def moved(x: Tensor) -> Tensor:
+            if (prepared := self.moves[regime.variant].get(boundary)) is not None:
+                return self._read(x, prepared, regime.variant)
             src = boundary.src
-            if over_tp and program.link != "block_input" and (boundary.once or not boundary.regather):
-                return self._read(x, Move(mesh, src, boundary.dst), regime.variant)
             if not over_tp and src.kind == "R":
                 dim = boundary.dst.split_dim(x.ndim)
                 if regime.length is None:  # only the first split is of hidden states
@@ -272,11 +276,13 @@ class Leave:
 
 
 def _only_first(program: ModuleProgram, first: str = "") -> bool:
-    if len(program.enter) != 1 or program.slices or program.on_cp is not None or program.link == "block_input":
-        return False
-    (boundary,) = program.enter
-    ours = boundary.src.axis is Axis.TP and (boundary.once or not boundary.regather)
-    return ours and (boundary.argument or first) == first
+    arguments = [boundary.argument or first for boundary in program.enter]
+    return arguments == [first] and not program.slices and program.on_cp is None
+
+
+def _only_moves(program: ModuleProgram, boundary: InputMove) -> bool:
+    over_tp = boundary.src.axis is Axis.TP and program.link != "block_input"
+    return over_tp and (boundary.once or not boundary.regather)
 
 
 def _only_sum(program: ModuleProgram, leave: OutputMove) -> bool:

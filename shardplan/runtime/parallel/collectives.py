@@ -48,12 +48,11 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int, *, wait: bool = True) -> Te
     Raises:
         ValueError: the axis does not divide the dimension (gloo would abort, NCCL hang).
     """
-    compiling = torch.compiler.is_compiling()
-    chunk, ranks = list(x.shape), ranks_of(mesh) if compiling else of_group(mesh)[1]
+    chunk, ranks = list(x.shape), ranks_of(mesh)
     size = chunk[dim]
     if size % ranks:
         raise uneven(size, dim, ranks)
-    if compiling:
+    if torch.compiler.is_compiling():
         return _traced["reduce_scatter"](x.contiguous(), "sum", dim, mesh)
     dim %= len(chunk)
     chunk[dim] = size // ranks
@@ -75,12 +74,11 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: G
 
 
 def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
-    compiling = torch.compiler.is_compiling()
-    whole, ranks = list(x.shape), ranks_of(mesh) if compiling else of_group(mesh)[1]
+    whole, ranks = list(x.shape), ranks_of(mesh)
     dim %= len(whole)
     first = prod(whole[:dim]) == 1
     whole[dim] *= ranks
-    if compiling:
+    if torch.compiler.is_compiling():
         # Only the first dim: for other dims torch 2.11 makes a function that Dynamo refuses. The next line does that
         # function's work with the operators that asynchronous tensor parallelism fuses: split and cat.
         stacked = _traced["all_gather"](x.contiguous(), 0, mesh)

@@ -91,9 +91,8 @@ class LocalParameters:
             return self._replaced(forward, module, args, kwargs)
         slots = module._parameters
         for name in names:
-            if type(slots[name]) is not Tensor and isinstance(
-                slots[name], DTensor
-            ):  # the first question is the cheaper one
+            # The first question is the cheaper one.
+            if type(slots[name]) is not Tensor and isinstance(slots[name], DTensor):
                 return self._replaced(forward, module, args, kwargs)
         # An enclosing block has read them all.
         return leaving(forward, module, args, kwargs) if variant in self.leaves else forward(*args, **kwargs)
