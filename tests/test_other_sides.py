@@ -121,6 +121,54 @@ class Whole(Block):
         return x + self.down(h)
 
 
+class AnyLength(Block):
+    def long(self, x: Tensor) -> bool:
+        return any(n > 1000 for n in x.shape)
+
+
+class Cut(Block):
+    """Of each of these the reduced model has nothing, or all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        return x + self.down(torch.cat((h[:, :512], self.other(h[:, 512:])), 1))
+
+
+class Last(Block):
+    window = 512
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        return x + self.down(torch.cat((self.other(h[..., : -self.window, :]), h[..., -self.window :, :]), -2))
+
+
+class Chunks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        for i in range(x.shape[1] // LIMIT):
+            h = torch.cat((h[:, : i * LIMIT], self.other(h[:, i * LIMIT :])), 1)
+        return x + self.down(h)
+
+
+class Ranges(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        _rows, length, _width = x.shape
+        parts = [torch.relu(self.up(x[:, i : i + 1024])) for i in range(0, length, 1024)]
+        return x + self.down(torch.cat(parts if len(parts) == 1 else [self.other(one) for one in parts], 1))
+
+
+class Parts(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = torch.relu(self.up(x)).split(1024, dim=1)
+        return x + self.down(torch.cat((first, *map(self.other, others)), 1))
+
+
+class Least(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h, n = torch.relu(self.up(x)), min(x.shape[1], self.limit)
+        return x + self.down(torch.cat((h[:, :n], self.other(h[:, n:])), 1))
+
+
 class Steps(Block):
     """Warms up for longer than a proof runs."""
 
@@ -158,6 +206,7 @@ class Buffered(Block):
 
 
 FORMS = (Literal, Mirrored, Global, Attribute, Named, Handed, Single, Nested, Chained, Among, Counted, Odd, Whole)
+CUTS = (AnyLength, Cut, Last, Chunks, Ranges, Parts, Least)
 STEPS = (Steps, Turns, Share, Buffered)
 
 
@@ -179,7 +228,7 @@ def codes(model: nn.Module, plan: Any = PLAN, **options: Any) -> list[str]:
     return [one.code for one in found(model, plan, **options)]
 
 
-@pytest.mark.parametrize("form", FORMS + STEPS)
+@pytest.mark.parametrize("form", FORMS + CUTS + STEPS)
 def test_both_branches_are_proven(form: type[Block]) -> None:
     assert codes(built(form, "right")) == []
     (wrong,) = found(built(form, "wrong"))
@@ -194,6 +243,13 @@ SHAPES = {
     Single: (1, 8, 16),
     Nested: (1, 101, 16),
     Chained: (1, 200, 16),
+    AnyLength: (1, 1004, 16),
+    Cut: (1, 600, 16),
+    Last: (1, 600, 16),
+    Chunks: (1, 4200, 16),
+    Ranges: (1, 1040, 16),
+    Parts: (1, 1040, 16),
+    Least: (1, 600, 16),
 }
 
 

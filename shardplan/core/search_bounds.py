@@ -68,7 +68,7 @@ class SearchBounds:
     roots: int = 8
     heads_times: int = 4
     routing_seeds: int = 4
-    branches: int = 3
+    branches: int = 4
 
 
 BOUNDS: Final = SearchBounds()
