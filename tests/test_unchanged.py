@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.module_tracker import ModuleTracker
 
-from shardplan import apply_plan
+from shardplan import Model, apply_plan
 from tests.proofs import fake_mesh
 from tests.small_models import small_model
 
@@ -283,3 +283,30 @@ def test_fsdp2_that_comes_later_is_no_stranger() -> None:
         run(model)
         assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
         run(model)
+
+
+class Gated(nn.Module):
+    """A flag that others may set, one that its code sets, and a number."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 32), nn.Linear(32, width)
+        self.gated, self.seen, self.scale = False, False, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, self.seen = torch.relu(self.up(x)) * self.scale, not self.seen
+        return self.down(h / h.norm() if self.gated else h)
+
+
+def test_a_flag_that_is_set_later() -> None:
+    plan = {"version": "1", "name": "mlp", "tensor_parallel": {"up": "colwise", "down": "rowwise"}}
+    with fake_mesh(2, names=("tp",)) as mesh:
+        given = Model(Gated(), inputs=lambda seed: {"x": torch.ones(2, 16)})
+        model = apply_plan(given, mesh, plan, src_data_rank=None, prove=False)
+        for scale in (0.5, 0.0):  # numbers may follow a schedule
+            vars(model).update(scale=scale)
+            model(torch.ones(2, 16))
+        vars(model).update(gated=True)
+        model(torch.ones(2, 16))  # the third forward, which does not look
+        with pytest.raises(RuntimeError, match="^gated is True now, and was False .* before apply_plan"):
+            model(torch.ones(2, 16))

@@ -1,4 +1,4 @@
-"""The children that a module's own flags switch off: its code reads them only in branches that do not run."""
+"""The flags of modules, and the children that they switch off: code reads them only in branches that do not run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from torch import nn
 
 from .forward_code import names_in
-from .source_code import methods, of_self, parsed
+from .source_code import is_own, methods, of_self, parsed
 
 WALKS = frozenset(("children", "named_children", "modules", "named_modules", "_modules", "get_submodule"))
 Flag = Callable[[str | None], object]  # what an attribute is; ... for one that more than a constructor decides about
@@ -39,6 +39,18 @@ def switched_off(module: nn.Module, model: nn.Module) -> frozenset[str]:
     run = {name for name, runs in reads if runs} | {name for context, name in elsewhere if context is ast.Load}
     unseen = UNREAD in elsewhere or "forward" in vars(module) or not WALKS.isdisjoint(name for name, _ in reads)
     return frozenset(() if unseen else own.intersection(name for name, _ in reads) - run)
+
+
+def flags(module: nn.Module) -> dict[str, bool | str | None]:
+    """The attributes of a module that are True, False, None or a word, that its functions in the user's own files read, and that no code of
+    its file sets outside of constructors."""
+    own = [one for one in methods(type(module)) if one.__name__ != "__init__" and is_own(one.__code__.co_filename)]
+    elsewhere = Names().union(*map(_elsewhere, {one.__module__ for one in own}))
+    read = {name for one in own for name in names_in(one.__code__) if (ast.Store, name) not in elsewhere} - {"training"}
+    found = {} if UNREAD in elsewhere else vars(module)
+    return {
+        name: found[name] for name in read & found.keys() if found[name] is None or isinstance(found[name], (bool, str))
+    }
 
 
 @cache

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import textwrap
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
+
+INSTALLED = (str(Path(logging.__file__).parent.parent), str(Path(__file__).parents[1]), "<frozen")
+PACKAGES = ("/site-packages/", "/dist-packages/")
 
 
 def parsed(function: FunctionType | CodeType | ModuleType) -> ast.Module:
@@ -35,3 +41,24 @@ def of_self(node: ast.AST) -> str | None:
     """The name of an attribute of `self`."""
     is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     return node.attr if is_own and isinstance(node, ast.Attribute) else None
+
+
+@cache
+def is_own(file: str) -> bool:
+    """Whether code is in a file of the user's, not of an installed package."""
+    return not file.startswith(INSTALLED) and not any(one in file for one in PACKAGES) and not _in_a_target(Path(file))
+
+
+def _in_a_target(file: Path) -> bool:
+    """Whether `pip install --target` wrote a file: a list of files next to its outermost package folder then names this folder."""
+    outermost = file
+    while (outermost.parent / "__init__.py").is_file():
+        outermost = outermost.parent
+    return outermost != file and outermost.name in _installed_in(outermost.parent)
+
+
+@cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """The files and folders that pip recorded as installed in a folder."""
+    lists = (one.read_text().splitlines() for one in folder.glob("*.dist-info/RECORD"))
+    return frozenset(line.partition("/")[0] for lines in lists for line in lines)

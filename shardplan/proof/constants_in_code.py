@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.model.source_code import parsed
-
-from .fingerprints import is_own
+from shardplan.model.source_code import is_own, parsed
 
 OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,

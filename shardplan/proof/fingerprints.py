@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, cached_property
-from pathlib import Path
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -17,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardplan.model.source_code import is_own
+
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 # Reads and calls whose names are made while the code runs, and reads of files.
 UNSEEN = frozenset(("eval", "exec", "globals", "locals", "__import__", "import_module", "open"))
-INSTALLED = (str(Path(logging.__file__).parent.parent), str(Path(__file__).parents[1]), "<frozen")
-PACKAGES = ("/site-packages/", "/dist-packages/")
 HOOKS = frozenset(key for key in vars(nn.Module()) if key.endswith("_hooks"))  # torch's own, by process numbers
 _CODES: dict[int, tuple[int, CodeType]] = {}
 
@@ -199,24 +198,3 @@ def _object(value: Any) -> Iterator[Any]:
         else:
             yield from (list(one) if isinstance(one, Iterator) else one for one in copied)
     yield getattr(value, "__dict__", None)
-
-
-@cache
-def is_own(file: str) -> bool:
-    """Whether code is in a file of the user's, not of an installed package."""
-    return not file.startswith(INSTALLED) and not any(one in file for one in PACKAGES) and not _in_a_target(Path(file))
-
-
-def _in_a_target(file: Path) -> bool:
-    """Whether `pip install --target` wrote a file: a list of files next to its outermost package folder then names this folder."""
-    outermost = file
-    while (outermost.parent / "__init__.py").is_file():
-        outermost = outermost.parent
-    return outermost != file and outermost.name in _installed_in(outermost.parent)
-
-
-@cache
-def _installed_in(folder: Path) -> frozenset[str]:
-    """The files and folders that pip recorded as installed in a folder."""
-    lists = (one.read_text().splitlines() for one in folder.glob("*.dist-info/RECORD"))
-    return frozenset(line.partition("/")[0] for lines in lists for line in lines)

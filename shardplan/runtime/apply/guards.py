@@ -25,7 +25,7 @@ from .same_inputs import is_compared, same_inputs
 from .same_kinds import same_kinds
 from .same_weights import one_initialisation, same_weights
 from .sampling import end_together, sample_alike
-from .unchanged import unchanged
+from .unchanged import same_flags, unchanged
 from .unequal_means import warn_of_unequal_means
 from .watched import Look, Looks, Watched
 
@@ -72,6 +72,7 @@ GUARDS: tuple[Guard, ...] = (
     Guard(weights_are_there, "stage"),
     Guard(no_later_float8, "model", some=True),
     Guard(unchanged, "stage"),
+    Guard(same_flags, "stage", some=True),
     Guard(same_weights, "stage", compares=True),
     Guard(one_initialisation, "model", compares=True),
     Guard(same_kinds, "model", compares=True),

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was proven: its modules, their classes, forwards and hooks, its parameters, and which ones are
+"""Whether a model is still the one that was proven: its modules, their classes, forwards, hooks and flags, its parameters, and which ones are
 frozen."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import ancestors, full_name, parent
+from shardplan.model.code_conditions import flags
 from shardplan.runtime.parallel.fsdp_units import groups_in, replaced
 from shardplan.runtime.parallel.whole_values import whole_values
 from shardplan.torchlib.private import private
@@ -58,6 +59,24 @@ def unchanged(watched: Watched) -> Looks:
     if watched.regime is not None:
         watched.regime.look = look
     return dict.fromkeys((watched.outer, watched.inner), look) if checks else {}
+
+
+def same_flags(watched: Watched) -> Looks:
+    """Check the flags that the user's own code reads (`code_conditions.flags`): what another value switches on is not proven. RuntimeError names
+    the flag."""
+    known = [(name, module, found) for name, module in watched.inner.named_modules() if (found := flags(module))]
+
+    def look(*_: Any) -> None:
+        for name, module, before in known:
+            for flag, value in before.items():
+                now = vars(module).get(flag)
+                if type(now) is not type(value) or now != value:
+                    raise RuntimeError(
+                        f"{full_name(name, flag)} is {now!r} now, and was {value!r} when the plan was applied: what it switches in the model's code "
+                        "is not proven. Set it before apply_plan, which then proves the plan with it"
+                    )
+
+    return {watched.outer: look} if known and watched.split else {}
 
 
 def _refuse_replaced(groups: list[Any]) -> None:
