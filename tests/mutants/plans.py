@@ -74,7 +74,7 @@ CASES = (
     Case("llama", {"pp": 2, "tp": 2}),
     Case("qwen3", {"pp": 2, "tp": 2}),
     Case("mixtral", {"pp": 2, "tp": 2}),
-    Case("gemma2", {"pp": 2, "tp": 1}),
+    Case("gemma2", {"pp": 2, "tp": 2}),  # with a tie over the stages
     Case("llama", {"pp": 3, "tp": 1}),
     Case("llama", {"pp": 2, "dp_shard": 2, "tp": 1}),
 )

@@ -38,7 +38,10 @@ def hollow_of(x: Tensor, module: str, regime: Regime) -> Tensor:
             "own tokens of it: write `replicate_seq` in place of `exchange_heads` for this module"
         )
 
-    return Hollow(x, torch.Size(shape), lambda whole: move(whole, regime.over_cp, R, V(SEQUENCE)), refused)
+    def slice_of(whole: Tensor) -> Tensor:
+        return move(whole, regime.over_cp, R, V(SEQUENCE))
+
+    return Hollow(x, torch.Size(shape), slice_of, refused)
 
 
 def taken(x: Tensor, module: str, regime: Regime) -> Tensor:
