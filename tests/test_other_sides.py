@@ -169,6 +169,28 @@ class Least(Block):
         return x + self.down(torch.cat((h[:, :n], self.other(h[:, n:])), 1))
 
 
+class Full(Block):
+    def long(self, x: Tensor) -> bool:
+        return (x > 0).sum().item() > 10_000
+
+
+class Most(Block):
+    def long(self, x: Tensor) -> bool:
+        largest = int(x.abs().max())
+        return largest > 100
+
+
+class Given(Block):
+    def long(self, x: Tensor) -> bool:
+        return 4096 in x[:, :, 0].long().flatten().tolist()
+
+
+class Never(Block):
+    def long(self, x: Tensor) -> bool:
+        kinds = set(x[:, 0, 0].long().tolist())
+        return not (LIMIT not in kinds)
+
+
 class Steps(Block):
     """Warms up for longer than a proof runs."""
 
@@ -207,6 +229,7 @@ class Buffered(Block):
 
 FORMS = (Literal, Mirrored, Global, Attribute, Named, Handed, Single, Nested, Chained, Among, Counted, Odd, Whole)
 CUTS = (AnyLength, Cut, Last, Chunks, Ranges, Parts, Least)
+READ_OFF = (Full, Most, Given, Never)
 STEPS = (Steps, Turns, Share, Buffered)
 
 
@@ -228,7 +251,7 @@ def codes(model: nn.Module, plan: Any = PLAN, **options: Any) -> list[str]:
     return [one.code for one in found(model, plan, **options)]
 
 
-@pytest.mark.parametrize("form", FORMS + CUTS + STEPS)
+@pytest.mark.parametrize("form", FORMS + CUTS + READ_OFF + STEPS)
 def test_both_branches_are_proven(form: type[Block]) -> None:
     assert codes(built(form, "right")) == []
     (wrong,) = found(built(form, "wrong"))

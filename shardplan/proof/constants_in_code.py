@@ -27,6 +27,8 @@ OPERATORS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+    ast.In: operator.contains,
+    ast.NotIn: lambda those, one: one not in those,
 }
 MIRRORED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.Gt,
@@ -35,6 +37,8 @@ MIRRORED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.GtE: ast.LtE,
 }
 MARK = "shardplan compares "
+JOINED = frozenset(("sum", "count_nonzero", "max", "min"))  # one number of a tensor, by int() or float()
+AMONG = (ast.In, ast.NotIn)
 Constants = ast.Constant | ast.Attribute | ast.Name
 
 Place = tuple[str, int, int]  # file, line, column
@@ -64,13 +68,17 @@ class Side:
     seen: list[tuple[float, bool]] = field(default_factory=list)
 
     def __call__(self, operand: Any, constant: Any, /) -> Any:
-        number = operand.item() if self.counts and isinstance(operand, Tensor) and operand.ndim == 0 else operand
+        is_buffer = self.counts and isinstance(operand, Tensor) and operand.ndim == 0
+        number = operand.item() if is_buffer else operand
+        if self.compare in AMONG and isinstance(operand, (list, set)):
+            number = max((one for one in operand if type(one) is int), default=0)
         known = (int, float) if self.counts or self.real else (int,)
         if type(number) not in known or type(constant) not in known:
             return OPERATORS[self.compare](operand, constant)
-        result = OPERATORS[self.compare](number, constant if self.other is None else self.other)
+        constant = constant if self.other is None else self.other
+        result = OPERATORS[self.compare](number if is_buffer else operand, constant)
         self.seen.append((number, result))
-        return result if number is operand else torch.tensor(result)
+        return torch.tensor(result) if is_buffer else result
 
     def flipped(self) -> float | None:
         """A constant that makes it take the other branch; None where it took both, or neither."""
@@ -79,7 +87,7 @@ class Side:
         values, result = [value for value, _ in self.seen], self.seen[0][1]
         above, below = max(values) + 1, -1 if self.width else max(values) - 1
         match self.compare(), result:
-            case (ast.Eq(), False) | (ast.NotEq(), True):
+            case (ast.Eq() | ast.In(), False) | (ast.NotEq() | ast.NotIn(), True):
                 return values[-1]
             case (ast.Gt(), False) | (ast.GtE(), False):
                 return below if self.width or self.compare is ast.Gt else below + 1
@@ -258,8 +266,8 @@ class _Comparisons(ast.NodeTransformer):
         if len(node.ops) != 1 or type(node.ops[0]) not in OPERATORS:
             return node
         compare, operand, constant = type(node.ops[0]), node.left, node.comparators[0]
-        if self._constancy(operand) == self._constancy(constant):
-            return node
+        if self._constancy(operand) == self._constancy(constant) or (compare in AMONG and self._constancy(constant)):
+            return node  # nor `n in SIZES`
         if self._constancy(operand) > self._constancy(constant):
             compare, operand, constant = MIRRORED.get(compare, compare), constant, operand
         dims = [one for part in ast.walk(operand) if (one := self._width(part)) is not None]
@@ -394,18 +402,22 @@ def _is_read(node: ast.arg | ast.Name) -> bool:
 
 
 def _dim(node: ast.AST) -> bool | None:
-    """Whether an expression is the last dim of a tensor; None where it is not a dim. `x.shape` is all dims."""
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
-        return ast.unparse(node.slice) == "-1"
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "size":
-        return bool(node.args) and ast.unparse(node.args[0]) == "-1"
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("numel", "nelement"):
-        return False
-    if isinstance(node, ast.Call) and any(isinstance(one, ast.Attribute) and one.attr == "shape" for one in node.args):
-        return False  # math.prod(x.shape)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
-        return False
-    return False if isinstance(node, ast.Attribute) and node.attr == "shape" else None
+    """Whether an expression is the last dim of a tensor; None where it is neither a dim nor numbers read off a tensor. `x.shape` is all dims."""
+    match node:
+        case ast.Subscript(ast.Attribute(attr="shape"), index) | ast.Call(ast.Attribute(attr="size"), [index]):
+            return ast.unparse(index) == "-1"
+        case ast.Attribute(attr="shape") | ast.Call(
+            ast.Attribute(attr="size" | "numel" | "nelement" | "item" | "tolist")
+        ):
+            return False
+        case ast.Call(ast.Name("len")) | ast.Call(args=[ast.Attribute(attr="shape"), *_]):  # math.prod(x.shape)
+            return False
+        case ast.Call(ast.Name("list" | "set"), [one]):
+            return _dim(one)
+        case ast.Call(ast.Name("int" | "float"), [one]):
+            inside = [part.attr for part in ast.walk(one) if isinstance(part, ast.Attribute)]
+            return None if JOINED.isdisjoint(inside) else False
+    return None
 
 
 def _of_self(node: ast.AST) -> bool:
