@@ -77,25 +77,23 @@ class LocalParameters:
         self.parameters = parameters
         self.regime = regime
         self.leaves: set[str] = set()  # the variants in which the module leaves its weight's gradient (`leave_weights`)
-        # The names of the parameters, by variant: only where all are the module's own, and none is withheld.
-        self.own = {
-            variant: [program.name for program in programs]
-            for variant, programs in parameters.items()
-            if not any(program.withheld or "." in program.name for program in programs)
-        }
+        # The names of the parameters, where they are the same in all variants, all are the module's own, and none is withheld. (What is read
+        # here is guarded by each compiled block: the regime would be compared with that of every other module.)
+        names = {tuple(program.name for program in programs) for programs in parameters.values()}
+        apart = any(program.withheld or "." in program.name for programs in parameters.values() for program in programs)
+        self.own = None if apart or len(names) > 1 else names.pop()
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        variant = self.regime.variant
-        names = self.own.get(variant)
-        if names is None:
+        if self.own is None:
             return self._replaced(forward, module, args, kwargs)
         slots = module._parameters
-        for name in names:
+        for name in self.own:
             # The first question is the cheaper one.
             if type(slots[name]) is not Tensor and isinstance(slots[name], DTensor):
                 return self._replaced(forward, module, args, kwargs)
         # An enclosing block has read them all.
-        return leaving(forward, module, args, kwargs) if variant in self.leaves else forward(*args, **kwargs)
+        leaves = self.leaves and self.regime.variant in self.leaves
+        return leaving(forward, module, args, kwargs) if leaves else forward(*args, **kwargs)
 
     def _replaced(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stored: list[Place] = []
