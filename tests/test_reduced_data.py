@@ -14,7 +14,7 @@ from shardplan.model.reduced.shrink import SHRINK
 from tests.model_settings import find, find_once
 
 ALONE = FORMS["alone"]
-AS_IT_IS = {"image", "patch"}  # vision_fields.py reduces them
+AS_IT_IS = {*"image patch square image_tokens cut stages read_layers bins".split()}  # or vision_fields.py reduces them
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.kind}-{'-'.join(recipe.names)}")
@@ -66,8 +66,8 @@ def test_sound_has_the_samples_that_the_convolutions_read():
 @pytest.mark.parametrize("role", TABLE)
 def test_each_role_is_reduced(role):
     assert role in SHRINK or role in AS_IT_IS
-    assert TABLE[role].keys() <= {"names", "at_most"}
-    assert all(re.compile(name) for name in TABLE[role]["names"])
+    assert TABLE[role].keys() <= {"names", "at_most", "widths"}
+    assert all(re.compile(name) for name in (*TABLE[role]["names"], *TABLE[role].get("widths", ())))
     assert {*names(parse_expression(TABLE[role].get("at_most", "1")))} <= {"seq_len"}
 
 

@@ -17,6 +17,8 @@ from transformers import PreTrainedConfig
 from shardplan.core.data_files import data_folder
 from shardplan.core.expressions import evaluate, names, parse_expression
 
+from .fields import role
+
 BATCH = 2
 FORMS: Mapping[str, Any] = tomllib.loads((data_folder("plans") / "inputs.toml").read_text("utf-8"))
 CALL = re.compile(r"(\w+)\((.*)\)")
@@ -110,7 +112,7 @@ def facts_of(config: PreTrainedConfig, **given: int) -> dict[str, int]:
         given: further facts, for the expressions.
     """
     facts = {"batch": BATCH, **given}
-    named = {"vision": [_vision(config)], "whole": [config], "every": [*parts(config)]}
+    named = {"vision": [vision_of(config)], "whole": [config], "every": [*parts(config)]}
     for name, fact in FORMS["numbers"].items():
         of = [one for part in fact.get("of", WHOLE) for one in named.get(part, [getattr(config, part, None)])]
         found = [getattr(part, n, None) for part in of for n in fact.get("names", ())]
@@ -124,13 +126,13 @@ def facts_of(config: PreTrainedConfig, **given: int) -> dict[str, int]:
             value = evaluate(expression, facts) if facts.keys() >= {*names(expression)} else None
         if value is not None:
             facts[name] = value
-    points = getattr(config, "image_grid_pinpoints", None) or ()
+    points = next((value for name, value in vars(config).items() if role(name) == "cut"), None) or ()
     tiles = [(h // facts["height"], w // facts["width"]) for h, w in points]
     cut = min((t for t in tiles if t != (1, 1)), key=prod, default=())
     return facts | dict(zip(("tile_rows", "tile_columns"), cut, strict=False))
 
 
-def _vision(config: PreTrainedConfig) -> PreTrainedConfig:
+def vision_of(config: PreTrainedConfig) -> PreTrainedConfig:
     """The vision part of a configuration; the configuration itself where there is none."""
     named = (part for whole in parts(config) if (part := getattr(whole, "vision_config", None)) is not None)
     sized = (part for part in parts(config) if getattr(part, "image_size", None))

@@ -19,7 +19,6 @@ from .layers import Kept
 from .pictures import parts
 from .state_spaces import ranks_of_a_group, small_state_heads
 
-READ = "vision_feature_layer"
 # The lower bounds of head dims, in the order in which they are tried: code may divide the hidden size by more than the heads.
 HEAD_DIMS = (8, 12, 16)
 VOCABULARY = 64  # rows of the small embedding, and at least 16 per rank
@@ -203,7 +202,7 @@ def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale)
 
 def layers_read(whole: PreTrainedConfig) -> list[int]:
     """The layers of a vision tower whose results are read, where a configuration names them."""
-    found = [config_value(part, READ) for part in parts(whole)]
+    found = [value for part in parts(whole) for name, value in vars(part).items() if role(name) == "read_layers"]
     return [i for one in found for i in (one if isinstance(one, (list, tuple)) else [one]) if isinstance(i, int)]
 
 

@@ -153,8 +153,8 @@ def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
 def _field(value: Any, scale: Scale, name: str) -> Any:
     """One field made small."""
     what = scale.roles(name)
-    if what is not None and value is not None:
-        shrink = SHRINK.get(what, lambda value, scale, name: value)
+    if what in SHRINK and value is not None:
+        shrink = SHRINK[what]
         if isinstance(value, dict):  # a number for each kind of layer
             return {kind: shrink(item, scale, name) for kind, item in value.items()}
         return shrink(value, scale, name)

@@ -1,15 +1,16 @@
-"""Making the fields of vision parts small: patches, tables by the number of patches, stages of a pyramid, the layers that are read."""
+"""Making numbers of vision parts small, by role: patches, tables of patches, stages of a pyramid, the layers that are read."""
 
 from __future__ import annotations
 
+import re
 from math import gcd, isqrt
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .fields import role
-from .pictures import parts
-from .scale import READ, is_size, tower_layers
+from .fields import TABLE, Role, role
+from .pictures import vision_of
+from .scale import is_size, tower_layers
 
 PATCH = 4  # pixels
 SIDE, ODD_SIDE = 4, 3  # patches
@@ -19,8 +20,7 @@ HEAD_DIM = 8
 
 
 def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
-    """Make an image 4 x 4 patches (or fewer, if it had fewer), pooled to 2 x 2 tokens where tokens were
-    pooled.
+    """Make an image 4 x 4 patches (or fewer, if it had fewer), pooled to 2 x 2 tokens where tokens were pooled.
 
     Args:
         data: the fields made small; they are changed.
@@ -28,34 +28,29 @@ def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
         alone: the model is not part of another. Then an odd side becomes 3 patches: every odd square is one more than a multiple
             of eight, so the number of all positions, with those that are not patches, keeps its relation to tp.
     """
-    sides: dict[int, int] = {}
-    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
-        image, patch = _side(getattr(part, "image_size", None)), _side(getattr(part, "patch_size", None))
-        if image and patch:
-            sides[id(part)] = image // patch
-    patch = _side(data.get("patch_size"))
+    parts = (part for part in (config, *vars(config).values()) if isinstance(part, PreTrainedConfig))
+    sizes = {id(part): (_named(part, "image")[1], _named(part, "patch")[1]) for part in parts}
+    sides = {part: pixels // of_patch for part, (pixels, of_patch) in sizes.items() if pixels and of_patch}
+    image, (patch, pixels) = _named(config, "image")[0], _named(config, "patch")
     if id(config) in sides:
         most = ODD_SIDE if alone and sides[id(config)] % 2 else SIDE
-        for name, side in (("patch_size", PATCH), ("image_size", PATCH * min(most, sides[id(config)]))):
-            data[name] = [side, side] if isinstance(data[name], (list, tuple)) else side
-    elif patch and isinstance(data["patch_size"], int) and not any(name.endswith("_stride") for name in data):
-        data["patch_size"] = PATCH
-    window = getattr(config, "window_size", None)
-    if patch and isinstance(window, int) and window > patch and window % patch == 0:  # in pixels
-        data["window_size"] = PATCH * min(SIDE, window // patch)
-    table = data.get("num_position_embeddings")
-    if patch and isinstance(table, int) and isqrt(table) ** 2 == table:
-        data["num_position_embeddings"] = min(SIDE, isqrt(table)) ** 2
-    tokens = getattr(config, "mm_tokens_per_image", None)
-    if isinstance(tokens, int) and sides:
-        side = max(sides.values())
-        kernel = min(2, max(1, side // isqrt(tokens)))
-        data["mm_tokens_per_image"] = (min(SIDE, side) // kernel) ** 2
-    points = data.get("image_grid_pinpoints")
-    whole = _side(getattr(getattr(config, "vision_config", None), "image_size", None))
-    if points and whole and sides:
-        small = PATCH * min(SIDE, max(sides.values()))
-        data["image_grid_pinpoints"] = [[side * small // whole for side in point] for point in points]
+        for name, side in ((patch, PATCH), (image, PATCH * min(most, sides[id(config)]))):
+            data[name] = _with_side(data[name], side)
+    elif pixels and isinstance(data[patch], int) and not _named(config, "bins")[1]:
+        data[patch] = PATCH
+    name, window = _named(config, "window")
+    if pixels and window > pixels and window % pixels == 0:  # in pixels
+        data[name] = PATCH * min(SIDE, window // pixels)
+    name, table = _named(config, "square")
+    if pixels and table and isqrt(table) ** 2 == table:
+        data[name] = min(SIDE, isqrt(table)) ** 2
+    largest = max(sides.values(), default=0)
+    name, tokens = _named(config, "image_tokens")
+    if largest and tokens:
+        data[name] = (min(SIDE, largest) // min(2, max(1, largest // isqrt(tokens)))) ** 2
+    name, whole = _named(config, "cut")[0], _named(vision_of(config), "image")[1]
+    if largest and whole and data.get(name):
+        data[name] = [[side * PATCH * min(SIDE, largest) // whole for side in one] for one in data[name]]
     _by_patches(data, {side**2: min(SIDE, side) ** 2 for side in sides.values()})
     _stages(data, config)
     _convolved(data, config)
@@ -63,9 +58,7 @@ def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
 
 def read_layers(data: dict[str, Any], config: PreTrainedConfig) -> None:
     """Replace, in place, the numbers of the tower layers that are read by their numbers in the reduced model."""
-    vision = next((v for part in parts(config) if (v := getattr(part, "vision_config", None)) is not None), None)
-    if vision is not None:
-        _renumbered(data, config, tower_layers(vision, config).layers)
+    _renumbered(data, config, tower_layers(vision_of(config), config).layers)
 
 
 def _renumbered(data: dict[str, Any], config: PreTrainedConfig, layers: tuple[int, ...]) -> None:
@@ -77,7 +70,7 @@ def _renumbered(data: dict[str, Any], config: PreTrainedConfig, layers: tuple[in
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             _renumbered(data[name], value, layers)
-        elif name == READ:
+        elif role(name) == "read_layers":
             data[name] = small(value)
 
 
@@ -92,25 +85,23 @@ def _by_patches(data: dict[str, Any], patches: dict[int, int]) -> None:
 
 def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
     """Reduce a pyramid of stages: all stages stay, with fewer blocks and narrower heads, and in the same relation to each other."""
-    depths = getattr(config, "depths", None)
-    if not isinstance(depths, (list, tuple)) or not all(is_size(depth) for depth in depths):
-        return
-    if len(data["depths"]) != len(depths):  # the stages count as layers, and some are left out
-        return
-    data["depths"] = [min(depth, BLOCKS) for depth in depths]
+    stages = _named(config, "stages")[0]
+    depths = vars(config).get(stages)
+    if not (isinstance(depths, (list, tuple)) and all(map(is_size, depths)) and len(data[stages]) == len(depths)):
+        return  # where the stages count as layers, some are left out
+    data[stages] = [min(depth, BLOCKS) for depth in depths]
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == len(depths)}
     of_heads = [n for n, v in lists.items() if role(n) == "heads" and all(is_size(one) for one in v)]
     heads = lists[of_heads[0]] if of_heads else None
     data.update({name: list(lists[name]) for name in of_heads})
-    side, window = _side(getattr(config, "image_size", None)), getattr(config, "window_size", None)
-    patch, halvings = _side(getattr(config, "patch_size", None)), 2 ** (len(depths) - 1)
-    if side and patch and is_size(window) and side // patch % (window * halvings) == 0:  # windows in each stage
-        small = WINDOW * halvings * PATCH
-        data["window_size"] = WINDOW
-        data["image_size"] = [small, small] if isinstance(config.image_size, (list, tuple)) else small
+    (image, side), (_, patch), (name, window) = (_named(config, what) for what in ("image", "patch", "window"))
+    halvings = 2 ** (len(depths) - 1)
+    if side and patch and window and side // patch % (window * halvings) == 0:  # windows in each stage
+        data[name] = WINDOW
+        data[image] = _with_side(data[image], WINDOW * halvings * PATCH)
     for name, value in vars(config).items():
         widths = value if name in lists else [value]
-        if name not in ("embed_dim", "hidden_sizes", "hidden_size") or not all(is_size(one) for one in widths):
+        if not any(re.fullmatch(one, name) for one in TABLE["stages"]["widths"]) or not all(map(is_size, widths)):
             continue
         head_dim = widths[0] // heads[0] if heads else gcd(*widths)
         if head_dim > HEAD_DIM and head_dim % HEAD_DIM == 0:
@@ -119,13 +110,21 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _convolved(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Set the width after the last convolutions of a pyramid to their width."""
-    channels, factors = getattr(config, "base_channels", None), getattr(config, "channel_multiplier", None)
-    if is_size(channels) and factors and getattr(config, "hidden_size", None) == channels * factors[-1]:
-        data["hidden_size"] = data["base_channels"] * factors[-1]
+    """Set the width after the last convolutions of a pyramid, their channels times the last of a list of factors, to their width."""
+    name, width = _named(config, "width")
+    factors = [value[-1] for value in vars(config).values() if isinstance(value, (list, tuple)) and value]
+    for of, channels in vars(config).items():
+        if role(of) == "convolutions" and any(is_size(factor) and width == channels * factor for factor in factors):
+            data[name] = data[of] * width // channels
 
 
-def _side(value: Any) -> int | None:
-    """The side in pixels; the first one of a list."""
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
-    return value if is_size(value) else None
+def _named(config: PreTrainedConfig, what: Role) -> tuple[str, int]:
+    """The first field with a role, "" where there is none; and the number that it is, or, of a list, the first after frames."""
+    name, value = next(((name, value) for name, value in vars(config).items() if role(name) == what), ("", 0))
+    size = value[len(value) == 3] if isinstance(value, (list, tuple)) and value else value
+    return name, size if type(size) is int and size > 0 else 0
+
+
+def _with_side(value: Any, side: int) -> Any:
+    """A size of an image with another side: a number, or a list with rows and columns, which may follow a number of frames."""
+    return [*value[: len(value) == 3], side, side] if isinstance(value, (list, tuple)) else side
