@@ -110,7 +110,7 @@ def _candidates(name: str, config: PreTrainedConfig, first: int | None = None) -
     """
     of = FORMS["candidates"][name]
     found = (config_value(part, n) for part in parts(config) for n in of.get("names", ()))
-    more = (first if of.get("first_matrix") else None, *of.get("also", ()))
+    more = (*of.get("also", ()), first if of.get("first_matrix") else None)
     return list(dict.fromkeys(n for n in (*found, *more) if is_size(n)))
 
 
