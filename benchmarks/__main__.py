@@ -18,6 +18,7 @@ CPU = (
     "collectives",
     "plans",
     "kept",
+    "copies",
     "memory",
     "fused",
     "stage_memory",

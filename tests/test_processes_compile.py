@@ -73,7 +73,12 @@ def test_selective_checkpointing_trains_alike(recipe):
     compare(recipe, seconds=300)
 
 
-NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
+NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+}
 
 
 class Collectives(TorchDispatchMode):

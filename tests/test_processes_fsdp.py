@@ -282,7 +282,7 @@ class Reductions(TorchDispatchMode):
         name = func._schema.name
         if name in ("c10d::_reduce_scatter_base_", "c10d::allreduce_"):
             self.counts["data parallel"] += 1
-        elif name == "_c10d_functional::all_reduce" and args[0].ndim == 1:
+        elif name == "_c10d_functional::all_reduce_" and args[0].ndim == 1:
             self.counts["tp"] += 1
         return func(*args, **(kwargs or {}))
 

@@ -321,7 +321,7 @@ class Order(private("TorchDispatchMode")):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().partition("::")[2].partition(".")[0]
-        if name in ("mm", "addmm", "all_reduce", "reduce_scatter_tensor", "wait_tensor"):
+        if name in ("mm", "addmm", "all_reduce_", "reduce_scatter_tensor", "wait_tensor"):
             self.seen.append((name, tuple(result.shape)))
         return result
 
@@ -335,7 +335,7 @@ def test_a_reduction_is_under_way_while_weights_get_their_gradients(sp: bool) ->
         loss = model(input_ids=torch.randint(99, (1, 10))).logits.sum()
         with Order() as order:
             loss.backward()
-    begins = "reduce_scatter_tensor" if sp else "all_reduce"
+    begins = "reduce_scatter_tensor" if sp else "all_reduce_"
     names = [name for name, _ in order.seen]
     found = [i for i, name in enumerate(names) if name == begins and names[i + 1] != "wait_tensor"]
     assert len(found) == 2, order.seen

@@ -30,7 +30,7 @@ class SumDtypes(TorchDispatchMode):
         self.seen: set[tuple[str, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._schema.name == "_c10d_functional::all_reduce":
+        if func._schema.name == "_c10d_functional::all_reduce_":
             self.seen.add((str(args[0].dtype), args[0].ndim))
         return func(*args, **(kwargs or {}))
 

@@ -26,6 +26,7 @@ from .head_exchange import has_all_tokens, hollow_of, shares_of, taken
 from .later_weights import Readers
 from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
+from .references import only_output
 from .regather import note
 from .regime import Shared
 from .tensor_moves import Move, move
@@ -203,8 +204,9 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         variant, mesh = self.shared.regime.variant, self.mesh
-        if (only := self.only_sum[variant]) is not None:  # the rest of this method, for most layers
-            return on_first(output, only)
+        if (total := self.only_sum[variant]) is not None:  # the rest of this method, for most layers
+            in_place = total.in_place is not None and only_output(output)
+            return total(output, only=True) if in_place else on_first(output, total)
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
         moves = program.leave is not None or over_cp is not None

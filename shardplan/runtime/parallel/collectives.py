@@ -22,16 +22,23 @@ from .process_groups import Group, of_group, ranks_of
 
 _below_autograd = private("below_autograd")
 _wait = FUNCTIONAL.wait_tensor.default
-_all_reduce, _all_gather = FUNCTIONAL.all_reduce.default, FUNCTIONAL.all_gather_into_tensor.default
+_all_reduce, _all_reduce_in_place = FUNCTIONAL.all_reduce.default, FUNCTIONAL.all_reduce_.default
+_all_gather = FUNCTIONAL.all_gather_into_tensor.default
 _reduce_scatter = FUNCTIONAL.reduce_scatter_tensor.default
 _traced = {name: private(name) for name in ("all_reduce", "all_gather", "reduce_scatter")}
 
 
-def all_reduce(x: Tensor, mesh: Group, op: str = "sum", *, wait: bool = True) -> Tensor:
-    """The sum (or `op`) over the axis, a fresh tensor on every rank; without `wait` it is valid after `waited`."""
+def all_reduce(x: Tensor, mesh: Group, op: str = "sum", *, only: bool = False, wait: bool = True) -> Tensor:
+    """The sum (or `op`) over the axis, a fresh tensor on every rank; without `wait` it is valid after `waited`.
+
+    Args:
+        only: nobody else can read `x`, so the sum may take its memory.
+    """
+    dense = x.contiguous()
     if torch.compiler.is_compiling():
-        return _traced["all_reduce"](x.contiguous(), op, mesh)
-    return _run(_all_reduce, x.contiguous(), op, of_group(mesh)[0], wait=wait)
+        return _traced["all_reduce"](dense, op, mesh)
+    operator = _all_reduce_in_place if only or dense is not x else _all_reduce
+    return _run(operator, dense, op, of_group(mesh)[0], wait=wait)
 
 
 def all_gather(x: Tensor, mesh: Group, dim: int, size: int | None = None) -> Tensor:

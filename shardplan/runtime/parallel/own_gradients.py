@@ -9,19 +9,17 @@ local tensor is copied before it becomes a DTensor, as autograd does (torch/csrc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardplan.torchlib.operators import DETACH
 from shardplan.torchlib.private import private
 
+from .references import of_gradient, references
+
 _FakeTensor = private("FakeTensor")
-_storage_use_count = private("storage_use_count")
-_use_count = private("TensorBase")._use_count
 _new = DTensor.__new__  # its __init__ does nothing, slowly
 
 
@@ -37,14 +35,9 @@ def own_gradients(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             continue
         if type(gradient) is not Tensor and isinstance(gradient, _FakeTensor):  # the first question is the cheaper one
             return _own_fakes(gradients)
-        base = gradient._base
-        of_tensor, of_storage, of_base = _measured(base is not None)
-        if (
-            id(gradient) in several
-            or _use_count(gradient) > of_tensor
-            or _storage_use_count(gradient.untyped_storage()._cdata) > of_storage
-            or (base is not None and _use_count(base) > of_base)
-        ):
+        to_tensor, to_storage, to_base, *_ = references(gradient)
+        tensor, storage, base, *_ = of_gradient(gradient._base is not None)
+        if id(gradient) in several or to_tensor > tensor or to_storage > storage or to_base > base:
             own[i] = gradient.clone()
     return own
 
@@ -87,51 +80,3 @@ def given(gradient: Tensor, spec: Any, local: Tensor) -> DTensor:
     if not gradient.is_contiguous() and gradient.stride() != local.stride():
         gradient = gradient.contiguous()
     return _new(_Given, gradient, spec, requires_grad=False)
-
-
-class _References(NamedTuple):
-    """The numbers of references to a gradient, to its storage, and to the tensor that it is a view of."""
-
-    tensor: int
-    storage: int
-    base: int
-
-
-def _references(gradient: Tensor) -> _References:
-    base = gradient._base
-    return _References(
-        _use_count(gradient),
-        _storage_use_count(gradient.untyped_storage()._cdata),
-        0 if base is None else _use_count(base),
-    )
-
-
-class _Looked(torch.autograd.Function):
-    """Records the references to its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[_References]) -> Tensor:
-        ctx.found = found
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        for gradient in gradients:
-            ctx.found.append(_references(gradient))
-        return None, None
-
-
-@cache
-def _measured(view: bool) -> _References:
-    """The reference counts of a product that nothing else refers to, in a backward in Python: torch 2.11 counts one more than torch
-    2.13. Do not call it before a first backward: it starts autograd's GPU threads, which forbid some actions after a fork.
-
-    Args:
-        view: measure its transpose.
-    """
-    found: list[_References] = []
-    with torch.inference_mode(False), torch.enable_grad(), private("disable_modes")():
-        ones = torch.ones(2, 2, device="cpu")
-        seen = _Looked.apply(ones.clone().requires_grad_(), found)
-        ((seen.t() if view else seen) @ ones).backward(ones)
-    return found[0]

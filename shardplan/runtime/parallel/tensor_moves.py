@@ -18,6 +18,7 @@ from .collectives import all_gather, all_reduce, reduce_scatter, waited
 from .dim_exchange import Cut, exchange_dims
 from .later_weights import Later
 from .process_groups import ranks_of
+from .references import only_gradient
 from .second_derivatives import refuse_second_derivatives
 
 
@@ -43,10 +44,12 @@ OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int | None], Tens
     "pad": _pad,
     "divide": lambda x, mesh, dim, size: x / mesh.size(),
 }
-# Operations that only begin: their result is valid after `waited`.
-BEGUN: dict[Operation, Callable[[Tensor, DeviceMesh, int], Tensor]] = {
-    "all_reduce": lambda x, mesh, dim: all_reduce(x, mesh, wait=False),
-    "reduce_scatter": lambda x, mesh, dim: reduce_scatter(x, mesh, dim, wait=False),
+# The same on a value that nobody else can read.
+IN_PLACE = OPERATIONS | {"all_reduce": lambda x, mesh, dim, size: all_reduce(x, mesh, only=True)}
+# Operations that only begin: their result is valid after `waited`. The last argument: nobody else can read the value.
+BEGUN: dict[Operation, Callable[[Tensor, DeviceMesh, int, bool], Tensor]] = {
+    "all_reduce": lambda x, mesh, dim, only: all_reduce(x, mesh, only=only, wait=False),
+    "reduce_scatter": lambda x, mesh, dim, only: reduce_scatter(x, mesh, dim, wait=False),
 }
 
 
@@ -55,19 +58,23 @@ class _How(NamedTuple):
 
     Args:
         size: the length of the whole dim; None: the axis divides it.
+        only: nobody else can read the tensor.
     """
 
     mesh: DeviceMesh
     ops: MoveOps
     dim: int
     size: int | None
+    only: bool = False
 
 
 class _Move(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _How) -> Tensor:
         ctx.how = how
-        mesh, ops, dim, size = how
+        mesh, ops, dim, size, only = how
+        if only:  # under another tensor, which is no view: in-place changes stay possible
+            return IN_PLACE[ops.forward](x.detach(), mesh, dim, size)
         y = OPERATIONS[ops.forward](x, mesh, dim, size)
         if (
             ops.forward == "slice"
@@ -78,8 +85,9 @@ class _Move(DirectFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        mesh, ops, dim, size = ctx.how
-        return OPERATIONS[ops.backward](gradient, mesh, dim, size), None
+        mesh, ops, dim, size, _ = ctx.how
+        by = IN_PLACE if ops.backward == "all_reduce" and only_gradient(gradient) else OPERATIONS
+        return by[ops.backward](gradient, mesh, dim, size), None
 
 
 class _MoveOver(DirectFunction):
@@ -88,7 +96,7 @@ class _MoveOver(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: tuple[_How, Later], *weights: Tensor) -> Tensor:
         ctx.how, ctx.later = how  # layers that read the result look for it (`later_weights`)
-        mesh, ops, dim, size = ctx.how
+        mesh, ops, dim, size, _ = ctx.how
         y = OPERATIONS[ops.forward](x, mesh, dim, size)
         ctx.save_for_backward(y)  # where it is x: an input costs the host less than an output
         return y.view_as(x) if y is x else y
@@ -96,8 +104,9 @@ class _MoveOver(DirectFunction):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        mesh, ops, dim, _ = ctx.how
-        begun = BEGUN[ops.backward](gradient, mesh, dim)
+        mesh, ops, dim, *_ = ctx.how
+        only = ops.backward == "all_reduce" and only_gradient(gradient)
+        begun = BEGUN[ops.backward](gradient, mesh, dim, only)
         weights = ctx.later.gradients(lambda: ctx.saved_tensors[0], ctx.needs_input_grad[2:])
         return waited(begun), None, *weights
 
@@ -143,12 +152,14 @@ class Move:
         self.split = src if src.kind == "V" else dst
         # Where it depends on no shape.
         self.how = _How(mesh, ops, 0, 0) if self.split.kind != "V" else None
+        self.in_place = _How(mesh, ops, 0, 0, only=True) if ops.forward == "all_reduce" else None
 
-    def __call__(self, x: Tensor, later: Later | None = None) -> Tensor:
+    def __call__(self, x: Tensor, later: Later | None = None, *, only: bool = False) -> Tensor:
         """
         Args:
             x: this rank's local tensor.
             later: what readers of the result leave to this move, if its gradient is reduced.
+            only: nobody else can read `x`, which is all-reduced.
 
         Raises:
             ValueError: the axis does not divide a sequence, and the size is missing.
@@ -159,7 +170,7 @@ class Move:
             return _Exchange.apply(
                 x, self.mesh, *_cuts(x, self.mesh.size(), self.src, self.dst, self.size, self.shares)
             )
-        how = self.how
+        how = self.in_place if only else self.how
         if how is None:
             dim, size = self.split.split_dim(x.ndim), self.size
             if size is None and self.dst.kind == "V":
@@ -202,7 +213,7 @@ def _cuts(
 
 def summed(mesh: DeviceMesh, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     """The sums of partial sums over the ranks, by one all-reduce (in `dtype`; None: their own)."""
-    total = all_reduce(torch.cat([x.reshape(-1).to(dtype or x.dtype) for x in tensors]), mesh)
+    total = all_reduce(torch.cat([x.reshape(-1).to(dtype or x.dtype) for x in tensors]), mesh, only=True)
     parts = total.split([x.numel() for x in tensors])
     return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True)]
 
