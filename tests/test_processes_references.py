@@ -122,7 +122,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), Down(2 * WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), Down(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + type(self).around(lambda x: self.down(self.up(x).relu()).tanh_(), x)

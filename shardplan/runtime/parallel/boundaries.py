@@ -194,7 +194,8 @@ class Leave:
         # By variant: the sums that wait for this module, and where its own partial sum waits.
         self.waiting = {variant: shared.waiting.get((variant, pr.name)) for variant, pr in programs.items()}
         self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
-        # The move of a partial sum, where it is all there is to do.
+        self.withheld = {variant: [p for p in pr.parameters if p.withheld] for variant, pr in programs.items()}
+        # The move of a partial sum, where that and the biases are all there is to do.
         self.only_sum = {
             variant: Move(mesh, pr.leave.src, pr.leave.dst, pr.leave.size)
             if pr.leave is not None and _only_sum(pr, pr.leave) and self.waiting[variant] is self.joins[variant] is None
@@ -206,7 +207,8 @@ class Leave:
         variant, mesh = self.shared.regime.variant, self.mesh
         if (total := self.only_sum[variant]) is not None:  # the rest of this method, for most layers
             in_place = total.in_place is not None and only_output(output)
-            return total(output, only=True) if in_place else on_first(output, total)
+            output = total(output, only=True) if in_place else on_first(output, total)
+            return self._with_biases(output, module, in_place=in_place) if self.withheld[variant] else output
         program, joins = self.programs[variant], self.joins[variant]
         over_cp = program.on_cp.leave if program.on_cp is not None else None
         moves = program.leave is not None or over_cp is not None
@@ -223,12 +225,7 @@ class Leave:
             output = on_first(output, lambda x: _moved(x, read_shape, mesh, boundary.src, dst, size=boundary.size))
             if (link := self.shared.link) is not None and boundary.src == V(link.seq_dim):
                 on_first(output, lambda x: link.gathered(x, partial=dst == R))
-        for parameter in program.parameters:
-            if not parameter.withheld:
-                continue
-            owner, leaf = owner_of(module, parameter.name)
-            if (bias := owner._parameters[leaf]) is not None:
-                output = _plus(output, read(bias, parameter, self.shared.regime))
+        output = self._with_biases(output, module)
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
         if program.outside is not None:
@@ -240,6 +237,15 @@ class Leave:
             output = on_first(output, lambda x: self._over_cp(x, over_cp, program, read_shape))
         if program.logits is not None and not program.later:
             output = as_dtensor(output, program.logits, mesh)
+        return output
+
+    def _with_biases(self, output: Any, module: nn.Module, *, in_place: bool = False) -> Any:
+        """Add the withheld biases to the output, in place where nobody else can read it."""
+        for parameter in self.withheld[self.shared.regime.variant]:
+            owner, leaf = owner_of(module, parameter.name)
+            if (bias := owner._parameters[leaf]) is not None:
+                added = read(bias, parameter, self.shared.regime)
+                output = on_first(output, partial(_plus, added, in_place=in_place))
         return output
 
     def _over_cp(self, x: Tensor, boundary: OutputMove, program: ModuleProgram, read_shape: Shape) -> Tensor:
@@ -290,7 +296,7 @@ def _only_moves(program: ModuleProgram, boundary: InputMove) -> bool:
 def _only_sum(program: ModuleProgram, leave: OutputMove) -> bool:
     if leave.src.kind != "P" or program.enter or program.on_cp is not None or program.link == "source":
         return False
-    return not acts(replace(program, leave=None))
+    return not acts(replace(program, leave=None, parameters=()))
 
 
 def nested(over_tp: Sequence[InputMove], over_cp: Sequence[InputMove]) -> Iterator[InputMove]:
@@ -315,8 +321,8 @@ def _moved(x: Tensor, read_shape: Shape, mesh: DeviceMesh, src: Layout, dst: Lay
     return move(x.unflatten(0, row), mesh, src, dst).flatten(0, 1)
 
 
-def _plus(output: Any, bias: Tensor) -> Any:
-    return on_first(output, lambda x: x + bias)
+def _plus(bias: Tensor, x: Tensor, *, in_place: bool) -> Tensor:
+    return x.add_(bias) if in_place and x.dtype == bias.dtype else x + bias
 
 
 def acts(program: ModuleProgram) -> bool:
