@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+ADD_ = torch.ops.aten.add_.Tensor
 DETACH = torch.ops.aten.detach.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention.default
