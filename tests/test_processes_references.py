@@ -74,13 +74,21 @@ def retained(a: Tensor, b: Tensor, mesh: DeviceMesh) -> Any:
     return moved * 2, lambda: [(a.grad, 12), (moved.grad, 6)]
 
 
+def captured(a: Tensor, b: Tensor, mesh: DeviceMesh) -> Any:
+    """A backward ends at the moved value, too."""
+    moved = move(a, mesh, I, R)
+    begin = moved * 2
+    of_moved, of_a = torch.autograd.grad(begin, [moved, a], torch.full((2, 2), 3.0), retain_graph=True)
+    return begin, lambda: [(of_moved, 6), (of_a, 12), (a.grad, 12)]
+
+
 def twice(a: Tensor, b: Tensor, mesh: DeviceMesh) -> Any:
     """Sums on both ways."""
     total = move(move(a, mesh, I, R) * 1, mesh, P, R)
     return total, lambda: [(a.grad, 3 * RANKS**2)]
 
 
-GRADIENTS: tuple[Case, ...] = (added, added_views, product, hooked, hooked_view, retained, twice)
+GRADIENTS: tuple[Case, ...] = (added, added_views, product, hooked, hooked_view, retained, captured, twice)
 
 
 def misfits_of_gradients() -> list[str]:

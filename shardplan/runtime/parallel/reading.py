@@ -249,18 +249,16 @@ class Reads:
         members, together = self.members[regime.variant], self.together[regime.variant]
         if torch.compiler.is_compiling():
             return _traced_together(forward, members, regime, args, kwargs)
-        places: list[Place] = []
-        parameters: list[DTensor] = []
-        for owner, name, _ in members:
-            parameter = owner._parameters[name]
-            if isinstance(parameter, DTensor):
-                places.append((owner._parameters, name, parameter))
-                parameters.append(parameter)
+        places: list[tuple[dict[str, Any], str, Any]] = [
+            (owner._parameters, name, parameter)
+            for owner, name, _ in members
+            if isinstance(parameter := owner._parameters[name], DTensor)
+        ]
         if not places:
             return forward(*args, **kwargs)
         if len(places) < len(members):
             together = _Together([pr for owner, name, pr in members if isinstance(owner._parameters[name], DTensor)])
-        locals_ = _read_together(parameters, together, regime)
+        locals_ = _read_together([parameter for *_, parameter in places], together, regime)
         before, regime.keeper = regime.keeper, eager_keeper()
         try:
             return call_with(forward, places, locals_, args, kwargs)
