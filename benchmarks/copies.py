@@ -27,6 +27,7 @@ MOVES = ("_Move", "_MoveBackward", "_MoveOver", "_MoveOverBackward")  # as the p
 PRODUCT = "aten::mm"
 WAYS: dict[str, tuple[Way, float]] = {  # with the least, in units of an activation
     "TP": (partial(planned, sp=False), 0.0),
+    "TP, activation checkpointing": (partial(planned, sp=False, checkpointed=True), 0.0),
     "SP": (partial(planned, sp=True), 4 + 4 / TP),
 }
 TEXT = """## What collectives of a layer allocate

@@ -66,9 +66,16 @@ def fresh(config: PretrainedConfig) -> nn.Module:
 
 
 def planned(
-    config: LlamaConfig, mesh: DeviceMesh, *, sp: bool, compile: bool = False, regather: bool | None = None
+    config: LlamaConfig,
+    mesh: DeviceMesh,
+    *,
+    sp: bool,
+    compile: bool = False,
+    regather: bool | None = None,
+    checkpointed: bool = False,
 ) -> nn.Module:
     options = {"data_parallel": False, "compile": {"modules": ["model.layers.*"]} if compile else False}
+    options |= {"activation_checkpointing": {"mode": "full"} if checkpointed else False}
     return shardplan.apply_plan(
         fresh(config),
         mesh,

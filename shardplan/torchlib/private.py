@@ -89,6 +89,9 @@ NAMES: dict[str, Private] = {
     "TorchDispatchMode": Private(
         (("torch.utils._python_dispatch", "TorchDispatchMode"),), "seeing every operator: counting collectives"
     ),
+    "count_dispatch_modes": Private(
+        (("torch._C", "_len_torch_dispatch_stack"),), "knowing whether something may see every operator"
+    ),
     "is_functorch_wrapped": Private(
         (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
     ),

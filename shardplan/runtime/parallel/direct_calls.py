@@ -21,12 +21,12 @@ from shardplan.core.tree import ancestors, block, element
 from shardplan.torchlib.private import private
 
 from .fsdp_units import Unit
+from .later_weights import eager_keeper, of_checkpoint
 from .left_steps import put_right
 from .regime import NOT_ALONE, Regime
 from .whole_values import inside, unfit
 
 _current_graph_task_id = private("current_graph_task_id")
-_top_hooks = private("top_saved_tensors_hooks")
 _ONE_VARIANT = "the program has no variant without sequence parallelism"
 
 
@@ -167,8 +167,7 @@ class _Part:
 
 def _checkpoint_runs() -> bool:
     """Whether a checkpoint (use_reentrant=False) keeps the tensors of this forward, or runs it again."""
-    hooks = _top_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+    return of_checkpoint(eager_keeper())
 
 
 def _checkpointed(regime: Regime) -> bool:

@@ -36,6 +36,11 @@ def eager_keeper() -> Keeper:
     return None if hooks is None else hooks[0]
 
 
+def of_checkpoint(keeper: Keeper) -> bool:
+    """Whether this is a checkpoint (use_reentrant=False), which keeps the tensors of a forward or runs it again."""
+    return getattr(keeper, "__module__", "") == torch.utils.checkpoint.__name__
+
+
 class Later:
     """The weights of the layers that may read one moved value.
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shardplan.torchlib.private import private
 
-from .later_weights import eager_keeper
+from .later_weights import eager_keeper, of_checkpoint
 
+_count_modes = private("count_dispatch_modes")
 _FakeTensor = private("FakeTensor")
 _storage_use_count = private("storage_use_count")
 _use_count = private("TensorBase")._use_count
@@ -46,13 +47,15 @@ def only_gradient(gradient: Tensor) -> bool:
 
 
 def only_output(output: Any) -> bool:
-    """Whether nobody else can read the output of a module. What keeps saved tensors may run the module a second time and compare the
-    operators of both runs, so there no output is the only one.
+    """Whether nobody else can read the output of a module. To what keeps saved tensors no output is the only one: a selective checkpoint
+    runs the module a second time, and compares the operators. A checkpoint without a mode sees none.
 
     Args:
         output: the argument of a forward hook's `__call__(self, module, args, kwargs, output)`, which calls this.
     """
-    if torch.compiler.is_compiling() or eager_keeper() is not None:
+    if torch.compiler.is_compiling():
+        return False
+    if (keeper := eager_keeper()) is not None and (_count_modes() or not of_checkpoint(keeper)):
         return False
     if type(output) is not Tensor:
         return isinstance(output, _FakeTensor)
