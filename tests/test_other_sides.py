@@ -311,6 +311,17 @@ def test_what_the_model_itself_has_is_on_one_side() -> None:
     assert codes(built(Widths, "wrong")) == []
 
 
+class Empty(Block):
+    """Rows there are in a model of each size."""
+
+    def long(self, x: Tensor) -> bool:
+        return x.shape[0] < 1 or len(x) == 0 or not x.shape[1] > 0
+
+
+def test_whether_there_are_any_is_asked_in_a_model_of_each_size() -> None:
+    assert codes(built(Empty, "wrong")) == []
+
+
 class Unfit(Block):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1:

@@ -270,6 +270,8 @@ class _Comparisons(ast.NodeTransformer):
             return node  # nor `n in SIZES`
         if self._constancy(operand) > self._constancy(constant):
             compare, operand, constant = MIRRORED.get(compare, compare), constant, operand
+        if self._width(operand) is not None and _asks_for_any(compare, constant):
+            return node
         dims = [one for part in ast.walk(operand) if (one := self._width(part)) is not None]
         numbers = self.shrunk and any(_of_self(part) for part in ast.walk(operand))
         counts = not dims and any(self._counts(part) for part in ast.walk(operand))
@@ -358,6 +360,14 @@ class _Comparisons(ast.NodeTransformer):
         if isinstance(part, ast.Name):
             return self.lengths.get(part.id)
         return _dim(part) if isinstance(part, (ast.Subscript, ast.Call)) else None
+
+
+def _asks_for_any(compare: type[ast.cmpop], constant: ast.expr) -> bool:
+    """Whether a length is compared with nothing (`len(rows) == 0`, `len(rows) < 1`): this asks whether there are any, in a model of each size."""
+    number = constant.value if isinstance(constant, ast.Constant) else None
+    return (number == 0 and compare in (ast.Eq, ast.NotEq, ast.Gt, ast.LtE)) or (
+        number == 1 and compare in (ast.Lt, ast.GtE)
+    )
 
 
 def _compared(test: ast.expr) -> ast.expr:

@@ -25,6 +25,7 @@ from . import (
     own_choices,
     sequence,
     shared,
+    sides,
     stages,
     strange,
     switches,
@@ -54,7 +55,7 @@ PARTS = (
     strange,
     switches,
 )
-WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context, lower)
+WITH_AXES = (meshes, mixtures, calls, stages, afterwards, constants, context, lower, sides)
 ON_MESHES: tuple[Adversary, ...] = tuple(case for part in WITH_AXES for case in part.CASES)
 CASES: tuple[Adversary, ...] = (*(case for part in PARTS for case in part.CASES), *ON_MESHES)
 assert len({case.name for case in CASES}) == len(CASES)

@@ -1,0 +1,70 @@
+"""Models on ranks of experts, of the sequence and of stages whose code asks how many tokens there are: of an expert, of a call, of a row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .adversary import Adversary
+from .branches import RARE
+from .context import OWN
+from .meshes import MESHES
+from .mixtures import PLAN, Experts, Mixture
+from .own_choices import alike
+from .parts import MlpBlock, Stack
+
+
+class Skipping(Experts):
+    """Experts without tokens are skipped."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            row, place = torch.where(ids == number)
+            if row.numel() == 0:
+                continue
+            h = F.gelu(x[row] @ self.up[number].T)
+            result = result.index_add(0, row, h @ self.down[number].T * weights[row, place, None])
+        return result
+
+
+class Returning(Experts):
+    """Without tokens nothing runs."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return x if len(x) < 1 else super().forward(x, ids, weights)
+
+
+def mixture(experts: type[Experts]) -> nn.Module:
+    layers = [MlpBlock(Mixture("plain")) for _ in range(2)]
+    for layer in layers:
+        layer.mlp.experts = experts()
+    return Stack(*layers)
+
+
+def of(
+    name: str, mesh: str, build: Any, verdict: Any, why: str, inputs: Any, plan: Any = PLAN, **more: Any
+) -> Adversary:
+    ending = "_sequence" if more.get("sequence_parallel") else ""
+    return Adversary(
+        f"sides_{name}/{mesh}{ending}", build, inputs, plan, verdict, why, mesh=MESHES[mesh], seeds=RARE, **more
+    )
+
+
+CASES = (
+    *(
+        of(name, mesh, partial(mixture, experts), "right", OWN, alike)
+        for name, experts in (("skipping", Skipping), ("returning", Returning))
+        for mesh in ("ep", "ep_tp", "ep_over_tp", "dp_ep")
+    ),
+)
