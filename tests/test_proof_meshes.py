@@ -33,6 +33,11 @@ def relation(sizes: MeshSizes) -> int:
     return (sizes.ep > tp) - (sizes.ep < tp)
 
 
+def several_batches(sizes: MeshSizes) -> bool:
+    """Whether an expert gets tokens of several data-parallel ranks."""
+    return sizes.ep > sizes.of(Axis.TP) * sizes.cp
+
+
 def test_every_axis_and_every_pair_of_axes_takes_part_on_eight_ranks_at_most() -> None:
     assert len(ASKED) > 300
     for asked in ASKED:
@@ -46,6 +51,8 @@ def test_every_axis_and_every_pair_of_axes_takes_part_on_eight_ranks_at_most() -
             assert mesh.ep_misfit is None and asked.of(Axis.TP) % mesh.of(Axis.TP) == asked.ep % mesh.ep == 0
             assert (mesh.ep > 1) == (asked.ep > 1) and (mesh.cp > 1) <= (asked.cp > 1)
         assert asked.ep == 1 or any(relation(mesh) == relation(asked) for mesh in made), asked
+        if several_batches(asked):
+            assert any(several_batches(mesh) and (mesh.cp > 1) == (asked.cp > 1) for mesh in made), asked
 
 
 @pytest.mark.parametrize(
@@ -58,6 +65,7 @@ def test_every_axis_and_every_pair_of_axes_takes_part_on_eight_ranks_at_most() -
         (MeshSizes(tp=8, dp_shard=4), [MeshSizes(tp=8), MeshSizes(tp=2, dp_shard=2)]),
         (MeshSizes(tp=8, dp_shard=8, ep=64), [MeshSizes(tp=8, ep=8), MeshSizes(tp=2, dp_shard=2, ep=4)]),
         (MeshSizes(tp=2, cp=4, ep=8), [MeshSizes(tp=2, dp_shard=2, cp=2, ep=4)]),
+        (MeshSizes(tp=1, dp_shard=2, cp=2, ep=4), [MeshSizes(tp=1, dp_shard=2, cp=2, ep=4)]),
         (MeshSizes(tp=1, dp_shard=8), [MeshSizes(tp=1)]),
     ],
 )

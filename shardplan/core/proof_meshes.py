@@ -128,4 +128,13 @@ def _with(
         more = few if mesh.of(axis) == 1 or (axis is Axis.DP_SHARD and left > 1) else 1
         if mesh.world_size * more <= MOST:
             mesh = replace(mesh, **{axis.value: mesh.of(axis) * more})
-    return mesh
+    return _over_batches(mesh, sizes)
+
+
+def _over_batches(mesh: MeshSizes, sizes: MeshSizes) -> MeshSizes:
+    """The mesh, whose experts get tokens of several batches if those of the requested one do: ep is above tp x cp."""
+    inner, asked = mesh.of(Axis.TP) * mesh.cp, sizes.of(Axis.TP) * sizes.cp
+    if not inner >= mesh.ep > 1 or sizes.ep <= asked or mesh.dp_shard == 1:
+        return mesh
+    over = _least(sizes.ep // asked)
+    return replace(mesh, ep=inner * over, dp_shard=over if mesh.dp_shard % over else mesh.dp_shard)

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adversary import Adversary
-from .branches import RARE
-from .context import OWN
+from .branches import RARE, longer
+from .context import MESHES as OVER_CP
+from .context import OWN, WHOLE
+from .context import plan as over_cp
 from .meshes import MESHES
-from .mixtures import PLAN, Experts, Mixture
+from .mixtures import OTHERS, PLAN, TOGETHER, Experts, Mixture
 from .own_choices import alike
-from .parts import MlpBlock, Stack
+from .parts import Block, MlpBlock, Stack
 
 
 class Skipping(Experts):
@@ -45,8 +47,25 @@ class Returning(Experts):
         return x if len(x) < 1 else super().forward(x, ids, weights)
 
 
-def mixture(experts: type[Experts]) -> nn.Module:
-    layers = [MlpBlock(Mixture("plain")) for _ in range(2)]
+class Centring(Experts):
+    """Takes off the mean of an expert's rows where there are many."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            row, place = torch.where(ids == number)
+            h = F.gelu(x[row] @ self.up[number].T)
+            if h.shape[0] > 100:
+                h = h - h.mean(0)
+            result = result.index_add(0, row, h @ self.down[number].T * weights[row, place, None])
+        return result
+
+
+def mixture(experts: type[Experts], block: Any = MlpBlock) -> nn.Module:
+    layers = [block(mlp=Mixture("plain")) for _ in range(2)]
     for layer in layers:
         layer.mlp.experts = experts()
     return Stack(*layers)
@@ -56,9 +75,8 @@ def of(
     name: str, mesh: str, build: Any, verdict: Any, why: str, inputs: Any, plan: Any = PLAN, **more: Any
 ) -> Adversary:
     ending = "_sequence" if more.get("sequence_parallel") else ""
-    return Adversary(
-        f"sides_{name}/{mesh}{ending}", build, inputs, plan, verdict, why, mesh=MESHES[mesh], seeds=RARE, **more
-    )
+    sizes = {**MESHES, **OVER_CP}[mesh]
+    return Adversary(f"sides_{name}/{mesh}{ending}", build, inputs, plan, verdict, why, mesh=sizes, seeds=RARE, **more)
 
 
 CASES = (
@@ -66,5 +84,13 @@ CASES = (
         of(name, mesh, partial(mixture, experts), "right", OWN, alike)
         for name, experts in (("skipping", Skipping), ("returning", Returning))
         for mesh in ("ep", "ep_tp", "ep_over_tp", "dp_ep")
+    ),
+    *(
+        of("centring", mesh, partial(mixture, Centring, block=block), verdict, why, longer, plan)
+        for mesh, block, verdict, why, plan in (
+            ("ep", MlpBlock, "wrong", OTHERS, PLAN),
+            ("ep_tp", MlpBlock, "right", TOGETHER, PLAN),
+            ("cp_dp_ep", Block, "wrong", OTHERS, over_cp(WHOLE, ep=True)),
+        )
     ),
 )
