@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from random import random as drawn
 
 import numpy as np
 import pytest
@@ -56,11 +57,18 @@ ACTS: dict[str, Noise] = {
     "init": lambda m, y: y + nn.init.trunc_normal_(torch.empty_like(y), std=0.01),
     "sdpa": lambda m, y: F.scaled_dot_product_attention(y, y, y, dropout_p=0.1 if m.training else 0.0),
     "rare": lambda m, y: y if torch.rand([]) < 0.999 else 0 * y,
+    "rare bernoulli": lambda m, y: 0 * y if torch.bernoulli(torch.tensor(0.01)) else y,
+    "rare integer": lambda m, y: 0 * y if torch.randint(100, ()) == 99 else y,
+    "rare normal": lambda m, y: 0 * y if torch.randn(()) > 2.5 else y,
     "rare in place": lambda m, y: y if torch.empty(1).uniform_(0, 10) < 9.999 else 0 * y,
 }
 OTHERS: dict[str, Noise] = {
     "python": lambda m, y: y * (1 + random.random()),
     "numpy": lambda m, y: y * float(np.random.rand()),
+    "rare python": lambda m, y: 0 * y if drawn() > 0.999 else y,
+    "rare python integer": lambda m, y: 0 * y if random.randint(1, 1000) == 1000 else y,
+    "rare numpy": lambda m, y: 0 * y if np.random.rand() < 0.001 else y,
+    "rare python normal": lambda m, y: 0 * y if random.gauss(0, 1) > 5 else y,
 }
 IDLE: dict[str, Noise] = {
     "no probability": lambda m, y: F.dropout(y, 0.0, m.training),
@@ -86,7 +94,7 @@ def test_other_generators_are_seen_at_their_module(name: str) -> None:
     report = shardplan.validate(Model(OTHERS[name]), PLAN, {"tp": 2})
     assert [d.code for d in report.diagnostics] == ["SP371"]
     assert report.diagnostics[0].modules == ("layers.0", "layers.1")
-    assert (random.getstate() == before) == (name == "numpy")  # the recorded run is the model's own
+    assert (random.getstate() == before) == ("numpy" in name)  # the recorded run is the model's own
 
 
 @pytest.mark.parametrize("name", IDLE)

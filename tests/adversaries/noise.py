@@ -48,6 +48,14 @@ class Python(Mlp):
         return super().hidden(x) * (1 + random.random())
 
 
+class Seldom(Mlp):
+    """The same, once in fifty calls."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h * 2 if random.randint(1, 50) == 1 else h
+
+
 class AttentionDropout(Attention):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         q, k, v = (self.heads(part(x)) for part in (self.q, self.k, self.v))
@@ -90,6 +98,7 @@ KINDS = {
     "bernoulli": Bernoulli,
     "gumbel": Gumbel,
     "python": Python,
+    "seldom": Seldom,
 }
 CASES = (
     *(

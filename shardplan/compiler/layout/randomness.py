@@ -37,10 +37,11 @@ RANDOM = Code("SP371")
 _DispatchMode: Any = private("TorchDispatchMode")
 
 OTHERS = "numbers of random or numpy.random"  # generators other than torch's
-# A threshold may be small, so a draw between two bounds is tried at both.
+# What code asks of a draw may hold seldom: a draw between two bounds is tried at both, any other as the least and the greatest of many.
 UNIFORM = ("rand", "rand_like", "uniform_")
-SEEDS = (1, 2)
-LEAST, GREATEST = 0.0, 1 - 2**-53  # of Python's own numbers
+SEEDS, MANY = (1, 2), 1000
+# Python and numpy draw their numbers from such words; these give the least and the greatest. Others follow, as code may draw until a number suits it.
+LEAST, GREATEST = 0, 0x12DD9BB3
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +213,9 @@ def _acts(model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list
     if key[1] == OTHERS:
         if any(not _equal(_run(model, inputs, DrawingRun(), seed=seed), reference) for seed in SEEDS):
             return True
-        for number in (LEAST, GREATEST):
-            with _python_draws(number):
-                if not _equal(_run(model, inputs, DrawingRun()), reference):
-                    return True
-        return False
+        return any(not _equal(_run(model, inputs, DrawingRun(), word=word), reference) for word in (LEAST, GREATEST))
     ways = [_seeded(seed) for seed in SEEDS]
-    ways += [_least, _greatest] if key[1] in UNIFORM else []
+    ways += [_least, _greatest] if key[1] in UNIFORM else [_of_many(torch.minimum), _of_many(torch.maximum)]
     return any(not _equal(_run(model, inputs, DrawingRun(key, way)), reference) for way in ways)
 
 
@@ -240,9 +237,25 @@ def _greatest(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
     return result.fill_(high - (high - low) * torch.finfo(result.dtype).eps)  # the upper bound itself is not drawn
 
 
-def _run(model: nn.Module, inputs: Mapping[str, Any], draws: DrawingRun, seed: int = 0) -> list[Tensor]:
+def _of_many(chosen: Callable[[Tensor, Tensor], Tensor]) -> Redraw:
+    def redraw(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
+        result = draw()
+        if not isinstance(result, Tensor):
+            return result
+        for _ in range(MANY):
+            before = result.clone()
+            result = draw()
+            result.copy_(chosen(before, result))
+        return result
+
+    return redraw
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any], draws: DrawingRun, seed: int = 0, word: int | None = None
+) -> list[Tensor]:
     """The tensors that the model returns."""
-    with _other_generators(seed):
+    with _other_generators(seed, word):
         output = draws.run(copied(model), copy.deepcopy(dict(inputs)))
     return [value.detach() for value in tensors_in(output)]
 
@@ -255,29 +268,24 @@ def _equal(values: list[Tensor], reference: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _python_draws(number: float) -> Iterator[None]:
-    """Runs with one number for all of Python's own that are uniform."""
-    generator: Any = random.uniform.__self__  # type: ignore[attr-defined]
-    before = random.random
-    generator.random = random.random = lambda: number
-    try:
-        yield
-    finally:
-        del generator.random
-        random.random = before
-
-
-@contextmanager
-def _other_generators(seed: int) -> Iterator[None]:
-    """Runs with a seed for those generators, then restores their states."""
+def _other_generators(seed: int, word: int | None) -> Iterator[None]:
+    """Runs with a seed for those generators, or with one word for most of their numbers, then restores their states."""
     numpy = sys.modules.get("numpy")
     before, state = random.getstate(), numpy.random.get_state() if numpy is not None else None
     random.seed(seed)
     if numpy is not None:
         numpy.random.seed(seed)
+    python: Any = random.uniform.__self__  # type: ignore[attr-defined]
+    if word is not None:
+        words = [*[word] * 600, *range(1, 25)]
+        random.setstate((3, (*words, 0), None))
+        python._randbelow = lambda n: n - 1 if word else 0  # of many numbers it draws until one is below
+        if numpy is not None:
+            numpy.random.set_state(("MT19937", words, 0))
     try:
         yield
     finally:
+        vars(python).pop("_randbelow", None)
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(state)
