@@ -300,6 +300,33 @@ def test_real_processes_say_the_same() -> None:
         assert {name for name, differs in found if differs} == {f"{form.__name__} wrong" for form in SHAPES}
 
 
+class Stages(nn.Module):
+    """Long rows need what the first block returned in the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(3)), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.norm(x + first if x.shape[1] > 512 else x)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_cut_into_stages_is_proven_in_both_branches(tp: int) -> None:
+    plan = {"version": "1", "name": "mlp", "tensor_parallel": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
+    found = {}
+    for carry in ([], ["blocks.0"]):
+        section = {"pipeline_parallel": {"layers": "blocks.*", "carry": carry}}
+        report = shardplan.validate(shardplan.Model(Stages(), inputs=features), plan | section, {"pp": 2, "tp": tp})
+        found[len(carry)] = report.diagnostics
+    assert found[1] == ()
+    (wrong,) = found[0]
+    assert wrong.code == "SP431" and "only with the other side of" in wrong.notes[-1]
+
+
 class Widths(Block):
     """The width is the model's own."""
 

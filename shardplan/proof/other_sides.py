@@ -5,6 +5,7 @@ and run few steps. With another constant the reduced model takes the other branc
 from __future__ import annotations
 
 import dis
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -27,11 +28,11 @@ class OtherSides:
     """The sides of comparisons that a reduced model does not take.
 
     Args:
-        models: reduced models that take other sides, each with the lines of these comparisons.
+        branches: changes of a reduced model, so that it takes other sides; each with the lines of these comparisons.
         untaken: the lines of comparisons with a side that cannot be taken.
     """
 
-    models: tuple[tuple[ReducedModel, tuple[str, ...]], ...] = ()
+    branches: tuple[tuple[Callable[[ReducedModel], ReducedModel], tuple[str, ...]], ...] = ()
     untaken: tuple[str, ...] = ()
 
     def warning(self) -> tuple[Diagnostic, ...]:
@@ -49,6 +50,12 @@ class OtherSides:
         )
 
 
+def only_with(lines: Iterable[str], found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The errors of a reduced model that takes the other sides of these lines."""
+    notes = tuple(f"only with the other side of {line}" for line in lines)
+    return tuple(replace(one, notes=(*one.notes, *notes)) for one in found if one.is_error)
+
+
 def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
     """Reduced models that take the branches that this one does not take, where they run.
 
@@ -60,7 +67,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
         return OtherSides((), unread)
     taken: dict[Place, set[bool]] = {}
     lines: dict[Place, str] = {}
-    made: list[tuple[ReducedModel, tuple[str, ...]]] = []
+    made: list[tuple[Callable[[ReducedModel], ReducedModel], tuple[str, ...]]] = []
     others: dict[Place, float] = {}
     failing: set[Place] = set()
     for _ in range(BOUNDS.branches):
@@ -81,14 +88,17 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
                 new = {}
         if new:
             others |= new
-            sides_taken = tuple(lines[place] for place in others)
-            made.append((replace(model, maker=partial(_with, model, dict(others))), sides_taken))
+            made.append((partial(_with, others=dict(others)), tuple(lines[place] for place in others)))
         elif not bounds:
             break
     return OtherSides(tuple(made), tuple(sorted({*(lines[place] for place in failing), *unread})))
 
 
-def _with(model: ReducedModel, others: Others) -> nn.Module:
+def _with(model: ReducedModel, others: Others) -> ReducedModel:
+    return replace(model, maker=partial(_built, model, others))
+
+
+def _built(model: ReducedModel, others: Others) -> nn.Module:
     built = model.build()
     instrument(built, others, shrunk=model.config is not None)
     return built

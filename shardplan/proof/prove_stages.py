@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from shardplan.core.report import Comparison, NumericProof, PipelineProof
 from shardplan.core.schedules import SCHEDULES, Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
+from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype, with_half
 from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.agreement import on_first_rank
@@ -38,6 +39,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import cause_of
+from .other_sides import only_with, other_sides
 from .pipelined import AXES, NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows, one_step, ranks_are_silent
 from .proof_batches import MicroBatches
 from .proof_findings import unreached
@@ -91,8 +93,40 @@ def with_pipeline(
     if not wrong and (lower := asked.lower_dtypes(wanted[0])) is not None:
         wrong = _in_lower(asked, staged, meshes[0], wanted, schedule, lower)
         proof = replace(proof, once_in=lower.shown)
+    told: tuple[Diagnostic, ...] = ()
+    if not wrong and asked.reduced.found.own_code:
+        sides = other_sides(asked.reduced.reduced_model, asked.reduced.recorded_models[0].model)
+        told = () if proof.variants else sides.warning()
+        found = (_on_other_side(asked, staged, meshes, wanted, schedule, *side) for side in sides.branches)
+        wrong = next((one for one in found if one), ())
     proof = replace(proof, pipeline=whole, seconds=proof.seconds + time.monotonic() - start)
-    return proof, (*wrong, *_unreached(asked, wanted))
+    return proof, (*wrong, *told, *_unreached(asked, wanted))
+
+
+def _on_other_side(
+    asked: Question,
+    staged: StagedPlan,
+    meshes: Iterable[MeshSizes],
+    wanted: Sequence[Overlays],
+    schedule: Schedule,
+    branches: Callable[[ReducedModel], ReducedModel],
+    lines: Iterable[str],
+) -> tuple[Diagnostic, ...]:
+    """The errors of the stages where the user's own code takes other branches.
+
+    Args:
+        branches, lines: as of `OtherSides.branches`.
+    """
+    reduced = asked.reduced.with_branches(branches).of()
+    found = staged_plan(asked.plan, reduced).findings
+    label = field_label(staged.resolved.pipeline_parallel, "layers") if staged.resolved is not None else None
+    try:
+        for mesh in meshes if not any(one.is_error for one in found) else ():
+            proof = _on_mesh(replace(asked, reduced=reduced), staged, mesh, wanted, schedule)
+            found = (*found, *pipeline_findings(proof, label))
+    except PlanError as error:
+        found = error.diagnostics
+    return only_with(lines, found)
 
 
 @torch.random.fork_rng(devices=[])

@@ -22,7 +22,7 @@ from shardplan.core.report import NumericProof
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
-from .other_sides import other_sides
+from .other_sides import only_with, other_sides
 from .pipelined import Scheduled
 from .proof_findings import UNREACHED, asking_for_ranks, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
@@ -142,22 +142,20 @@ def _by_dtypes(
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
     """Findings for the other branches of the user's own code, for the variants that are right in the first branches."""
     sides = other_sides(asked.reduced.reduced_model, asked.reduced.recorded_models[0].model)
-    for model, lines in sides.models:
+    for branches, lines in sides.branches:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
         if not right:
             break
         try:
-            reduced = asked.reduced.with_model(model)
+            reduced = asked.reduced.with_branches(branches)
             proven = prove(
                 reduced, asked.source, asked.plan, asked.sizes, right, logits=asked.logits, allow_unproven=True
             )
             more = findings_of(proven, reduced, allow_unproven=True)
         except PlanError as error:
             more = dict.fromkeys(right, error.diagnostics)
-        only = tuple(f"only with the other side of {line}" for line in lines)
         for on in right:
-            wrong = tuple(replace(one, notes=(*one.notes, *only)) for one in more[on] if one.is_error)
-            found = {**found, on: (*found[on], *wrong)}
+            found = {**found, on: (*found[on], *only_with(lines, more[on]))}
     return {on: (*found[on], *sides.warning()) for on in wanted}
 
 

@@ -18,6 +18,7 @@ from .meshes import MESHES
 from .mixtures import OTHERS, PLAN, TOGETHER, Experts, Mixture
 from .own_choices import alike
 from .parts import Block, MlpBlock, Stack
+from .stages import ONE_BY_ONE, OWN_PLAN, Own, squared
 
 
 class Skipping(Experts):
@@ -64,11 +65,34 @@ class Centring(Experts):
         return result
 
 
+class Handing(Own):
+    """Of long rows what the first layer returned is added in the end."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        if x.shape[1] > 100:
+            x = x + first
+        return self.norm(x)
+
+
 def mixture(experts: type[Experts], block: Any = MlpBlock) -> nn.Module:
     layers = [block(mlp=Mixture("plain")) for _ in range(2)]
     for layer in layers:
         layer.mlp.experts = experts()
     return Stack(*layers)
+
+
+def handing() -> nn.Module:
+    return Handing(*(MlpBlock() for _ in range(4)))
+
+
+def long_pairs(seed: int) -> dict[str, Tensor]:
+    """The rows of a rare batch are long."""
+    shape = (2, 4, 8 if seed < 100 else 200, 16)
+    x, labels = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).unbind()
+    return {"x": x, "labels": labels}
 
 
 def of(
@@ -79,6 +103,7 @@ def of(
     return Adversary(f"sides_{name}/{mesh}{ending}", build, inputs, plan, verdict, why, mesh=sizes, seeds=RARE, **more)
 
 
+CARRIED = {**OWN_PLAN, "pipeline_parallel": {"layers": "layers.*", "carry": ["layers.0"]}}
 CASES = (
     *(
         of(name, mesh, partial(mixture, experts), "right", OWN, alike)
@@ -92,5 +117,22 @@ CASES = (
             ("ep_tp", MlpBlock, "right", TOGETHER, PLAN),
             ("cp_dp_ep", Block, "wrong", OTHERS, over_cp(WHOLE, ep=True)),
         )
+    ),
+    *(
+        of(
+            "handing",
+            mesh,
+            handing,
+            "wrong",
+            "the last stage has nothing of it",
+            long_pairs,
+            OWN_PLAN,
+            stage_loss=squared,
+        )
+        for mesh in ("pp", "pp_tp")
+    ),
+    *(
+        of("handing_carried", mesh, handing, "right", ONE_BY_ONE, long_pairs, CARRIED, stage_loss=squared)
+        for mesh in ("pp", "pp_tp")
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -84,6 +84,7 @@ class ModelLayouts:
     ):
         self.found, self.tp, self.ep, self.heads_times, self.pp, self.cp = found, tp, ep, heads_times, pp, cp
         self.blocks, self.shared, self.over_cp = blocks or min(pp, STAGES), dict(shared), over_cp
+        self.branches: Callable[[ReducedModel], ReducedModel] = lambda model: model
         self._plans: dict[int, _Checked] = {}
         self._recorded: dict[frozenset[str], tuple[RecordedModel, ...]] = {}
 
@@ -107,7 +108,9 @@ class ModelLayouts:
 
     def of(self, **changes: Any) -> ModelLayouts:
         """The same model with other sizes."""
-        return ModelLayouts(self.found, **{**self.axes, **changes})
+        other = ModelLayouts(self.found, **{**self.axes, **changes})
+        other.branches = self.branches
+        return other
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -131,7 +134,7 @@ class ModelLayouts:
         # Experts one by one: grouped multiplications need sizes that a reduced model's shards may not have, and take no
         # float64.
         experts = "eager" if self.found.config is not None else None
-        return make_reduced_model(
+        made = make_reduced_model(
             self.found,
             tp=self.tp,
             ep=self.ep,
@@ -141,11 +144,12 @@ class ModelLayouts:
             layers=self.blocks,
             shared=self.shared,
         )
+        return self.branches(made)
 
-    def with_model(self, model: ReducedModel) -> ModelLayouts:
-        """The same with another reduced model of the same modules, whose code takes other branches; the known layouts stay."""
+    def with_branches(self, branches: Callable[[ReducedModel], ReducedModel]) -> ModelLayouts:
+        """The same with reduced models of the same modules, at all sizes, whose code takes other branches; the known layouts stay."""
         other = copy(self)
-        other.reduced_model = model
+        other.branches, other.reduced_model = branches, branches(self.reduced_model)
         return other
 
     def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
