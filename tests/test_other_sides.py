@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -383,7 +384,46 @@ class Lambda(Block):
     long = lambda self, x: x.shape[1] > 4096  # noqa: E731
 
 
-@pytest.mark.parametrize("form", [Helped, Decorated, Lambda])
+class Static(Block):
+    @staticmethod
+    def asked(x: Tensor) -> bool:
+        return x.shape[1] > 4096
+
+    def long(self, x: Tensor) -> bool:
+        return self.asked(x)
+
+
+class Limit:
+    """No module."""
+
+    def asked(self, x: Tensor) -> bool:
+        return x.shape[1] > 4096
+
+
+class Object(Block):
+    limit = Limit()
+
+    def long(self, x: Tensor) -> bool:
+        return self.limit.asked(x)
+
+
+class Table(Block):
+    limits = {"long": too_long}  # noqa: RUF012
+
+    def long(self, x: Tensor) -> bool:
+        return self.limits["long"](x)
+
+
+class Partial(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = partial(too_long)
+
+    def long(self, x: Tensor) -> bool:
+        return self.asked(x)
+
+
+@pytest.mark.parametrize("form", [Helped, Decorated, Lambda, Static, Object, Table, Partial])
 def test_what_nothing_can_be_put_in_the_place_of_is_a_warning(form: type[Block]) -> None:
     assert codes(built(form, "right")) == ["SP423"]
 

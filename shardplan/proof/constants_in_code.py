@@ -143,8 +143,8 @@ def functions_of(module: nn.Module, *, unwrapped: bool = False) -> Iterator[tupl
             yield name, function
 
 
-def instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: bool = True) -> list[Side]:
-    """Replace the user's own functions of all modules by functions that record comparisons; or only find them, if not `in_place`."""
+def instrument(model: nn.Module, others: Others, *, shrunk: bool) -> list[Side]:
+    """Replace the user's own functions of all modules by functions that record comparisons."""
     sides: list[Side] = []
     for module in model.modules():
         functions = list(functions_of(module))
@@ -157,9 +157,8 @@ def instrument(model: nn.Module, others: Others, *, shrunk: bool, in_place: bool
                     side.other = others.get(side.place)
                 sides += found
                 # a function set on the instance knows its module, or is a method of it
-                if in_place:
-                    own = vars(module).get(name)
-                    vars(module)[name] = changed if isinstance(own, FunctionType) else MethodType(changed, module)
+                own = vars(module).get(name)
+                vars(module)[name] = changed if isinstance(own, FunctionType) else MethodType(changed, module)
     return sides
 
 

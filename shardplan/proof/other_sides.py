@@ -5,10 +5,13 @@ and run few steps. With another constant the reduced model takes the other branc
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
+from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,16 +65,14 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
     Args:
         built: the model that `model` builds; it is not changed.
     """
-    unread = _unread(built)
-    if not instrument(built, {}, shrunk=model.config is not None, in_place=False):
-        return OtherSides((), unread)
+    ran: dict[CodeType, Mapping[str, Any]] = {}
     taken: dict[Place, set[bool]] = {}
     lines: dict[Place, str] = {}
     made: list[tuple[Callable[[ReducedModel], ReducedModel], tuple[str, ...]]] = []
     others: dict[Place, float] = {}
     failing: set[Place] = set()
     for _ in range(BOUNDS.branches):
-        sides = _observed(model, others) or []
+        sides = _observed(model, others, ran) or []
         for side in sides:
             taken.setdefault(side.place, set()).update(result for _, result in side.seen)
             lines[side.place] = side.line
@@ -80,10 +81,10 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
         # bounds first: comparisons may count the parts that one makes (`len(parts) == 1`)
         bounds = {one.place: chosen[one.place] for one in open_ if isinstance(one, Bound) and one.place in chosen}
         new = bounds or chosen
-        if new and _observed(model, others | new) is None:  # first together
-            failing |= {place for place in new if _observed(model, {**others, place: new[place]}) is None}
+        if new and _observed(model, others | new, ran) is None:  # first together
+            failing |= {place for place in new if _observed(model, {**others, place: new[place]}, ran) is None}
             new = {place: other for place, other in new.items() if place not in failing}
-            if new and _observed(model, others | new) is None:
+            if new and _observed(model, others | new, ran) is None:
                 failing |= new.keys()
                 new = {}
         if new:
@@ -91,7 +92,7 @@ def other_sides(model: ReducedModel, built: nn.Module) -> OtherSides:
             made.append((partial(_with, others=dict(others)), tuple(lines[place] for place in others)))
         elif not bounds:
             break
-    return OtherSides(tuple(made), tuple(sorted({*(lines[place] for place in failing), *unread})))
+    return OtherSides(tuple(made), tuple(sorted({*(lines[place] for place in failing), *_unread(built, ran)})))
 
 
 def _with(model: ReducedModel, others: Others) -> ReducedModel:
@@ -104,42 +105,79 @@ def _built(model: ReducedModel, others: Others) -> nn.Module:
     return built
 
 
-def _unread(built: nn.Module) -> tuple[str, ...]:
-    """The functions that compare a length but cannot be replaced: without source, with decorators, or global functions of a module."""
+def _unread(built: nn.Module, ran: Mapping[CodeType, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The functions that compare a length but cannot be replaced: without source, with decorators, or no methods of a module.
+
+    Args:
+        ran: the code that ran in the model's forwards, with its globals.
+    """
     methods = {function.__code__: function for module in built.modules() for _, function in functions_of(module)}
+    looked_at = {_place(one) for code in methods for one in _code_in(code)}
+    queue = {code: names for code, names in ran.items() if _place(code) not in looked_at and is_own(code.co_filename)}
     wrapped = (one for module in built.modules() for _, one in functions_of(module, unwrapped=True))
-    queue = {one.__code__: one for one in wrapped}
-    pending = list(queue.values())
-    for function in pending:
-        named = (function.__globals__.get(name) for name in function.__code__.co_names)
-        for one in named:
+    queue |= {one.__code__: one.__globals__ for one in wrapped}
+    pending = list(queue.items())
+    for code, names in pending:
+        for one in map(names.get, code.co_names):
             if isinstance(one, FunctionType) and is_own(one.__code__.co_filename) and one.__code__ not in queue:
-                queue[one.__code__] = one
-                pending.append(one)
+                queue[one.__code__] = one.__globals__
+                pending.append((one.__code__, one.__globals__))
     return tuple(
         f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}"
-        for code, function in queue.items()
-        if (code not in methods or (node := definition(function)) is None or node.decorator_list)
+        for code in queue
+        if (code not in methods or (node := definition(methods[code])) is None or node.decorator_list)
         and {"shape", "size"}.intersection(code.co_names)
         and any(one.opname in ("COMPARE_OP", "CONTAINS_OP") for one in dis.get_instructions(code))
     )
 
 
-def _observed(model: ReducedModel, others: Others) -> list[Side] | None:
-    """The comparisons that the model's forwards make, on each kind of input; None where one raises."""
+def _code_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions inside of it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _code_in(one)
+
+
+def _place(code: CodeType) -> tuple[str, int, str]:
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+@contextmanager
+def _noted(ran: dict[CodeType, Mapping[str, Any]]) -> Iterator[None]:
+    """Notes the Python code that runs."""
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            ran.setdefault(frame.f_code, frame.f_globals)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _observed(model: ReducedModel, others: Others, ran: dict[CodeType, Mapping[str, Any]]) -> list[Side] | None:
+    """The comparisons that the model's forwards make, on each kind of input; None where one raises.
+
+    Args:
+        ran: gets the code that runs.
+    """
     built = model.build()
     sides = instrument(built, others, shrunk=model.config is not None)
     lengths: set[int] = set()
     for side in sides:
         if isinstance(side, Bound):
             side.lengths = lengths
-    for kind in model.kinds if sides else ():
+    for kind in model.kinds:
         inputs = model.inputs(kind=kind)
         for value in inputs.values():
             if isinstance(value, Tensor):
                 lengths |= set(value.shape[:-1] if value.is_floating_point() else value.shape)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), _noted(ran):
                 built(**inputs)
         except Exception:  # from the model's code, in a branch not made for these inputs
             return None
