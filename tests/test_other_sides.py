@@ -328,6 +328,19 @@ def test_the_cut_into_stages_is_proven_in_both_branches(tp: int) -> None:
     assert wrong.code == "SP431" and "only with the other side of" in wrong.notes[-1]
 
 
+class Tokens(Block):
+    def many(self, tokens: int) -> bool:
+        return tokens > 4096
+
+    def long(self, x: Tensor) -> bool:
+        return self.many(len(x.flatten(0, 1)))
+
+
+def test_the_number_of_tokens_is_a_length() -> None:
+    assert codes(built(Tokens, "right")) == []
+    assert codes(built(Tokens, "wrong")) == ["SP420"]
+
+
 class Widths(Block):
     """The width is the model's own."""
 

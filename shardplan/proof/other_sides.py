@@ -5,6 +5,7 @@ and run few steps. With another constant the reduced model takes the other branc
 from __future__ import annotations
 
 import dis
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -175,7 +176,8 @@ def _observed(model: ReducedModel, others: Others, ran: dict[CodeType, Mapping[s
         inputs = model.inputs(kind=kind)
         for value in inputs.values():
             if isinstance(value, Tensor):
-                lengths |= set(value.shape[:-1] if value.is_floating_point() else value.shape)
+                dims = value.shape[:-1] if value.is_floating_point() else value.shape
+                lengths |= {math.prod(dims[i:j]) for i in range(len(dims)) for j in range(i + 1, len(dims) + 1)}
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), _noted(ran):
                 built(**inputs)

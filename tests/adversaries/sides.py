@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from .adversary import Adversary
 from .branches import RARE, longer
 from .context import MESHES as OVER_CP
-from .context import OWN, WHOLE
+from .context import OWN, SLICE, WHOLE
 from .context import plan as over_cp
 from .meshes import MESHES
-from .mixtures import OTHERS, PLAN, TOGETHER, Experts, Mixture
+from .mixtures import OTHERS, PLAN, SAME, TOGETHER, Experts, Mixture, Router
 from .own_choices import alike
 from .parts import Block, MlpBlock, Stack
 from .stages import ONE_BY_ONE, OWN_PLAN, Own, squared
@@ -65,6 +65,19 @@ class Centring(Experts):
         return result
 
 
+class Limited(Router):
+    """Of many tokens an expert takes the first."""
+
+    def limit(self, ids: Tensor, weights: Tensor, tokens: int) -> Tensor:
+        if tokens > 100:
+            weights = weights * (F.one_hot(ids).sum(1).cumsum(0).gather(1, ids) <= tokens // 4)
+        return weights
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = super().forward(rows)
+        return ids, self.limit(ids, weights, rows.shape[0])
+
+
 class Handing(Own):
     """Of long rows what the first layer returned is added in the end."""
 
@@ -77,10 +90,12 @@ class Handing(Own):
         return self.norm(x)
 
 
-def mixture(experts: type[Experts], block: Any = MlpBlock) -> nn.Module:
-    layers = [block(mlp=Mixture("plain")) for _ in range(2)]
-    for layer in layers:
-        layer.mlp.experts = experts()
+def mixture(experts: type[Experts] | None = None, router: type[Router] = Router, block: Any = MlpBlock) -> nn.Module:
+    layers = []
+    for _ in range(2):
+        mlp = Mixture("plain")
+        mlp.experts, mlp.router = mlp.experts if experts is None else experts(), router()
+        layers.append(block(mlp=mlp))
     return Stack(*layers)
 
 
@@ -104,6 +119,7 @@ def of(
 
 
 CARRIED = {**OWN_PLAN, "pipeline_parallel": {"layers": "layers.*", "carry": ["layers.0"]}}
+LIMITED = partial(mixture, router=Limited)
 CASES = (
     *(
         of(name, mesh, partial(mixture, experts), "right", OWN, alike)
@@ -135,4 +151,7 @@ CASES = (
         of("handing_carried", mesh, handing, "right", ONE_BY_ONE, long_pairs, CARRIED, stage_loss=squared)
         for mesh in ("pp", "pp_tp")
     ),
+    *(of("limited", mesh, LIMITED, "right", SAME, longer) for mesh in ("ep", "ep_over_tp")),
+    of("limited", "ep_tp", LIMITED, "wrong", SLICE, longer, sequence_parallel=True),
+    of("limited", "cp_ep", partial(LIMITED, block=Block), "wrong", SLICE, longer, over_cp(WHOLE, ep=True)),
 )
