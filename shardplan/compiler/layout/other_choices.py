@@ -8,7 +8,7 @@ token by itself is right then too, also where it skips what nobody needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -93,8 +93,19 @@ def _chosen(spreads: Spreads, event: Event, made: set[int]) -> _Chosen | None:
         made.add(output)
         first = value.dtype not in before if value.dtype == torch.bool else not before
         if first and found is None:
-            found = _Chosen(event, index, spread)
+            found = _Chosen(event, index, _ordered(spreads, event, index, spread))
     return found
+
+
+def _ordered(spreads: Spreads, event: Event, index: int, spread: Spread) -> Spread:
+    """A split result in the order of rows that the operand has from which it is made, row by row: a mask of few rows fits several orders."""
+    values = spreads.runs[0].values
+    shape = values[event.outputs[index]].shape
+    for i, number in enumerate(event.inputs if spread.order is None else ()):
+        of = spreads.of(event, i, inputs=True)
+        if isinstance(of, Spread) and of.order is not None and of.dim == spread.dim and values[number].shape == shape:
+            return replace(spread, order=of.order)
+    return spread
 
 
 def _teller(spreads: Spreads, chosen: set[int]) -> tuple[Event, int] | None:
