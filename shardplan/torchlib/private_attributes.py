@@ -13,6 +13,7 @@ SEEN = {
     "transformers": ("5.17.0", "5.23.0", "5.24.0"),
     "accelerate": ("1.15.0",),
     "argparse": ("3.11", "3.12", "3.13", "3.14"),
+    "random": ("3.11", "3.12", "3.13"),
     "sys": ("3.11", "3.12", "3.13", "3.14"),
 }
 
@@ -188,5 +189,6 @@ ATTRIBUTES: tuple[Attributes, ...] = (
     Attributes("accelerate", "Accelerator", ("_models", "_optimizers", "_schedulers"), "what `save_state` saves"),
     Attributes("argparse", "", ("_HelpAction", "_SubParsersAction"), "completion, and the page of commands"),
     Attributes("argparse", "ArgumentParser", ("_actions", "_option_string_actions"), "completion, unknown options"),
+    Attributes("random", "Random", ("_randbelow",), "the greatest of the numbers that code may draw"),
     Attributes("sys", "", ("_getframe",), "the line of code that an operation is of"),
 )

@@ -44,8 +44,6 @@ OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int | None], Tens
     "pad": _pad,
     "divide": lambda x, mesh, dim, size: x / mesh.size(),
 }
-# The same on a value that nobody else can read.
-IN_PLACE = OPERATIONS | {"all_reduce": lambda x, mesh, dim, size: all_reduce(x, mesh, only=True)}
 # Operations that only begin: their result is valid after `waited`. The last argument: nobody else can read the value.
 BEGUN: dict[Operation, Callable[[Tensor, DeviceMesh, int, bool], Tensor]] = {
     "all_reduce": lambda x, mesh, dim, only: all_reduce(x, mesh, only=only, wait=False),
@@ -74,7 +72,7 @@ class _Move(DirectFunction):
         ctx.how = how
         mesh, ops, dim, size, only = how
         if only:  # under another tensor, which is no view: in-place changes stay possible
-            return IN_PLACE[ops.forward](x.detach(), mesh, dim, size)
+            return all_reduce(x.detach(), mesh, only=True)
         y = OPERATIONS[ops.forward](x, mesh, dim, size)
         if (
             ops.forward == "slice"
@@ -86,8 +84,9 @@ class _Move(DirectFunction):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         mesh, ops, dim, size, _ = ctx.how
-        by = IN_PLACE if ops.backward == "all_reduce" and only_gradient(gradient) else OPERATIONS
-        return by[ops.backward](gradient, mesh, dim, size), None
+        if ops.backward == "all_reduce" and only_gradient(gradient):
+            return all_reduce(gradient, mesh, only=True), None
+        return OPERATIONS[ops.backward](gradient, mesh, dim, size), None
 
 
 class _MoveOver(DirectFunction):
