@@ -6,6 +6,7 @@ from .sites import ROOT, Site
 
 # By the rules of a change: file, function, operator and a part of the line that the change takes away; "" is any -> why. What differs between ranks only after a user's mistake is made different
 # by tests of their own, which these name.
+NEW_MEMORY = "a sum does not take the memory of its operand: the same numbers (test_processes_references)"
 _OF_MOVES = {
     ("same_weights.py", "", "", ""): "compares what ranks have loaded, which is the same here",
     ("same_inputs.py", "", "", ""): "compares what ranks are fed, which is the same here (test_same_inputs)",
@@ -85,6 +86,31 @@ _OF_MOVES = {
         "argument",
         "wait=False",
     ): "waits for a reduction earlier: the same numbers (test_processes_later_weights)",
+    ("", "", "argument", "only="): NEW_MEMORY,
+    (
+        "tensor_moves.py",
+        "__init__",
+        "swap",
+        'self.exchanges = ops.forward == "all_to_all"',
+    ): "what goes by all-to-all comes back by it",
+    (
+        "tensor_moves.py",
+        "__init__",
+        "swap",
+        "self.over = ops.backward in BEGUN",
+    ): "autograd's own nodes compute the weights' gradients, which are the same",
+    (
+        "tensor_moves.py",
+        "__init__",
+        "swap",
+        'self.in_place = _How(mesh, ops, 0, 0, only=True) if ops.forward == "all_reduce" else None',
+    ): NEW_MEMORY,
+    (
+        "tensor_moves.py",
+        "backward",
+        "swap",
+        'only = ops.backward == "all_reduce" and only_gradient(gradient)',
+    ): NEW_MEMORY,
     ("", "", "argument", "later=later"): "autograd's own nodes compute the weights' gradients, which are the same",
     ("leave_weights.py", "", "factor", ""): "which layers leave their weights' gradients changes no number",
     (
