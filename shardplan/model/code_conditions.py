@@ -44,13 +44,20 @@ def switched_off(module: nn.Module, model: nn.Module) -> frozenset[str]:
 def flags(module: nn.Module) -> dict[str, bool | str | None]:
     """The attributes of a module that are True, False, None or a word, that its functions in the user's own files read, and that no code of
     its file sets outside of constructors."""
-    own = [one for one in methods(type(module)) if one.__name__ != "__init__" and is_own(one.__code__.co_filename)]
-    elsewhere = Names().union(*map(_elsewhere, {one.__module__ for one in own}))
-    read = {name for one in own for name in names_in(one.__code__) if (ast.Store, name) not in elsewhere} - {"training"}
-    found = {} if UNREAD in elsewhere else vars(module)
+    cls: type = type(module)
+    read, found = _read_alone(cls), vars(module)
     return {
         name: found[name] for name in read & found.keys() if found[name] is None or isinstance(found[name], (bool, str))
     }
+
+
+@cache
+def _read_alone(cls: type) -> frozenset[str]:
+    """The names that functions of a class read in the user's own files, and that no code of these sets outside of constructors."""
+    own = [one for one in methods(cls) if one.__name__ != "__init__" and is_own(one.__code__.co_filename)]
+    elsewhere = Names().union(*map(_elsewhere, {one.__module__ for one in own}))
+    read = {name for one in own for name in names_in(one.__code__) if (ast.Store, name) not in elsewhere}
+    return frozenset() if UNREAD in elsewhere else frozenset(read - {"training"})
 
 
 @cache
