@@ -39,7 +39,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import cause_of
-from .other_sides import only_with, other_sides
+from .other_sides import only_with
 from .pipelined import AXES, NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows, one_step, ranks_are_silent
 from .proof_batches import MicroBatches
 from .proof_findings import unreached
@@ -95,9 +95,8 @@ def with_pipeline(
         proof = replace(proof, once_in=lower.shown)
     told: tuple[Diagnostic, ...] = ()
     if not wrong and asked.reduced.found.own_code:
-        sides = other_sides(asked.reduced.reduced_model, asked.reduced.recorded_models[0].model)
-        told = () if proof.variants else sides.warning()
-        found = (_on_other_side(asked, staged, meshes, wanted, schedule, *side) for side in sides.branches)
+        told = () if proof.variants else asked.other_sides.warning()
+        found = (_on_other_side(asked, staged, meshes, wanted, schedule, *side) for side in asked.other_sides.branches)
         wrong = next((one for one in found if one), ())
     proof = replace(proof, pipeline=whole, seconds=proof.seconds + time.monotonic() - start)
     return proof, (*wrong, *told, *_unreached(asked, wanted))

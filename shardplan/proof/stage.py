@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -22,7 +23,7 @@ from shardplan.core.report import NumericProof
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
-from .other_sides import only_with, other_sides
+from .other_sides import OtherSides, only_with, other_sides
 from .pipelined import Scheduled
 from .proof_findings import UNREACHED, asking_for_ranks, findings_of
 from .prove import EAGER, compile_for, meshes_of, on_mesh, prove, reduced_for
@@ -64,6 +65,11 @@ class Question:
     @property
     def sizes(self) -> MeshSizes:
         return self.mesh or self.reduced.sizes
+
+    @cached_property
+    def other_sides(self) -> OtherSides:
+        """The branches of the user's own code that the reduced model does not take; its runs are costly."""
+        return other_sides(self.reduced.reduced_model, self.reduced.recorded_models[0].model)
 
     def lower_dtypes(self, on: Overlays) -> LowerDtypes | None:
         """The dtypes in which the proof of a variant has to run too."""
@@ -141,8 +147,7 @@ def _by_dtypes(
 
 def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings) -> Findings:
     """Findings for the other branches of the user's own code, for the variants that are right in the first branches."""
-    sides = other_sides(asked.reduced.reduced_model, asked.reduced.recorded_models[0].model)
-    for branches, lines in sides.branches:
+    for branches, lines in asked.other_sides.branches:
         right = [on for on in wanted if not any(one.is_error for one in found[on])]
         if not right:
             break
@@ -156,7 +161,7 @@ def _on_other_sides(asked: Question, wanted: Sequence[Overlays], found: Findings
             more = dict.fromkeys(right, error.diagnostics)
         for on in right:
             found = {**found, on: (*found[on], *only_with(lines, more[on]))}
-    return {on: (*found[on], *sides.warning()) for on in wanted}
+    return {on: (*found[on], *asked.other_sides.warning()) for on in wanted}
 
 
 @reduced_runs()
