@@ -62,7 +62,7 @@ ALONE = ("plain", "rows_normalised", "rows_scaled", "rows_centred", "clamped", "
 class Experts(nn.Module):
     """Stacks of matrices; `running`: the mean of the rows that an expert got is kept, and taken off."""
 
-    def __init__(self, inside: str, running: bool = False, normed: bool = False) -> None:
+    def __init__(self, inside: str = "plain", running: bool = False, normed: bool = False) -> None:
         super().__init__()
         self.num_experts, self.inside, self.running = EXPERTS, inside, running
         self.up = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / 4)
@@ -78,10 +78,14 @@ class Experts(nn.Module):
                 self.mean.lerp_(x.mean(0), 0.5)
         for number in range(self.num_experts):
             row, place = torch.where(ids == number)
-            h = INSIDE[self.inside](F.gelu(x[row] @ self.up[number].T))
+            h = self.between(F.gelu(x[row] @ self.up[number].T))
             h = h if self.norm is None else self.norm(h)
             result = result.index_add(0, row, h @ self.down[number].T * weights[row, place, None])
         return result - self.mean if self.running else result
+
+    def between(self, h: Tensor) -> Tensor:
+        """The rows of one expert between its two matrices."""
+        return INSIDE[self.inside](h)
 
 
 class Router(nn.Module):

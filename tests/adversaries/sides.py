@@ -24,9 +24,6 @@ from .stages import ONE_BY_ONE, OWN_PLAN, Own, squared
 class Skipping(Experts):
     """Experts without tokens are skipped."""
 
-    def __init__(self) -> None:
-        super().__init__("plain")
-
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         result = torch.zeros_like(x)
         for number in range(self.num_experts):
@@ -41,9 +38,6 @@ class Skipping(Experts):
 class Returning(Experts):
     """Without tokens nothing runs."""
 
-    def __init__(self) -> None:
-        super().__init__("plain")
-
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return x if len(x) < 1 else super().forward(x, ids, weights)
 
@@ -51,33 +45,15 @@ class Returning(Experts):
 class Centring(Experts):
     """Takes off the mean of an expert's rows where there are many."""
 
-    def __init__(self) -> None:
-        super().__init__("plain")
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
-        for number in range(self.num_experts):
-            row, place = torch.where(ids == number)
-            h = F.gelu(x[row] @ self.up[number].T)
-            if h.shape[0] > 100:
-                h = h - h.mean(0)
-            result = result.index_add(0, row, h @ self.down[number].T * weights[row, place, None])
-        return result
+    def between(self, h: Tensor) -> Tensor:
+        return h - h.mean(0) if h.shape[0] > 100 else h
 
 
 class Waving(Experts):
     """With these numbers the first rows and the last ones choose the second layer's first expert: the mask alone fits two orders of rows."""
 
-    def __init__(self) -> None:
-        super().__init__("plain")
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
-        for number in range(self.num_experts):
-            row, place = torch.where(ids == number)
-            h = torch.sin(F.gelu(x[row] @ self.up[number].T))
-            result = result.index_add(0, row, h @ self.down[number].T * weights[row, place, None])
-        return result
+    def between(self, h: Tensor) -> Tensor:
+        return torch.sin(h)
 
 
 class Limited(Router):
