@@ -11,8 +11,11 @@ from processes import on_ranks
 from small_models import batch, small_model
 from test_processes_parts import assert_same_gradients
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import shardplan
+from shardplan.core.sections import Compile as CompileSection
+from shardplan.runtime.apply.compilation import compile_modules
 
 
 @torch.compile(backend="aot_eager")
@@ -80,3 +83,31 @@ def trains_as_the_unsharded() -> None:
 @pytest.mark.slow
 def test_layers_that_the_user_compiled_train_as_the_unsharded_model() -> None:
     on_ranks(2, trains_as_the_unsharded)
+
+
+class _Switched(nn.Module):
+    """Blocks of four kinds, with a number of their own."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.linear, self.index = nn.Linear(4, 4), index
+        self.doubled, self.scale = index % 2 == 0, None if index % 4 < 2 else 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.linear(x) * (2 if self.doubled else 1)
+        return x if self.scale is None else x * self.scale
+
+
+def test_each_kind_of_block_may_be_compiled_as_often_as_torch_allows():
+    blocks = nn.Sequential(*(_Switched(index) for index in range(12)))
+    graphs = CompileCounter()
+    torch.manual_seed(0)
+    inputs = [torch.randn(length, 4, requires_grad=True) for length in (3, 5, 6, 7)]
+    expected = [blocks(x) for x in inputs]
+    compile_modules(blocks, [str(index) for index in range(12)], CompileSection(backend=graphs), None)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        found = [blocks(x) for x in inputs]
+        with torch.no_grad():
+            [blocks.eval()(x) for x in inputs]
+    torch.testing.assert_close(found, expected)
+    assert graphs.frame_count > torch._dynamo.config.recompile_limit

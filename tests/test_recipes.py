@@ -119,10 +119,10 @@ MOVE = Recipe(
 
 COMPILED = """
 from shardplan import load_plan
-from shardplan.runtime.apply.compilation import Compiled
+from shardplan.runtime.apply.compilation import Frames
 
 plan = load_plan("mine.yaml").file
-print(Compiled(plan.compile, "eager").dynamic)
+print(Frames(plan.compile, "eager").compile.keywords["dynamic"])
 """
 FIELD = Recipe(
     "A field of a section",
@@ -132,9 +132,7 @@ FIELD = Recipe(
             '    backend: str = option("inductor"',
         },
         "shardplan/runtime/apply/compilation.py": {
-            "        self.fullgraph, self.backend = section.fullgraph, backend\n": "        self.fullgraph, self.backend = section.fullgraph, backend\n"
-            "        self.dynamic = section.dynamic\n",
-            "fullgraph=self.fullgraph, backend=self.backend)": "fullgraph=self.fullgraph, dynamic=self.dynamic, backend=self.backend)",
+            "fullgraph=section.fullgraph": "fullgraph=section.fullgraph, dynamic=section.dynamic",
         },
     },
     ("python tools/generate.py",),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,16 +24,46 @@ ASYNC_DEVICES = ("cuda",)
 
 
 class Compiled:
-    """Wraps a module's forward: compiles it at its first call."""
+    """Wraps a module's forward: calls it in a compiled frame, which it may share with other modules."""
 
-    def __init__(self, section: Compile, backend: str | Inductor):
-        self.fullgraph, self.backend = section.fullgraph, backend
-        self.compiled: Callable[..., Any] | None = None
+    def __init__(self, frame: Callable[..., Any]):
+        self.frame = frame
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        if self.compiled is None:
-            self.compiled = torch.compile(forward, fullgraph=self.fullgraph, backend=self.backend)
-        return self.compiled(*args, **kwargs)
+        return self.frame(forward, args, kwargs)
+
+
+def _run(forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    return forward(*args, **kwargs)
+
+
+class Frames:
+    """A compiled frame for each kind of module in a model.
+
+    torch.compile gives a code object up that it has compiled eight times (`torch._dynamo.config.recompile_limit`). Modules of one kind share
+    their graphs; with one code object for all, a few kinds of blocks, trained at several lengths and evaluated, would reach the limit.
+    """
+
+    def __init__(self, section: Compile, backend: str | Inductor):
+        self.compile = partial(torch.compile, fullgraph=section.fullgraph, backend=backend)
+        self.of_kind: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def of(self, module: nn.Module) -> Callable[..., Any]:
+        kind = _kind(module)
+        if kind not in self.of_kind:
+            # torch also learns which sizes change by the name of the code.
+            code = _run.__code__.replace(co_name=f"{type(module).__name__}_{len(self.of_kind)}")
+            self.of_kind[kind] = self.compile(FunctionType(code, _run.__globals__))
+        return self.of_kind[kind]
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """What modules have in common that run the same code: the classes of what is in them, and their switches. (Each layer may have a number
+    and a name of its own that nothing reads.)"""
+    return tuple(
+        (name, type(part), *((key, value) for key, value in vars(part).items() if isinstance(value, bool | None)))
+        for name, part in module.named_modules()
+    )
 
 
 def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp: DeviceMesh | None) -> Fused | None:
@@ -55,9 +87,11 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
         fused = Fused()
         model.register_forward_hook(_warn_once(fused))
     backend = Inductor(fused) if tp is not None and section.backend == "inductor" else section.backend
+    frames = Frames(section, backend)
     for name in names:
+        module = model.get_submodule(name)
         # A block's graph gets its parameters as plain tensors: they are read outside of it.
-        wrap_forward(model.get_submodule(name), Compiled(section, backend), inside=Reads)
+        wrap_forward(module, Compiled(frames.of(module)), inside=Reads)
     return fused
 
 
