@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Where the CPU build of torch is, for a pip whose own sources do not have it.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-# The judges and `make test-all` take a share: `make judges SHARE=10 SEED=7` is a tenth of each, drawn by 7.
+# The judges and `make test-all` take a share: `make judges SHARE=10 SEED=7` is a tenth of each, drawn by 7; the seeds 0 to 9, or 10 to 19, are the whole.
 SHARE ?= 1
 SEED ?= 0
 DRAWN := $(if $(filter-out 1,$(SHARE)),--share $(SHARE) --seed $(SEED))

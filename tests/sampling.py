@@ -25,9 +25,12 @@ def add_share(parser: argparse.ArgumentParser) -> None:
 
 
 def share_of(cases: Iterable[T], given: argparse.Namespace) -> list[T]:
-    """One in `given.share` of the cases, at least one, drawn by `given.seed`; in their order."""
+    """One in `given.share` of the cases, at least one, drawn by `given.seed`; in their order. As many seeds as there are shares, from a
+    multiple of their number on, have all cases together."""
     every = list(cases)
-    kept = {*random.Random(given.seed).sample(range(len(every)), -(-len(every) // given.share))}
+    turn, first = divmod(given.seed, given.share)
+    drawn = random.Random(turn).sample(range(len(every)), len(every))
+    kept = {*drawn[first % max(len(every), 1) :: given.share]}
     return [case for index, case in enumerate(every) if index in kept]
 
 

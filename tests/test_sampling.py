@@ -1,8 +1,21 @@
 """What `moved.txt` moves, and what of it stays."""
 
+from argparse import Namespace
+
 import pytest
 
 from tests import sampling
+
+
+@pytest.mark.parametrize(("count", "share"), [(23, 5), (3, 5), (1, 2), (6, 6), (7, 1), (0, 3)])
+def test_as_many_seeds_as_shares_have_all_cases_together(count, share):
+    cases = [f"case {index}" for index in range(count)]
+    for turn in (0, 1, 7):
+        seeds = range(turn * share, (turn + 1) * share)
+        drawn = [sampling.share_of(cases, Namespace(share=share, seed=seed)) for seed in seeds]
+        assert sorted({one for part in drawn for one in part}) == sorted(cases)
+        assert all(part == [one for one in cases if one in part] for part in drawn)
+        assert sum(map(len, drawn)) == max(count, share if count else 0) and all(drawn) == bool(count)
 
 
 class Item:
