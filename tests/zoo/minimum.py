@@ -200,10 +200,13 @@ def _home(name: str) -> str:
 
 
 def reductions(flow: Flow, split: Mapping[str, Features]) -> Reductions:
-    """A run's: what is added to other sums, and needed without them too, is reduced before it is added."""
+    """A run's: what is added to other sums, and needed without them too, is reduced before it is added. A sum that meets computed
+    factors alone is reduced before these, whose gradients are complete then."""
     found = Reductions(flow, split)
     both = found.merged & {root for _, root in found.reduced}
-    return min(found, Reductions(flow, split, both), key=lambda one: one.count) if both else found
+    alone = found.scaled - found.merged
+    tried = [Reductions(flow, split, early) for early in (both, alone, both | alone) if early]
+    return min([found, *tried], key=lambda one: (one.count, len(one.scaled)))
 
 
 class Reductions:
@@ -218,6 +221,7 @@ class Reductions:
     def __init__(self, flow: Flow, split: Mapping[str, Features], early: Collection[int] = ()):
         self.flow, self.split, self.early = flow, split, early
         self.merged: set[int] = set()  # sums that others were added to
+        self.scaled: set[int] = set()  # sums that were multiplied by computed factors
         self.kinds: dict[int, Kind] = {}
         self.roots: dict[int, int] = {}  # a value -> the sum in it
         self.reduced: list[tuple[int, int]] = []  # the values that are summed, each with the sum in it
@@ -225,6 +229,11 @@ class Reductions:
         for event in flow.run.events:
             if event.kind == "op":
                 self._step(event)
+            elif event.kind == "leave" and split.get(event.module) == "expert":  # what each rank's experts make is added up
+                for number in event.inputs:
+                    if self._kind(number) == "split":
+                        self.effects[number] = "sum"
+                        self._begin(number)
 
     @property
     def count(self) -> int:
@@ -329,10 +338,17 @@ class Reductions:
             self._note(event, self._effect(event, features))
         elif "sum" in given:
             if event.name in LINEAR or (event.name in SCALING and given.count("sum") == 1):
+                if event.name in SCALING and any(self._is_computed(n) for n in event.inputs):
+                    self.scaled.update(self.roots.get(n, n) for n in event.inputs if self._kind(n) == "sum")
                 self._note(event, "scaled" if event.name in SCALING else "residual")
                 self._hand_on(event)
             else:
                 self._reduce(event)
+
+    def _is_computed(self, number: int) -> bool:
+        """Whether a factor of a sum has a gradient, and is no parameter."""
+        run = self.flow.run
+        return self._kind(number) != "sum" and run.requires_grad[number] and number not in run.parameters
 
     def _effect(self, event: Event, features: Features | None) -> Effect:
         """Of an operation with a split result; logits are gathered, and what is made of them is whole."""
@@ -349,11 +365,14 @@ class Reductions:
         if kind == "sum":
             self._note(event, "sum")
         for number in event.outputs:
-            self.roots.pop(number, None)
-            self.kinds[number] = kind
-            if number in self.early:
-                self.kinds[number] = "whole"
-                self.reduced.append((number, number))
+            self._begin(number, kind)
+
+    def _begin(self, number: int, kind: Kind = "sum") -> None:
+        self.roots.pop(number, None)
+        self.kinds[number] = kind
+        if number in self.early:
+            self.kinds[number] = "whole"
+            self.reduced.append((number, number))
 
     def _hand_on(self, event: Event) -> None:
         sums = [n for n in event.inputs if self._kind(n) == "sum"]
@@ -361,8 +380,7 @@ class Reductions:
             if len(sums) == 1:  # whole once the one sum in it is
                 self.roots[number] = self.roots.get(sums[0], sums[0])
             else:
-                self.roots.pop(number, None)
-                self.kinds[number] = "sum"
+                self._begin(number)
                 self.merged.update(self.roots.get(n, n) for n in sums)
 
     def _reduce(self, event: Event) -> None:
