@@ -48,9 +48,8 @@ def sampled(
         long: what takes a minute or more, which is never drawn.
         marks: of those that are drawn.
     """
-    every, never = list(cases), list(long)
-    short = [index for index, case in enumerate(every) if case not in never]
-    kept = {*random.Random(SEED).sample(short, count)}
+    every = list(cases)
+    kept = _drawn(every, count, long)
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
@@ -58,6 +57,18 @@ def sampled(
         )
         for index, case in enumerate(every)
     ]
+
+
+def few(cases: Iterable[T], count: int, *, long: Iterable[T] = ()) -> list[T]:
+    """The cases that a slow test has of those that a judge has whole, in their order. They are drawn as by `sampled`."""
+    every = list(cases)
+    kept = _drawn(every, count, long)
+    return [case for index, case in enumerate(every) if index in kept]
+
+
+def _drawn(every: Sequence[Any], count: int, long: Iterable[Any]) -> set[int]:
+    never = list(long)
+    return {*random.Random(SEED).sample([index for index, case in enumerate(every) if case not in never], count)}
 
 
 def move(items: Sequence[pytest.Item]) -> list[str]:

@@ -14,7 +14,7 @@ from shardplan import Model, export_plan
 from shardplan.cli.main import main
 from tests.exports.entry import Entry, configured, there_and_back
 from tests.exports.page import page
-from tests.sampling import sampled
+from tests.sampling import few
 from tests.zoo.table import read
 
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -70,7 +70,7 @@ CROSSING = [name for name, one in TABLE.items() if not one.refused]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", *sampled([name for name in CROSSING if name != "qwen3_moe"], 4)])
+@pytest.mark.parametrize("name", ["qwen3_moe", *few([name for name in CROSSING if name != "qwen3_moe"], 4)])
 def test_there_and_back_is_the_same_program(name: str) -> None:
     config = configured(name)
     made = export_plan(config, "auto", "transformers", run=False)

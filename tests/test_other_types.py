@@ -37,14 +37,9 @@ def test_how_many_are_right() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "BertModel" else pytest.param(name, marks=pytest.mark.exhaustive) for name in RIGHT]
-)
-def test_a_class_is_as_the_table_says(name: str) -> None:
-    """The plan of a trunk may be a head's too."""
-    found = other_entry(name)
-    assert found.is_right and found.has_sequence == TABLE[name].has_sequence
-    assert (found.inputs, found.verdicts) == (TABLE[name].inputs, TABLE[name].verdicts)
+def test_a_class_is_as_the_table_says() -> None:
+    """`make zoo` compares all."""
+    assert other_entry("BertModel") == TABLE["BertModel"]
 
 
 BOTH = {"tensor_parallel", "sequence_parallel"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import on_ranks
 from safetensors.torch import load_file
-from sampling import SEED, sampled
+from sampling import SEED, few
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
@@ -26,7 +26,8 @@ STEPS = 2
 DRAWN = random.Random(SEED).sample(sorted(MODELS), 12)
 
 
-@pytest.mark.parametrize("name", sampled(MODELS, 3, marks=[pytest.mark.slow]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", few(MODELS, 3))
 def test_init_splits_what_a_hand_splits(name: str) -> None:
     assert verdict(found_of(name, MODELS[name]), MODELS[name]) == ""
 

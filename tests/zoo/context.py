@@ -40,13 +40,11 @@ def with_context(before: Entry, mesh: dict[str, int]) -> Entry:
     torch.set_num_threads(1)
     if before.plan is None:
         return replace(before, context={}, mixers={})
-    first = mesh == MESHES[0]
     found, ways = judged(before, mesh)
-    if first:
-        return replace(before, context={name_of(mesh): found}, mixers=ways)
-    whole = [part for part, way in ways.items() if way != before.mixers.get(part, way)]
+    known = ways if mesh == MESHES[0] else before.mixers
+    whole = [part for part, way in ways.items() if way != known.get(part, way)]
     said = f"{found}{OTHERS}{', '.join(whole)}" if found == "right" and whole else found
-    return replace(before, context={**before.context, name_of(mesh): said})
+    return replace(before, context={**before.context, name_of(mesh): said}, mixers=known)
 
 
 def judged(e: Entry, mesh: dict[str, int]) -> tuple[str, dict[str, str]]:
@@ -116,11 +114,6 @@ def is_right(text: str) -> bool:
 
 def fits(text: str) -> bool:
     return is_right(text) or text.startswith("size ")
-
-
-def is_worse(before: Entry, after: Entry, mesh: str) -> bool:
-    """Whether a type was right on a mesh, or of a size that does not fit, and is neither now."""
-    return fits(before.context.get(mesh, "")) and not fits(after.context.get(mesh, ""))
 
 
 def _said(d: Diagnostic) -> str:

@@ -184,8 +184,7 @@ def main(argv: list[str]) -> int:
         known |= {e.name: copied(e) for e in rows if e.name not in CASES}
         write(args.table, known, page)
     rows = [e for e in rows if e.name in CASES]
-    found = fill(rows, proven, page, lambda e: (e.plan, e.experts), "experts", **vars(args))
-    return int(len(found) < len(rows))
+    return int(not fill(rows, proven, page, lambda e: (e.plan, e.experts), "experts", **vars(args))[1])
 
 
 if __name__ == "__main__":

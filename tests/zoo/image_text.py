@@ -98,8 +98,8 @@ def main(argv: list[str]) -> int:
     args = arguments("python -m tests.zoo.image_text").parse_args(argv)
     known = read(args.table)
     rows = [known.get(name, Entry(name)) for name in args.types or share_of(names(), args)]
-    found = fill(rows, made_or_derived, page, _said, "verdicts", **vars(args))
-    return int(len(found) < len(rows) or any(not right(text) for e in found for text in e.verdicts.values()))
+    found, same = fill(rows, made_or_derived, page, _said, "verdicts", **vars(args))
+    return int(not same or any(not right(text) for e in found for text in e.verdicts.values()))
 
 
 def _said(e: Entry) -> object:

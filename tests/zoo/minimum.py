@@ -229,7 +229,9 @@ class Reductions:
         for event in flow.run.events:
             if event.kind == "op":
                 self._step(event)
-            elif event.kind == "leave" and split.get(event.module) == "expert":  # what each rank's experts make is added up
+            elif (
+                event.kind == "leave" and split.get(event.module) == "expert"
+            ):  # what each rank's experts make is added up
                 for number in event.inputs:
                     if self._kind(number) == "split":
                         self.effects[number] = "sum"

@@ -31,7 +31,7 @@ from .judged_with import is_current, key  # noqa: E402
 from .other_entry import OtherEntry, other_entry, plan_of  # noqa: E402
 from .other_names import is_trunk, names, types  # noqa: E402
 from .other_page import page  # noqa: E402
-from .table import arguments, read, write  # noqa: E402
+from .table import arguments, read, told, write  # noqa: E402
 
 SECONDS = 180  # of processor time, for a class, unless another number is given
 PATIENCE = 1800  # seconds without a word
@@ -102,17 +102,19 @@ def main(argv: list[str]) -> int:
         wanted = set(args.types or share_of(names(), args)) - current
     if args.trunks:
         wanted = {*filter(is_trunk, wanted)}
-    done = 0
+    done: list[str] = []
+    other: list[str] = []
     for of_type in types().values():
         trunk = next(filter(is_trunk, of_type), None)
         for one in run([name for name in of_type if name in wanted], trunk, args.tp, args.seconds):
-            done += 1
+            done.append(one.name)
+            other += [one.name] if one != before.get(one.name, one) else []
             one = replace(one, judged={"verdicts": key(one.plan)})
             said = (one.name, one.plan, one.verdicts or one.reason[:300], one.split)
-            print(f"[{done}/{len(wanted)}]", *said, file=sys.stderr, flush=True)
+            print(f"[{len(done)}/{len(wanted)}]", *said, file=sys.stderr, flush=True)
             if args.table is not None:
                 write(args.table, {**read(args.table, OtherEntry), one.name: one}, page)
-    return 0
+    return int(not told("verdicts", sorted(wanted.difference(done)), other))
 
 
 if __name__ == "__main__":

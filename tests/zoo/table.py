@@ -50,7 +50,7 @@ def fill(
     said: Callable[[Entry], Any],
     part: str,
     **given: Any,
-) -> list[Entry]:
+) -> tuple[list[Entry], bool]:
     """Find out about the types of some entries, several at a time; other rows of the table stay. Those that were judged with what there is
     now are left out unless they are named, so a run that was ended goes on where it was.
 
@@ -63,6 +63,7 @@ def fill(
 
     Returns:
         The entries, those that were left out too; none of a type that takes too long or ends its process: its row stays as old as it is.
+        And whether all have one, and none that the table has otherwise.
     """
     file: Path | None = given["table"]
     rows = list(before)
@@ -72,7 +73,7 @@ def fill(
     if found:
         print(f"{part}: {len(found)} of {len(rows)} types are judged with what there is now", file=sys.stderr)
     begun = time.monotonic()
-    lost = []
+    lost, other = [], []
     results = each(partial(_judged, make, part), wanted, given["jobs"], given["seconds"])
     for count, (row, one, seconds) in enumerate(results, 1):
         if not isinstance(one, Entry):
@@ -80,16 +81,23 @@ def fill(
             print(f"{row.name} {one}", file=sys.stderr, flush=True)
             continue
         found.append(one)
+        other += [one.name] if part in row.judged and one != row else []
         minutes = (time.monotonic() - begun) / 60
         progress = f"[{part} {count}/{len(wanted)}, {seconds:.0f} s of processor time; about {minutes / count * (len(wanted) - count):.0f} minutes left]"
         print(progress, one.name, said(one), file=sys.stderr, flush=True)
         if file is not None:
             write(file, {**read(file), one.name: one}, page)
-    if lost:
-        print(f"{part}: no verdict on {', '.join(lost)}", file=sys.stderr)
     if file is None:
         print(page(sorted(found, key=lambda one: one.name)))
-    return found
+    return found, told(part, lost, other)
+
+
+def told(part: str, lost: Sequence[str], other: Sequence[str]) -> bool:
+    """Say which rows have no verdict, or another one than before. Returns whether there is none."""
+    for said, names in (("no verdict on", lost), ("not as the table had it:", other)):
+        if names:
+            print(f"{part}: {said} {', '.join(names)}", file=sys.stderr)
+    return not lost and not other
 
 
 def _judged(make: Callable[[Entry], Entry], part: str, before: Entry) -> Entry:
