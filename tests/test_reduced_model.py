@@ -360,6 +360,21 @@ def test_image_inputs():
     assert not torch.allclose(before, model(**inputs).logits), "the image is seen"
 
 
+def test_ids_lie_in_the_smallest_table_that_code_lets_them_reach(monkeypatch):
+    """The per-layer table of Gemma 3n lacks the last ids. Its code keeps them from the table; that of older transformers does not."""
+    made = make_reduced_model(find_model("gemma3n_text"), tp=2)
+    rows = made.config.vocab_size_per_layer_input
+    assert int(made.inputs()["input_ids"].max()) >= rows
+
+    def per_layer(self, input_ids):
+        return self.embed_tokens_per_layer(input_ids).unflatten(-1, (self.config.num_hidden_layers, -1))
+
+    monkeypatch.setattr(transformers.Gemma3nTextModel, "get_per_layer_inputs", per_layer)
+    older = make_reduced_model(find_model("gemma3n_text"), tp=2)
+    assert all(int(older.inputs(seed)["input_ids"].max()) < rows for seed in range(4))
+    step(older)
+
+
 @pytest.mark.parametrize(
     "architecture", ["LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"]
 )

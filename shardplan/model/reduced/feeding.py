@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .forms import (
     shares,
 )
 from .images import Fitting, fitting
-from .model_inputs import Labels, Padding, code_inputs, image_inputs, labels_of, text_inputs
+from .model_inputs import Labels, Padding, code_inputs, image_inputs, labels_of, tables, text_inputs
 from .outcome import loss_of
 from .own_copies import checked
 from .pictures import BATCH, FORMS, arrays
@@ -253,14 +254,15 @@ def candidates_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> t
 
 
 def _texts(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> list[Make]:
-    """The forms of text: ids, or codes of several books, each with boxes where the model reads them."""
+    """The forms of text: ids, or codes of several books, each with boxes where the model reads them. Ids are of the whole vocabulary, or
+    fewer where another table reads them, too, and the model's code does not keep from it those that it lacks."""
     labels, books = labels_of(type(model)), _codebooks(model)
     if books:
         return [lambda seed, padding: code_inputs(config, labels, seq_len, seed, padding, books)]
 
-    def made_in(codes: int, boxed: Callable[[Tensor, int], Tensor] | None) -> Make:
+    def made_in(rows: int, codes: int, boxed: Callable[[Tensor, int], Tensor] | None) -> Make:
         def make(seed: int, padding: Padding | None) -> dict[str, Any]:
-            made = text_inputs(config, labels, seq_len, seed, padding)
+            made = text_inputs(config, labels, seq_len, seed, padding, rows)
             if boxed is not None:
                 made["bbox"] = boxed(made["input_ids"], seed)
             if codes:
@@ -270,7 +272,8 @@ def _texts(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> list[Mak
         return make
 
     placed = (boxes, shares, None) if "bbox" in inspect.signature(model.forward).parameters else (None,)
-    return [made_in(codes, boxed) for codes in (0, *code_books(config)) for boxed in placed]
+    forms = product(tables(config), (0, *code_books(config)), placed)
+    return [made_in(rows, codes, boxed) for rows, codes, boxed in forms]
 
 
 def _codebooks(model: nn.Module) -> int:

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 
 from shardplan.model.config_numbers import text_config
 
-from .fields import SPECIAL
+from .fields import SPECIAL, role
 from .images import Fitting
 from .pictures import BATCH
 
@@ -60,8 +60,21 @@ def labels_of(cls: type[nn.Module]) -> Labels | None:
     return "span" if all(name in taken for name in SPAN) else None
 
 
+def tables(config: PreTrainedConfig) -> list[int]:
+    """The rows of the tables that may read the ids of a text: the vocabulary's first, then those of smaller tables, the largest first."""
+    text = text_config(config)
+    rows = int(getattr(text, "unpadded_vocab_size", None) or getattr(text, "vocab_size", None) or CHARACTERS)
+    sizes = {value for name, value in vars(text).items() if role(name) == "vocabulary" and type(value) is int}
+    return [rows, *sorted((size for size in sizes if 0 < size < rows), reverse=True)]
+
+
 def text_inputs(
-    config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
+    config: PreTrainedConfig,
+    labels: Labels | None,
+    seq_len: int,
+    seed: int,
+    padding: Padding | None,
+    rows: int | None = None,
 ) -> dict[str, Any]:
     """Labels, and token ids [batch, sequence] or [batch, choices, sequence] that use as much of the vocabulary as fits.
 
@@ -71,11 +84,12 @@ def text_inputs(
         seq_len: the sequence's length.
         seed: each seed gives other ids.
         padding: pad the second row by a quarter on this side, and give an `attention_mask`.
+        rows: ids are below it; None: the vocabulary's.
     """
     text = text_config(config)
     generator = torch.Generator().manual_seed(seed)
     special = set(special_tokens(config))
-    rows = int(getattr(text, "unpadded_vocab_size", None) or getattr(text, "vocab_size", None) or CHARACTERS)
+    rows = tables(config)[0] if rows is None else rows
     allowed = torch.tensor([i for i in range(rows) if i not in special])
     shape = (BATCH, CHOICES, seq_len) if labels == "choice" else (BATCH, seq_len)
     wanted = prod(shape)
