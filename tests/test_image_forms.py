@@ -87,6 +87,12 @@ def test_sections_of_frequencies_that_the_code_alone_has_shrink():
     assert "mrope_section" not in find("paddleocr_vl").config.get_text_config().rope_parameters
 
 
+def test_sections_that_the_code_has_for_each_kind_of_layer_shrink():
+    reduced = make_reduced_model(find("cohere_compass_text"), tp=2).config
+    assert 2 * sum(reduced.rope_parameters["full_attention"]["mrope_section"]) == reduced.head_dim
+    assert "mrope_section" not in find("cohere_compass_text").config.rope_parameters["full_attention"]
+
+
 @pytest.mark.parametrize("listed", [None, ["Glm46VForConditionalGeneration"]])
 def test_a_class_for_several_types_gets_the_whole_configuration(listed):
     config = find("glmga").config

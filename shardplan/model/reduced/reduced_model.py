@@ -317,15 +317,26 @@ def completed(config: PreTrainedConfig, module: nn.Module) -> PreTrainedConfig:
         sections, of = getattr(part, SECTIONS, None), getattr(part, "config", None)
         at = next((i for i, one in enumerate(own) if one is of), None)
         rope = getattr(of, "rope_parameters", None)
-        if at is not None and isinstance(sections, list) and isinstance(rope, dict) and SECTIONS not in rope:
-            missing[at] = sections
+        if at is not None and isinstance(rope, dict) and (written := _with_sections(rope, sections)) != rope:
+            missing[at] = written
     if not missing:
         return config
     result = copy.deepcopy(config)
     for i, one in enumerate(parts(result)):
         if i in missing:
-            one.rope_parameters[SECTIONS] = list(missing[i])
+            one.rope_parameters = missing[i]
     return result
+
+
+def _with_sections(rope: Mapping[str, Any], sections: Any) -> dict[str, Any]:
+    """Rotary parameters with the sections that they leave out, which may be those of each kind of layer."""
+    if isinstance(sections, list):
+        return {SECTIONS: [*sections], **rope}
+    of_kinds = sections if isinstance(sections, dict) else {}
+    return {
+        kind: _with_sections(one, of_kinds[kind]) if kind in of_kinds and isinstance(one, dict) else one
+        for kind, one in rope.items()
+    }
 
 
 # Weights with which every expert of the reduced model gets tokens, as an expert without tokens would not be proven.
