@@ -1,4 +1,4 @@
-"""Model types whose default configuration, in transformers 5.23, cannot be built or run, and what to say for it."""
+"""Model types whose default configuration, in transformers 5.17 or 5.23, cannot be built or run, and what to say for it."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "hunyuan_vl": {"text_config": HUNYUAN},
     "hunyuan_vl_text": HUNYUAN,
+    **dict.fromkeys(("idefics3", "smolvlm"), {"pad_token_id": 2}),  # 5.17's is above the vocabulary
     "instructblip": {"image_token_index": 7},
     "instructblipvideo": {"video_token_index": 7},
     "janus": {
