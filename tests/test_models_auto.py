@@ -1,27 +1,23 @@
 """PLAN `auto`."""
 
-from dataclasses import dataclass
-
 import pytest
 
 from shardplan.core.diagnostics import PlanError
+from shardplan.core.plan import PlanFile
 from shardplan.core.tree import ModuleInfo, ModuleTree
 from shardplan.model import choose_plan, no_plan
 
 
-@dataclass(frozen=True)
-class Plan:
-    name: str
-    models: tuple[str, ...]
-    configurations: str | None = None
+def plan(name, models, configurations=None):
+    return PlanFile(name, name, models=models, configurations=configurations)
 
 
 PLANS = (
-    Plan("llama", ("llama",)),
-    Plan("qwen3", ("qwen3",)),
-    Plan("qwen3_moe", ("qwen3_moe",)),
-    Plan("gemma3", ("gemma3", "Gemma3ForConditionalGeneration")),
-    Plan("scored", ("LlamaForSequenceClassification",)),
+    plan("llama", ("llama",)),
+    plan("qwen3", ("qwen3",)),
+    plan("qwen3_moe", ("qwen3_moe",)),
+    plan("gemma3", ("gemma3", "Gemma3ForConditionalGeneration")),
+    plan("scored", ("LlamaForSequenceClassification",)),
 )
 
 
@@ -49,17 +45,17 @@ def admits(plan):
 
 
 def test_the_configuration_decides_between_plans_of_one_type():
-    plans = (Plan("few", ("llama",), "false"), Plan("many", ("llama",), "true"), *PLANS[1:])
+    plans = (plan("few", ("llama",), "false"), plan("many", ("llama",), "true"), *PLANS[1:])
     assert choose_plan(tree("llama", "LlamaForCausalLM"), plans, admits).name == "many"
 
 
 def test_a_plan_of_the_class_for_other_configurations_is_not_looked_at():
-    plans = (*PLANS, Plan("other", ("LlamaForCausalLM",), "false"))
+    plans = (*PLANS, plan("other", ("LlamaForCausalLM",), "false"))
     assert choose_plan(tree("llama", "LlamaForCausalLM"), plans, admits).name == "llama"
 
 
 def test_none_is_for_the_configuration():
-    plans = (Plan("few", ("llama",), "false"),)
+    plans = (plan("few", ("llama",), "false"),)
     assert choose_plan(tree("llama"), plans, admits) is None
     (diagnostic,) = no_plan(tree("llama"), plans).diagnostics
     assert diagnostic.notes == ("the plan few is for configurations with `false`",)
@@ -90,6 +86,6 @@ def test_none_near():
 
 def test_several():
     with pytest.raises(PlanError) as caught:
-        choose_plan(tree("llama"), (*PLANS, Plan("other", ("llama",))), admits)
+        choose_plan(tree("llama"), (*PLANS, plan("other", ("llama",))), admits)
     (diagnostic,) = caught.value.diagnostics
     assert (diagnostic.code, diagnostic.message) == ("SP512", "the plans llama, other are all for llama")

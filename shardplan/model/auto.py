@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
 
 from shardplan.core.diagnostics import Code, PlanError
+from shardplan.core.plan import PlanFile
 from shardplan.core.tree import ModuleTree
 
 from .model_findings import nearest, refuse
@@ -14,24 +14,7 @@ NO_PLAN = Code("SP511")
 SEVERAL_PLANS = Code("SP512")
 
 
-class Named(Protocol):
-    """The fields read from a plan file: its name, the model types and class names that it is for, and the condition on their
-    configurations."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def models(self) -> tuple[str, ...]: ...
-
-    @property
-    def configurations(self) -> str | None: ...
-
-
-Candidate = TypeVar("Candidate", bound=Named)
-
-
-def choose_plan(tree: ModuleTree, plans: Sequence[Candidate], admits: Callable[[Candidate], bool]) -> Candidate | None:
+def choose_plan(tree: ModuleTree, plans: Sequence[PlanFile], admits: Callable[[PlanFile], bool]) -> PlanFile | None:
     """The plan that names the model's class, or its nearest base class that a plan names; else the plan that names its model
     type; else None. Plans for other configurations are not considered.
 
@@ -51,7 +34,7 @@ def choose_plan(tree: ModuleTree, plans: Sequence[Candidate], admits: Callable[[
     return None
 
 
-def no_plan(tree: ModuleTree, plans: Iterable[Named]) -> PlanError:
+def no_plan(tree: ModuleTree, plans: Iterable[PlanFile]) -> PlanError:
     """SP511: no built-in plan is for the model."""
     plans = tuple(plans)
     wanted = (*tree.class_names, tree.model_type)
@@ -69,7 +52,7 @@ def _described(tree: ModuleTree) -> str:
     return f"{name} (model type {tree.model_type})" if tree.model_type else name
 
 
-def _suggestion(tree: ModuleTree, plans: tuple[Named, ...]) -> str:
+def _suggestion(tree: ModuleTree, plans: tuple[PlanFile, ...]) -> str:
     for_model = {model.lower(): plan.name for plan in plans for model in plan.models}
     wanted = [word for word in (tree.model_type, *tree.class_names[:1]) if word]
     near = dict.fromkeys(for_model[model] for word in wanted for model in nearest(word, for_model))
