@@ -20,7 +20,7 @@ import torch  # noqa: E402
 
 from shardplan.compiler.layout import RecordedModel, check_layout  # noqa: E402
 from shardplan.model import find_model, tree_of  # noqa: E402
-from shardplan.model.reduced import make_reduced_model  # noqa: E402
+from shardplan.model.reduced.reduced_model import make_reduced_model  # noqa: E402
 from shardplan.proof.first_difference import first_difference  # noqa: E402
 from shardplan.proof.threads import rank_threads  # noqa: E402
 from tests.planned_run import planned_run  # noqa: E402

@@ -27,7 +27,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, overlays_of
 from shardplan.core.report import Comparison
 from shardplan.model import find_any, tree_of
-from shardplan.model.reduced import ReducedModel, make_reduced_model
+from shardplan.model.reduced.reduced_model import ReducedModel, make_reduced_model
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
 from shardplan.proof.exact import in_precision_of
 from shardplan.proof.rank import whole

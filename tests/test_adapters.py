@@ -29,7 +29,7 @@ from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ParameterInfo
 from shardplan.model import find_any, tree_of
 from shardplan.model.adapters import adapters_in, unwrapped
-from shardplan.model.reduced import ReducedModel, make_reduced_model
+from shardplan.model.reduced.reduced_model import ReducedModel, make_reduced_model
 from shardplan.runtime.parallel import reading
 from shardplan.styles import STYLES
 from shardplan.styles import stored_parameters as stored

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.models.rwkv import modeling_rwkv
 
 from shardplan.model import find_any
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from tests.model_settings import SETTINGS
 from tests.proofs import Case, assert_equal
 

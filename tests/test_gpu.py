@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan import Model, TrainingStep, apply_plan, estimate, load_checkpoint, materialize, save_checkpoint
 from shardplan.model import find_any, find_model
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.proof.compare import relative_error
 from shardplan.torchlib.private import private
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardplan.model import find_any
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from tests.model_settings import find
 
 # Type -> the kinds of input of its reduced model.

@@ -15,7 +15,8 @@ from shardplan.compiler.lower import lower
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Report
 from shardplan.language import parse_plan
-from shardplan.model.reduced import images, make_reduced_model
+from shardplan.model.reduced import images
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from tests.model_settings import find
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive

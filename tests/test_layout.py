@@ -21,7 +21,7 @@ from shardplan.core.search_bounds import BOUNDS
 from shardplan.language import parse_plan
 from shardplan.model import find_model
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.model.reduced.trace import Event, Trace
 from shardplan.styles import STYLES
 from shardplan.styles.sound import missing

@@ -22,9 +22,8 @@ from shardplan.compiler.layout import ModelLayouts
 from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_any
 from shardplan.model.rebinding import NotBound, copied
-from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.outcome import loss_of
-from shardplan.model.reduced.reduced_model import unreached
+from shardplan.model.reduced.reduced_model import make_reduced_model, unreached
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import read_mesh
 from tests.proofs import assert_equal, collect, compare_results, fake_mesh, ranked, step, unsharded

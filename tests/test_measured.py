@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardplan import validate
 from shardplan.core.data_files import data_folder
 from shardplan.model import find_model
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 
 
 class Breit(PreTrainedConfig):

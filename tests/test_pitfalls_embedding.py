@@ -10,7 +10,7 @@ import torch
 
 from shardplan import compile_plan
 from shardplan.model import find_any
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.runtime.parallel import direct_calls
 from shardplan.runtime.parallel import vocabulary_lookup as vocabulary
 from shardplan.runtime.parallel.regime import PartialEmbedding

@@ -13,10 +13,9 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_model, found_from_config, tree_of
 from shardplan.model.config_numbers import config_numbers
 from shardplan.model.find_anything import find_any
-from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.fields import role
 from shardplan.model.reduced.outcome import loss_of
-from shardplan.model.reduced.reduced_model import ReducedModel
+from shardplan.model.reduced.reduced_model import ReducedModel, make_reduced_model
 
 CONFIGS = Path(__file__).parent / "cases" / "models"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.model.model_findings import reason
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from tests.model_settings import find
 
 # Why the rest of transformers 5.23 has none: their parts need packages for images, or they are drafts of another model.

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, CanineConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.layers import Kept, candidates, sections
 from shardplan.model.reduced.measured import SMALLEST
 from shardplan.model.reduced.model_inputs import CHARACTERS, text_inputs
 from shardplan.model.reduced.outcome import results_of
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.model.reduced.reduced_transformers import original_of, roles_of
 from shardplan.model.reduced.shrink import reduced_config
 from tests.model_settings import find

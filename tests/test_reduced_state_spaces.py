@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 import shardplan
 from shardplan.model import found_from_config
-from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.counts import same_relation
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.model.reduced.state_spaces import small_state_heads
 from tests.variants.published import checkpoints
 

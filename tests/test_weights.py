@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.torchlib.packing import pack, packed_ranges
 from shardplan.weights.checkpoint_names import inner_model, resolve, saved_names
 from shardplan.weights.folders import begin, commit

@@ -49,7 +49,7 @@ def _calls(found: FoundModel) -> Mapping[str, int] | None:
     """Pattern of modules -> how often the forward of one of them runs, at most, in a forward of the reduced model;
     None if unknown."""
     from shardplan.model.build_tree import tree_of
-    from shardplan.model.reduced import make_reduced_model
+    from shardplan.model.reduced.reduced_model import make_reduced_model
 
     try:
         reduced = make_reduced_model(found, tp=1)

@@ -19,9 +19,9 @@ from shardplan.core.report import ProvenCalls
 from shardplan.core.sections import ActivationCheckpointing
 from shardplan.model.config_numbers import text_config
 from shardplan.model.model_findings import reason
-from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.model_inputs import IGNORED, padded
 from shardplan.model.reduced.outcome import results_of
+from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.runtime.apply.checkpointing import checkpoint_modules
 from shardplan.runtime.apply.refusals import REFUSED_SWITCHES
 

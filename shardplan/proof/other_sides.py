@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.search_bounds import BOUNDS
-from shardplan.model.reduced import ReducedModel
+from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.model.source_code import is_own
 
 from .constants_in_code import Bound, Others, Place, Side, definition, functions_of, instrument

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.outcome import results_of
+from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.runtime.apply.label_counts import IGNORED, predicts_next_token, tokens_of
 from shardplan.torchlib.private import private
 

@@ -29,8 +29,8 @@ from shardplan.core.proof_meshes import proof_meshes
 from shardplan.core.report import Comparison, NumericProof, VariantProof
 from shardplan.core.sections import DataParallel
 from shardplan.core.tree import full_name
-from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
+from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.styles.backends import BACKENDS
 from shardplan.styles.boundary import returns_tokens

@@ -29,8 +29,8 @@ from shardplan.core.report import Comparison, NumericProof, PipelineProof
 from shardplan.core.schedules import SCHEDULES, Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
-from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype, with_half
+from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.runtime.apply.phases import apply_program

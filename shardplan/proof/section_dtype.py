@@ -28,8 +28,8 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.sections import DataParallel, MixedPrecision
 from shardplan.model.model_findings import reason
-from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype, with_half
+from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.equality import magnitude, relative_error
 

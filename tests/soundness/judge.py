@@ -24,7 +24,7 @@ from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.reduced_model import make_reduced_model
 from shardplan.proof.simulate import Run, simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
 from shardplan.proof.threads import rank_threads

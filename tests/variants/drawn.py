@@ -24,7 +24,7 @@ import shardplan  # noqa: E402
 from shardplan.compiler.lower import Program  # noqa: E402
 from shardplan.core.diagnostics import PlanError  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
-from shardplan.model.reduced import ReducedModel, make_reduced_model  # noqa: E402
+from shardplan.model.reduced.reduced_model import ReducedModel, make_reduced_model  # noqa: E402
 from tests.proofs import Case, differing  # noqa: E402
 from tests.sampling import add_share  # noqa: E402
 

@@ -15,7 +15,7 @@ from shardplan.compiler.layout import RecordedModel
 from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_any
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import ReducedModel, make_reduced_model
+from shardplan.model.reduced.reduced_model import ReducedModel, make_reduced_model
 from tests.model_settings import SETTINGS
 
 from .outcome import configured

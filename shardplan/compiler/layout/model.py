@@ -19,10 +19,9 @@ from shardplan.core.proof_meshes import proof_meshes, ranks_over_cp
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, named
 from shardplan.model import FoundModel, tree_of
-from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.named_reduced import NOT_REDUCED
 from shardplan.model.reduced.own_copies import NOT_CARRIED
-from shardplan.model.reduced.reduced_model import NOT_RUNNING
+from shardplan.model.reduced.reduced_model import NOT_RUNNING, ReducedModel, make_reduced_model
 from shardplan.styles import STYLES
 from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
