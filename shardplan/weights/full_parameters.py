@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.fsdp2 import reshard
-from shardplan.runtime.apply.slices import Packing, gathered, in_original_order
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.parallel.process_groups import named_ranks
 from shardplan.runtime.pipeline import Pipeline
-from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
 from shardplan.torchlib.gathering import of_all
 
 from .checkpoint_names import without_wrapper
 from .lazy import Lazy, read
+from .model_tensors import ModelTensor, Stored, tensors_of
 from .slices_sent import Round, exchange, rounds_of, unit_of
 from .whole_tensors import Arrived, WholeTensor, merged, numbers_of, own_of, stored_parts, under_checkpoint_names
 
 Names = Literal["model", "checkpoint"]
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A parameter or buffer as the model stores it."""
-
-    name: str
-    tensor: Tensor
-    packed: Packing | None
 
 
 @overload
@@ -94,12 +82,15 @@ def full_parameters(
             'full_parameters(model, names="checkpoint", ranks=[0])'
         )
     if isinstance(model, Pipeline):
-        return _of_stages(model, gradients)
-    stored, record = _stored(model), applied(model)
-    return _with_gradients(stored, record.tp) if gradients else _values(stored, record.tp)
+        model.check_finished()
+    tensors = tensors_of(model, _stored)
+    if not gradients:
+        return _values(tensors)
+    here = {one.names[0] for one in tensors if one.own is not None and one.own.tensor.grad is not None}
+    return _with_gradients(tensors, here.union(*of_all(here, model.group)) if isinstance(model, Pipeline) else here)
 
 
-def _stored(model: nn.Module) -> list[_Stored]:
+def _stored(model: nn.Module) -> list[Stored]:
     record, outer = applied(model), without_wrapper(model)
     packings = packed_parameters(record.program) if record.tp > 1 else {}
     reshard(outer)
@@ -108,12 +99,11 @@ def _stored(model: nn.Module) -> list[_Stored]:
         for name, parameter in unwrapped(outer).named_parameters(remove_duplicate=False)
         if name in packings
     }
-    parameters = [_Stored(name, one, packed.get(id(one))) for name, one in outer.named_parameters()]
-    stored = [*parameters, *(_Stored(name, one, None) for name, one in _persistent_buffers(outer))]
-    on_meta = next((one.name for one in stored if one.tensor.is_meta), None)
+    tensors = (*outer.named_parameters(), *_persistent_buffers(outer))
+    on_meta = next((name for name, tensor in tensors if tensor.is_meta), None)
     if on_meta is not None:
         raise ValueError(f"{on_meta} is on the meta device: it has no values")
-    return stored
+    return [Stored((name,), tensor, packed.get(id(tensor)), record.tp) for name, tensor in tensors]
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -127,64 +117,20 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in kept)
 
 
-def _of_stages(
-    pipeline: Pipeline, gradients: bool
-) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
-    """`full_parameters` for pipeline stages: the ranks of a stage gather each of its parameters, and send it to the other stages."""
-    pipeline.check_finished()
-    found = {stage: _stored(part) for stage, part in pipeline.by_stage.items()}
-    tensors = stage_tensors(
-        pipeline,
-        {stage: [((one.name,), one.tensor) for one in rows] for stage, rows in found.items()},
-        pipeline.ties,
-    )
-    here = {id(one.tensor): one for rows in found.values() for one in rows}
-    present = of_all({one.name: one.tensor.grad is not None for one in here.values()}, pipeline.group)
-    has = {name for part in present for name, there in part.items() if there}
-    return _sent(pipeline, tensors, here, has if gradients else None)
+def _values(tensors: Sequence[ModelTensor]) -> Iterator[Any]:
+    for one in tensors:
+        yield one.names[0], one.whole(everywhere=True)
 
 
-def _sent(
-    pipeline: Pipeline, tensors: Sequence[StageTensor], here: Mapping[int, _Stored], gradients: set[str] | None
-) -> Iterator[Any]:
-    tp = applied(pipeline).tp
-    for one in in_whole_order(pipeline.names, tensors):
-        own = here.get(id(one.tensor))
-        value = send_whole(pipeline, one, partial(_own_whole, own, False, tp), everywhere=True)
-        if gradients is None:
-            yield one.names[0], value
-        elif one.names[0] in gradients:
-            yield one.names[0], value, send_whole(pipeline, one, partial(_own_whole, own, True, tp), everywhere=True)
-        else:
-            yield one.names[0], value, None
+def _with_gradients(tensors: Sequence[ModelTensor], having: Collection[str]) -> Iterator[Any]:
+    """As `_values`, with each gradient.
 
-
-def _own_whole(own: _Stored | None, gradient: bool, tp: int) -> Tensor:
-    assert own is not None
-    tensor = own.tensor.grad if gradient else own.tensor
-    assert tensor is not None
-    return _whole(tensor, own.packed, tp)
-
-
-def _values(stored: Sequence[_Stored], tp: int) -> Iterator[tuple[str, Tensor]]:
-    for one in stored:
-        yield one.name, _whole(one.tensor, one.packed, tp)
-
-
-def _with_gradients(stored: Sequence[_Stored], tp: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    for one in stored:
-        gradient = one.tensor.grad
-        yield (
-            one.name,
-            _whole(one.tensor, one.packed, tp),
-            None if gradient is None else _whole(gradient, one.packed, tp),
-        )
-
-
-@torch.no_grad()
-def _whole(tensor: Tensor, packed: Packing | None, tp: int) -> Tensor:
-    tensor = tensor.detach()
-    return in_original_order(gathered(tensor) if isinstance(tensor, DTensor) else tensor, packed, tp)
+    Args:
+        having: the names of the tensors that have one.
+    """
+    for one in tensors:
+        value, name = one.whole(everywhere=True), one.names[0]
+        yield name, value, one.whole(gradient=True, everywhere=True) if name in having else None
 
 
 # The tensors of a planned model as a checkpoint has them, whole, one at a time.

@@ -6,30 +6,27 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.model_parts import parts_of
-from shardplan.runtime.apply.slices import Packing, gathered, in_original_order
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
-from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
 
 from .all_ranks import all_or_none, is_first
-from .checkpoint_names import StateEntry, inner_model, kept_name, original_classes, saved_names, state_entries
+from .checkpoint_names import inner_model, kept_name, original_classes, saved_names, state_entries
 from .folders import begin, commit, saving
 from .lazy import Box, Lazy, leaf, leaves, read
+from .model_tensors import ModelTensor, Stored, tensors_of
 from .progress import OnProgress, Progress, reporter
 from .safetensors_folder import CONFIG, DTYPES, INDEX, ONE_FILE
 
@@ -99,7 +96,7 @@ def save_checkpoint(
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
             inner = inner_model(parts_of(model)[0])
-            source = _Gathered(inner, _kept(model))
+            source = _Gathered(inner, tensors_of(model, _stored))
             files = _files(_outputs(inner, source, dtype), limit)
             if first:
                 folder = folder.resolve()
@@ -136,28 +133,13 @@ def size_of(text: int | str) -> int:
 # The tensors to write
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor of the whole model.
-
-    Args:
-        names: several where it is tied.
-        whole: gathers it, a collective; the result counts on the mesh's first rank.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    whole: Callable[[], Tensor | None]
-
-
 class _Gathered:
     """The tensors of a model, gathered on demand."""
 
-    def __init__(self, model: nn.Module, kept: Sequence[_Kept]):
+    def __init__(self, model: nn.Module, tensors: Sequence[ModelTensor]):
         self.values: dict[str, Tensor] = {}
-        self.tensors: dict[str, _Kept] = {}
-        for one in kept:
+        self.tensors: dict[str, ModelTensor] = {}
+        for one in tensors:
             if not any(ignored in one.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
                 self.tensors[kept_name(one.names, model)] = one
 
@@ -169,59 +151,22 @@ class _Gathered:
 
     def gather(self, name: str, keep: bool) -> None:
         """Gather a tensor (a collective), and keep it on the rank that writes."""
-        value = self.tensors[name].whole()
+        value = self.tensors[name].whole(everywhere=False)
         if keep:
             assert value is not None, name
             self.values[name] = value
 
 
-def _kept(model: nn.Module | Pipeline) -> list[_Kept]:
-    """The tensors of a model in one part, or in stages (then a collective over pp)."""
-    found = {stage: _own(part) for stage, part in _by_stage(model).items()}
-    if not isinstance(model, Pipeline):
-        (rows,) = found.values()
-        return [
-            _Kept(row[0].names, tuple(row[0].tensor.shape), row[0].tensor.dtype, partial(_whole, *row)) for row in rows
-        ]
-    here = {id(row[0].tensor): row for rows in found.values() for row in rows}
-    own = {stage: [(entry.names, entry.tensor) for entry, *_ in rows] for stage, rows in found.items()}
-    return [
-        _Kept(one.names, one.shape, one.dtype, partial(send_whole, model, one, _maker(one, here), everywhere=False))
-        for one in in_whole_order(model.names, stage_tensors(model, own, model.ties))
-    ]
-
-
-_Row = tuple[StateEntry, Packing | None, int]  # a tensor, how it is packed, the size of tp
-
-
-def _maker(one: StageTensor, here: Mapping[int, _Row]) -> Callable[[], Tensor]:
-    row = here.get(id(one.tensor))
-    return partial(_whole, *row) if row is not None else _nothing
-
-
-def _nothing() -> Tensor:
-    raise AssertionError("another rank has it")
-
-
-def _own(part: nn.Module) -> list[_Row]:
+def _stored(part: nn.Module) -> list[Stored]:
     record, inner = applied(part), inner_model(part)
     on_meta = next((name for name, parameter in inner.named_parameters() if parameter.is_meta), None)
     if on_meta is not None:
         raise ValueError(f"{on_meta} is on the meta device: there is nothing to save")
     packed = packed_parameters(record.program) if record.tp > 1 else {}
     return [
-        (entry, next((packed[name] for name in entry.names if name in packed), None), record.tp)
+        Stored(entry.names, entry.tensor, next((packed[n] for n in entry.names if n in packed), None), record.tp)
         for entry in state_entries(inner)
     ]
-
-
-def _whole(entry: StateEntry, packed: Packing | None, tp: int) -> Tensor:
-    tensor = entry.tensor.detach()
-    return in_original_order(gathered(tensor) if isinstance(tensor, DTensor) else tensor, packed, tp)
-
-
-def _by_stage(model: nn.Module | Pipeline) -> Mapping[int, nn.Module]:
-    return model.by_stage if isinstance(model, Pipeline) else {0: model}
 
 
 def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> list[_Output]:
