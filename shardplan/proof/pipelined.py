@@ -3,13 +3,11 @@ with the unsharded model on the same micro-batches. The ranks are threads or pro
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
 from shardplan.runtime.pipeline.layout_of_stages import layout_on
 from shardplan.torchlib.equality import magnitude
-from shardplan.torchlib.gathering import of_all
+from shardplan.torchlib.gathering import of_all, without_advice
 from shardplan.torchlib.modes import CheckedSizes
 
 from .compare import NEGLIGIBLE, compare, worst_of
@@ -108,14 +106,6 @@ def _no_rows(layouts: ModelLayouts) -> Diagnostic:
     )
 
 
-_REDISTRIBUTE = "torch.distributed.tensor._redistribute"
-
-
-def ranks_are_silent() -> AbstractContextManager[Any]:
-    """Without torch's warnings about slow moves."""
-    return patch.object(logging.getLogger(_REDISTRIBUTE), "disabled", True)
-
-
 @dataclass(frozen=True)
 class ScheduledCase:
     """A schedule's run on every rank of a mesh; ranks may be processes or threads.
@@ -148,7 +138,7 @@ class ScheduledCase:
             with CheckedSizes():
                 return self.of_rank(expected, models[rank], axes)
 
-        with ranks_are_silent(), common_to_ranks(expected.models[0]):
+        with without_advice(), common_to_ranks(expected.models[0]):
             return worst_of(row for rows in on_ranks(run) for row in rows)
 
     def built(self) -> nn.Module:

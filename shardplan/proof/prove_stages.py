@@ -35,12 +35,13 @@ from shardplan.model.reduced.weights import writes_to
 from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.pipeline.refused_plans import for_stages
+from shardplan.torchlib.gathering import without_advice
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import cause_of
 from .other_sides import only_with
-from .pipelined import AXES, NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows, one_step, ranks_are_silent
+from .pipelined import AXES, NO_ROWS, Scheduled, ScheduledCase, kinds_with_rows, one_step
 from .proof_batches import MicroBatches
 from .proof_findings import unreached
 from .prove import EAGER, compile_for, settle, simulated_sizes, steps_of
@@ -398,7 +399,7 @@ class StagesTrial(DtypeTrial):
             axis for axis in AXES if axis is Axis.PP or sizes.of(axis) > 1 or (casts and axis is Axis.DP_SHARD)
         ]
         own = self._own(known.batches)
-        with ranks_are_silent(), common_to_ranks(first):
+        with without_advice(), common_to_ranks(first):
             run = partial(case.step_of_rank, known.batches, axes, own=own, drew=known.exact.drew)
             lefts = on_ranks(lambda rank: run(models[rank], autocast=self.lower.autocast))
         return [
