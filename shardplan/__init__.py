@@ -10,7 +10,6 @@ from .core.version import __version__
 if TYPE_CHECKING:  # each name under its own name again: so type checkers know that it is offered
     from .api import (
         ExportedPlan as ExportedPlan,
-        applied as applied,
         apply_plan as apply_plan,
         check_lock as check_lock,
         compile_plan as compile_plan,
@@ -34,7 +33,11 @@ if TYPE_CHECKING:  # each name under its own name again: so type checkers know t
     from .core.plan_changes import PlanDiff as PlanDiff
     from .core.plan_lock import LockedQuestion as LockedQuestion
     from .core.report import Report as Report
-    from .runtime.apply import build_mesh as build_mesh, without_sequence_parallel as without_sequence_parallel
+    from .runtime.apply import (
+        applied as applied,
+        build_mesh as build_mesh,
+        without_sequence_parallel as without_sequence_parallel,
+    )
     from .runtime.pipeline import Pipeline as Pipeline, PipelineOptions as PipelineOptions
     from .runtime.training import (
         causal_lm_loss as causal_lm_loss,
@@ -80,7 +83,7 @@ _EXPORTS = {
     "export_plan": "shardplan.api.exporting",
     "ExportedPlan": "shardplan.api.exporting",
     "fit": "shardplan.api.fitting",
-    "applied": "shardplan.api.apply",
+    "applied": "shardplan.runtime.apply",
     "build_mesh": "shardplan.runtime.apply",
     "without_sequence_parallel": "shardplan.runtime.apply",
     "micro_batches": "shardplan.runtime.training",

@@ -66,7 +66,8 @@ PAGES = {
         "Imported from `shardplan`.",
         {
             "shardplan.runtime.apply.build_mesh": "build_mesh",
-            "shardplan.api.apply": "apply_plan applied compile_plan",
+            "shardplan.api.apply": "apply_plan compile_plan",
+            "shardplan.runtime.apply.applied": "applied",
             "shardplan.runtime.pipeline.pipeline_options": "PipelineOptions",
             "shardplan.runtime.pipeline.pipelined_model": "Pipeline",
         },

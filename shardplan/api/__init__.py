@@ -4,7 +4,7 @@
 |---|---|
 | plans | load_plan, init_plan |
 | check | validate, verify, coverage |
-| apply | compile_plan, apply_plan, applied |
+| apply | compile_plan, apply_plan |
 | cost | estimate |
 | fitting | fit |
 | comparing | diff_plans |
@@ -14,7 +14,7 @@
 | reporting | plan_report |
 """
 
-from .apply import applied, apply_plan, compile_plan
+from .apply import apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate
@@ -28,7 +28,6 @@ from .reporting import plan_report
 __all__ = [
     "ExportedPlan",
     "FixedPlan",
-    "applied",
     "apply_plan",
     "check_lock",
     "compile_plan",

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardplan.compiler.lower import Program
-    from shardplan.runtime.apply import Applied
-    from shardplan.runtime.apply.applied import AppliedParts
     from shardplan.runtime.pipeline import Pipeline, PipelineOptions
 
 
@@ -248,23 +246,3 @@ def apply_plan(
     if patch_is_packed_sequence:
         patch_packed()
     return result
-
-
-@overload
-def applied(model: nn.Module) -> Applied: ...
-
-
-@overload
-def applied(model: Pipeline) -> AppliedParts: ...
-
-
-def applied(model: nn.Module | Pipeline) -> Applied | AppliedParts:
-    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives. It can be printed. For a Pipeline,
-    it is about this rank's stages.
-
-    Raises:
-        ValueError: no plan was applied to the model, or applying one failed half-way.
-    """
-    from shardplan.runtime.apply import applied as lookup
-
-    return lookup(model)

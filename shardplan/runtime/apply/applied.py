@@ -258,10 +258,10 @@ def applied(model: nn.Module | Parted) -> Applied | AppliedParts: ...
 
 
 def applied(model: nn.Module | Parted) -> Applied | AppliedParts:
-    """The record of what `apply_plan` did to a model, or to the stages of this rank.
+    """What `apply_plan` did to a model, or to this rank's stages of a Pipeline: program, warnings, steps, expected collectives. It can be printed.
 
     Raises:
-        ValueError: no plan was applied, or applying it failed half-way.
+        ValueError: no plan was applied to the model, or applying one failed half-way.
     """
     if isinstance(model, Parted):
         record_of_parts: AppliedParts = model.record
