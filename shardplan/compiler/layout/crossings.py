@@ -100,7 +100,7 @@ class Crossings:
             self.typed.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
         for parameter, name in self.typed.run.parameters.items():
             if name.rpartition(".")[0] == bound.name:
-                self.typed.set_type(parameter, Type("I" if layout == I else "R"))
+                self.typed.types[parameter] = Type("I" if layout == I else "R")
 
     def _check_input(self, event: Event, bound: BoundModule, one: InputBoundary, position: int) -> None:
         number, inside = event.inputs[position], event.outputs[position]
@@ -127,9 +127,9 @@ class Crossings:
             self.incoming.setdefault(bound.name, P if actual.kind == "P" else I)
         if one == bound.boundary.inputs[0]:
             self.arguments[bound.name] = tuple(self.typed.run.values[inside].shape)
-        self.typed.made_first(inside, bound.name)
-        if (inside != number or not self.typed.has_type(inside)) and not in_row:
-            self.typed.set_type(inside, declared(one.destination, self.typed.run.values[inside].ndim))
+        self.typed.makers.setdefault(inside, bound.name)
+        if (inside != number or inside not in self.typed.types) and not in_row:
+            self.typed.types[inside] = declared(one.destination, self.typed.run.values[inside].ndim)
 
     def _check_sum(self, event: Event, bound: BoundModule, number: int, actual: Type) -> None:
         """A block input may split a partial sum of embeddings only if one waits for it; it takes one look-up of each
@@ -159,8 +159,8 @@ class Crossings:
         ranks = len(self.spreads.runs)
         times, heads = part.rows(value.shape, ranks)
         order = rows_order(times, heads, ranks) if times > 1 else None
-        self.typed.made_first(inside, bound.name)
-        self.typed.set_type(inside, Type("V", Spread("split", part.dim, order)))
+        self.typed.makers.setdefault(inside, bound.name)
+        self.typed.types[inside] = Type("V", Spread("split", part.dim, order))
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
         """The type of a value at a boundary. A value that was not compared yet is compared here."""
@@ -170,10 +170,10 @@ class Crossings:
         spread = self.spreads.of(event, position, inputs=True)
         if not isinstance(spread, Spread):
             self.typed.find("untyped", event, event.module, (number,))
-            self.typed.doubt(number)
+            self.typed.doubtful.add(number)
             return found
         resolved = self.operations.combine(event, self.typed.sources([number]), spread, number)
-        self.typed.set_type(number, resolved)
+        self.typed.types[number] = resolved
         return resolved
 
     def _fits(self, found: Type, layout: Layout, ndim: int, bound: BoundModule | None) -> bool:
@@ -208,7 +208,7 @@ class Crossings:
         if output is not None and output.moves and event.inputs:
             self._type_output(event, bound, output)
         if bound.tail and event.outputs:
-            self.typed.set_type(event.outputs[0], Type("tail", tail=bound.tail))
+            self.typed.types[event.outputs[0]] = Type("tail", tail=bound.tail)
         for position in outside_in(bound, event.names):
             self._type_outside_reads(event, position)
         if not event.module:
@@ -233,10 +233,10 @@ class Crossings:
             row = in_one_row(self.arguments.get(bound.name), self.typed.run.values[number].shape, destination)
             ranks = len(self.spreads.runs)
             if row is not None:
-                self.typed.set_type(moved, Type("V", Spread("split", 0, rows_order(*row, ranks))))
+                self.typed.types[moved] = Type("V", Spread("split", 0, rows_order(*row, ranks)))
             else:
-                self.typed.set_type(moved, declared(destination, self.typed.run.values[moved].ndim))
-            self.typed.made(moved, bound.name)
+                self.typed.types[moved] = declared(destination, self.typed.run.values[moved].ndim)
+            self.typed.makers[moved] = bound.name
 
     def _type_outside_reads(self, event: Event, position: int) -> None:
         """Type a result that is read outside of its block. It must be spread as the module's tokens are; slices are gathered."""
@@ -251,8 +251,8 @@ class Crossings:
         if not fits:
             number, actual = event.inputs[position : position + 1], found.describe(ndim)
             self.typed.find("result", event, event.module, number, actual=actual, wanted=str(wanted))
-        self.typed.set_type(event.outputs[position], Type(self.results[0].kind))
-        self.typed.made(event.outputs[position], event.module)
+        self.typed.types[event.outputs[position]] = Type(self.results[0].kind)
+        self.typed.makers[event.outputs[position]] = event.module
 
     def _check_results(self, event: Event) -> None:
         """Check the model's results. Callers expect each whole on every rank with a complete gradient over tp, or as a rank's own tokens."""

@@ -70,7 +70,7 @@ def own_values(run: Trace, typed: TypedRun, spreads: Spreads, modules: Collectio
 
 
 def _kind(event: Event, position: int, number: int, typed: TypedRun, spreads: Spreads, inputs: bool) -> TypeKind:
-    if typed.has_type(number):
+    if number in typed.types:
         return typed.type_of(number).kind
     if event.kind == "read":
         return "whole"  # what matters is what an operation reads next

@@ -75,19 +75,19 @@ class Operations:
         sources = self.typed.sources(event.inputs)
         unfilled = event.writes or event.kind == "read" or any(self.typed.type_of(i).kind == "?" for i in event.inputs)
         for index, output in enumerate(event.outputs):
-            if output in event.inputs or self.typed.has_type(output):
+            if output in event.inputs or output in self.typed.types:
                 continue
-            self.typed.made(output, event.module)
-            if any(self.typed.in_doubt(i) for i in event.inputs):
-                self.typed.doubt(output)
+            self.typed.makers[output] = event.module
+            if not self.typed.doubtful.isdisjoint(event.inputs):
+                self.typed.doubtful.add(output)
             spread = self.spreads.of(event, index)
             if not self.typed.run.requires_grad[output]:
                 later = Type("?") if spread == "?" and self.typed.run.values[output].is_floating_point() else FREE
-                self.typed.set_type(output, Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else later)
+                self.typed.types[output] = Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else later
                 self._note_detached(event, spread, output)
                 self._agreed(event, spread, output)
             elif spread == "?" or (spread is None and unfilled):
-                self.typed.set_type(output, Type("?", sources=frozenset(sources)))
+                self.typed.types[output] = Type("?", sources=frozenset(sources))
             elif spread is None:
                 self._mismatch(event, sources, output)
             elif (
@@ -95,16 +95,16 @@ class Operations:
                 and is_mean(self.plan, event.module, event.name)
                 and all(self.typed.type_of(n).kind == "V" for n in sources)
             ):  # over split features, which the ranks add up: P -> R
-                self.typed.set_type(output, Type("R"))
+                self.typed.types[output] = Type("R")
             else:
-                self.typed.set_type(output, self.combine(event, sources, spread, output))
+                self.typed.types[output] = self.combine(event, sources, spread, output)
 
     def read(self, event: Event) -> None:
         """A tensor that appears for the first time, or was changed in place."""
         if not event.inputs and self.typed.run.requires_grad[event.outputs[0]]:
             spread = self.spreads.of(event, 0)
             self.typed.find("untyped", event, event.module, event.outputs)
-            self.typed.set_type(event.outputs[0], Type("I", spread if isinstance(spread, Spread) else WHOLE))
+            self.typed.types[event.outputs[0]] = Type("I", spread if isinstance(spread, Spread) else WHOLE)
             return
         self.op(event)
 
@@ -112,7 +112,7 @@ class Operations:
         """Whether the code of module `reader` gets a parameter as a local tensor. It does in the parameter's owner and
         in all modules inside the owner. It does in the owner's whole block if the gradient is partial (R), as the
         block sums it. It does in modules around the owner, unless an FSDP unit inside the reader has the parameter."""
-        owner = self.typed.maker_of(number)
+        owner = self.typed.makers.get(number, "")
         running = (reader, *ancestors(reader)) if reader else ("",)
         if owner in running:
             return True
@@ -201,7 +201,7 @@ class Operations:
         """
         for place, number in enumerate(self.typed.run.answers):
             event = self.own.get(number) or self.chosen.get(number) or self._maker_of_own(number)
-            if event is None or self.typed.in_doubt(number):
+            if event is None or number in self.typed.doubtful:
                 continue
             if decides(place, self.spreads.place(event) if number in self.chosen else None):
                 self._hidden(event, [number], number)
@@ -255,7 +255,7 @@ class Operations:
     def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
         partial = any(self.typed.type_of(number).kind == "P" for number in acting)
         self.typed.find("sum" if partial else "slices", event, event.module, event.inputs)
-        self.typed.doubt(output)
+        self.typed.doubtful.add(output)
         return Type("P", SUM) if partial else FREE
 
     def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
@@ -269,13 +269,13 @@ class Operations:
                 self.typed.find("complete", event, self.typed.run.parameters[number], event.inputs, once=True)
             return Type("I")
         self.typed.find("meeting", event, event.module, event.inputs)
-        self.typed.doubt(output)
+        self.typed.doubtful.add(output)
         return Type("R")
 
     def _found_partial(self, event: Event, number: int) -> None:
         others = tuple(i for i in event.inputs if i != number)
         subjects = {one: self.typed.run.parameters[one] for one in self.typed.provenance.parameters(number)}
-        for one, subject in (subjects or {number: self.typed.maker_of(number, event.module)}).items():
+        for one, subject in (subjects or {number: self.typed.makers.get(number, event.module)}).items():
             self.typed.find("partial", event, subject, (one, *others), once=True)
 
     def _untangle(self, event: Event, tangled: int, spread: Spread, output: int) -> Type:
@@ -294,13 +294,13 @@ class Operations:
 
     def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
         if output not in self.typed.used:  # e.g. weights of attention that the caller drops
-            self.typed.set_type(output, FREE)
+            self.typed.types[output] = FREE
             return
         split = [n for n in sources if self.typed.type_of(n).kind == "V"]
         if not event.module and split:  # the model's last operation on its logits, before callers get them
             actual = self.typed.type_of(split[0]).describe(self.typed.run.values[split[0]].ndim)
             self.typed.find("output", event, "logits", split[:1], actual=actual, wanted="I")
-            self.typed.doubt(output)
-            self.typed.set_type(output, FREE)
+            self.typed.doubtful.add(output)
+            self.typed.types[output] = FREE
             return
-        self.typed.set_type(output, self._hidden(event, sources, output))
+        self.typed.types[output] = self._hidden(event, sources, output)

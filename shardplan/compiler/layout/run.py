@@ -333,7 +333,7 @@ def _type_parameters(typed: TypedRun, plan: Mapping[str, BoundModule], ranks: in
     owned = {full_name(bound.name, p.name): (bound, p) for bound in plan.values() for p in bound.parameters}
     for number, name in typed.run.parameters.items():
         bound, parameter = owned[name]
-        typed.made(number, bound.name)
+        typed.makers[number] = bound.name
         dim, kind = parameter.computed.dim, READ.get(parameter.computed.kind)
         if parameter.computed.axis is not Axis.TP:  # its module's input says which
             kind = READ["I"]
@@ -342,7 +342,7 @@ def _type_parameters(typed: TypedRun, plan: Mapping[str, BoundModule], ranks: in
             assert info is not None, name
             kind = Type("V", Spread("split", dim, read_order(parameter, info.shape[dim], ranks)))
         assert kind is not None, name
-        typed.set_type(number, kind)
+        typed.types[number] = kind
 
 
 def _walk(typed: TypedRun, operations: Operations, crossings: Crossings, runs: Sequence[Trace]) -> None:

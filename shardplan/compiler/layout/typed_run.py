@@ -26,15 +26,18 @@ class TypedRun:
         run: the first rank's.
         findings: the findings, in the order of the run.
         operations: the number of operations typed.
+        types: the types of values.
+        makers: the modules whose results values are, or in whose forwards they were made.
+        doubtful: the values that have a finding, or are computed from one that has.
     """
 
     def __init__(self, provenance: Provenance, stop: Callable[[Finding], bool]):
         self.provenance, self.run = provenance, provenance.run
         self.findings: list[Finding] = []
         self.operations = 0
-        self._types: dict[int, Type] = {}  # a value that is missing has no gradient that could be partial
-        self._makers: dict[int, str] = {}
-        self._doubtful: set[int] = set()
+        self.types: dict[int, Type] = {}
+        self.makers: dict[int, str] = {}
+        self.doubtful: set[int] = set()
         self._stop = stop
         self._reported: set[tuple[Kind, str]] = set()
 
@@ -54,32 +57,9 @@ class TypedRun:
                 found.update(event.inputs)
         return frozenset(found)
 
-    def has_type(self, number: int) -> bool:
-        return number in self._types
-
     def type_of(self, number: int) -> Type:
-        return self._types.get(number, FREE)
-
-    def set_type(self, number: int, found: Type) -> None:
-        self._types[number] = found
-
-    def maker_of(self, number: int, default: str = "") -> str:
-        """The module whose result a value is, or in whose forward it was made."""
-        return self._makers.get(number, default)
-
-    def made(self, number: int, module: str) -> None:
-        self._makers[number] = module
-
-    def made_first(self, number: int, module: str) -> None:
-        """As `made`, for a value without a maker."""
-        self._makers.setdefault(number, module)
-
-    def in_doubt(self, number: int) -> bool:
-        """Whether a value has a finding, or is computed from one that has."""
-        return number in self._doubtful
-
-    def doubt(self, number: int) -> None:
-        self._doubtful.add(number)
+        """The type of a value; one without a type has no gradient that could be partial."""
+        return self.types.get(number, FREE)
 
     def sources(self, numbers: Iterable[int]) -> list[int]:
         """The differentiable values among these; one that was not compared is replaced by its sources."""
@@ -125,7 +105,7 @@ class TypedRun:
                 actual,
                 wanted,
                 message,
-                follows=any(map(self.in_doubt, numbers)),
+                follows=not self.doubtful.isdisjoint(numbers),
                 at=self.operations,
             )
         )
@@ -137,7 +117,7 @@ class TypedRun:
         return Operand(
             number,
             self.run.parameters.get(number),
-            self.maker_of(number),
+            self.makers.get(number, ""),
             tuple(value.shape),
             self.type_of(number).describe(value.ndim),
             self.run.requires_grad[number],
