@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardplan.compiler.bind.dead import suggestions
 from shardplan.compiler.bind.matching import Names
-from shardplan.compiler.bind.suggestions import suggestions
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
 from shardplan.language.globs import parse_glob
 from tests.examples import tree

@@ -31,7 +31,7 @@ from .variants import bind_variants, wanted_variants
 if TYPE_CHECKING:
     from .check.facts import Facts
 
-ALIKE = 0.6  # how similar two words must be, as near as `bind.suggestions` looks
+ALIKE = 0.6  # how similar two words must be, as near as `bind.dead` looks
 UNSURE = "this follows from the names and shapes of the checkpoint alone; the model's own may differ"
 
 

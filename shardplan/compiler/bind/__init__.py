@@ -14,13 +14,11 @@ from shardplan.styles import NONE, STYLES
 
 from .assignments import assign, findings, in_order, layers
 from .combine import contradictions
-from .conditions import admits, decided
+from .conditions import admits, decided, names_any, other_model
 from .dead import dead_arguments
 from .heads_below import with_heads_below
 from .matching import Names
-from .models import names_any, other_model
-from .pipeline_parts import may_match_nothing, pipeline_parts
-from .section_globs import expand, wrapped
+from .section_globs import expand, may_match_nothing, pipeline_parts, wrapped
 from .separated import separated
 from .summed_blocks import declared_sums
 from .units import ignored, units_and_parts

@@ -1,8 +1,8 @@
-"""Conditions of a plan (`for`, `when`), decided for a model's configuration before the plan is bound."""
+"""The models that a plan is for, and its conditions (`for`, `when`), decided for a model's configuration before the plan is bound."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,8 +12,13 @@ from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
 from shardplan.core.suggest import closest, did_you_mean
 from shardplan.core.sum_outputs import SumRule
 from shardplan.core.tree import LIST_OF_WORDS, ModuleTree
+from shardplan.language.globs import parse_glob
 from shardplan.language.limits import MAX_FINDINGS
+from shardplan.styles import NONE
 
+from .matching import Names
+
+OTHER_MODEL = Code("SP205")
 NO_VALUE = Code("SP209")
 OTHER_CONFIGURATION = Code("SP210")
 
@@ -129,3 +134,30 @@ class _Conditions:
                 proposals=(Rewrite(location, condition.replace(error.unknown[0], near)),) if near else (),
             )
             return None
+
+
+def names_any(plan: PlanFile, tree: ModuleTree) -> bool:
+    """Whether some rule for layers, of a plan or of one that it extends, matches something; True for one without such rules."""
+    globs = [
+        parse_glob(rule.pattern)
+        for one in plan.lineage
+        for rule in one.tensor_parallel
+        if "*" in rule.pattern and rule.style != NONE
+    ]
+    names = Names(tree)
+    return not globs or any(names.reach(glob) for glob in globs)
+
+
+def other_model(plan: PlanFile, tree: ModuleTree) -> Iterator[Diagnostic]:
+    """A warning where the plan names models, but neither this model's type nor its class."""
+    if not plan.models or tree.model_type in plan.models or set(tree.class_names) & set(plan.models):
+        return
+    model = tree.class_names[0] if tree.class_names else "this model"
+    typed = f" (model type {tree.model_type})" if tree.model_type else ""
+    yield Diagnostic(
+        code=OTHER_MODEL,
+        severity=Severity.WARNING,
+        message=f"the plan is for {', '.join(plan.models)}, not for {model}{typed}",
+        primary=Label(Location(plan.file, ("models",), "value"), "names other models"),
+        help=f"use a plan for this model, or add `{tree.model_type or model}` to `models` once it is verified",
+    )

@@ -1,12 +1,13 @@
-"""The globs of the sections that wrap modules: data-parallel units, checkpointed and compiled modules."""
+"""The globs of sections: data-parallel units, checkpointed and compiled modules, the parts of pipeline stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
-from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, Section
+from shardplan.core.plan import SECTIONS, PlanFile
+from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel, Section
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
 from shardplan.language.globs import Glob, parse_glob
 from shardplan.language.limits import MAX_FINDINGS
@@ -95,3 +96,60 @@ def _parameters(pattern: str, location: Location, names: tuple[str, ...]) -> Dia
         help=f"name the module that owns them: `{owners}`",
         modules=names,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParts:
+    """The modules and parameters that the section names, by full name, in the tree's order.
+
+    Args:
+        blocks: modules; a list of modules means its elements.
+        first, last: modules and parameters.
+        carried: modules.
+    """
+
+    blocks: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+
+
+def may_match_nothing(plan: PlanFile) -> frozenset[str]:
+    """Keys of rules that are optional or apply to some configurations only. An entry of `carry` with the same text may match nothing too."""
+    rules = (rule for one in plan.lineage for section in SECTIONS for rule in one.rules(section))
+    return frozenset(rule.pattern for rule in rules if rule.optional or rule.when is not True)
+
+
+def pipeline_parts(
+    section: PipelineParallel | None, names: Names, optional: frozenset[str] = frozenset()
+) -> tuple[PipelineParts, tuple[Diagnostic, ...]]:
+    """What the section's globs match, and the globs that match nothing.
+
+    Args:
+        optional: globs of `carry` that may match nothing.
+    """
+    if section is None:
+        return PipelineParts(), ()
+    wrong: list[Diagnostic] = []
+
+    def found(field: str, *, parameters: bool) -> tuple[str, ...]:
+        matched: set[str] = set()
+        for glob, reached, location in entries(section, field, names, wrong):
+            matched.update(reached.modules, reached.parameters if parameters else ())
+            if not (reached.modules or (parameters and reached.parameters)):
+                if field == "carry" and glob.pattern in optional:
+                    continue
+                if field == "layers":  # no list
+                    location = replace(location, path=location.path[:-1])
+                wrong.append(dead(names, glob, location, modules_only=not parameters, listed=True))
+        tree = names.tree
+        return tuple(name for name in (*tree.modules, *tree.parameters) if name in matched)
+
+    blocks = found("layers", parameters=False)
+    parts = PipelineParts(
+        blocks=tuple(elements(blocks, names.tree)),
+        first=found("first", parameters=True),
+        last=found("last", parameters=True),
+        carried=found("carry", parameters=False),
+    )
+    return parts, tuple(wrong)
