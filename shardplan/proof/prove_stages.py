@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.compiler.check.field_places import field_label
+from shardplan.compiler.check.check_words import field_label
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.model import unproven
 from shardplan.compiler.layout.randomness import DrawnAlike

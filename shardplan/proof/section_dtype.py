@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.compiler.check.field_places import field_label
+from shardplan.compiler.check.check_words import field_label
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
 from shardplan.compiler.variants import bind_variants

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 
+from .check_words import field_label
 from .facts import Facts
-from .field_places import field_label
 
 NEEDS = Code("SP383")
 

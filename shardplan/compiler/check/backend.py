@@ -10,9 +10,8 @@ from shardplan.core.mesh import APPLIED, DATA_PARALLEL
 from shardplan.core.sections import DataParallel, MegatronFSDP
 from shardplan.styles.backends import BACKENDS, Backend
 
-from .check_words import join
+from .check_words import field_label, join
 from .facts import Facts
-from .field_places import field_label
 
 MISSING = Code("SP551")
 REPLICATES = Code("SP552")

@@ -1,12 +1,14 @@
-"""Words for the checks' messages: lists of sizes, names of numbers, problems of a rule."""
+"""Words for the checks' messages: lists of sizes, names of numbers, problems of a rule, fields of a section."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
+from shardplan.core.sections import Section
 from shardplan.core.tree import ModuleInfo, is_count, named
 
 MOST_SIZES = 8  # sizes that are listed one by one
@@ -78,3 +80,12 @@ def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, 
 def _only(names: Iterable[str]) -> str | None:
     found = tuple(names)
     return found[0] if len(found) == 1 else None
+
+
+def field_label(section: Section | None, field: str) -> Label | None:
+    """The field's value, in the document that sets it; else the section, if a document has it."""
+    if section is None:
+        return None
+    if field in section.given:
+        return Label(replace(section.given[field], part="value"))
+    return Label(section.location) if section.location else None

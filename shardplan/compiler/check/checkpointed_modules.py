@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.tree import ancestors
 
+from .check_words import field_label
 from .facts import Facts
-from .field_places import field_label
 
 NESTED = Code("SP380")
 COMPILED = Code("SP381")

@@ -16,8 +16,8 @@ from shardplan.styles.backends import BACKENDS
 from shardplan.styles.boundary import boundary
 
 from .backend import COMBINED
+from .check_words import field_label
 from .facts import Facts
-from .field_places import field_label
 from .sequence import LENGTH
 
 STYLE = Code("SP367")

@@ -11,8 +11,8 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.core.sections import PipelineParallel
 from shardplan.core.tree import WITHOUT_FORWARD, full_name, named, parent
 
+from .check_words import field_label
 from .facts import Facts
-from .field_places import field_label
 
 BLOCKS = Code("SP384")
 FEWER = Code("SP385")

@@ -15,8 +15,8 @@ from shardplan.styles.backends import BACKENDS
 from shardplan.styles.expert_shards import expert_dim
 from shardplan.styles.stored_parameters import distributed_experts
 
+from .check_words import field_label
 from .facts import Facts
-from .field_places import field_label
 
 SIZES = Code("SP391")
 UNEVEN = Code("SP392")

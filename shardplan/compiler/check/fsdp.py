@@ -19,9 +19,8 @@ from shardplan.core.sections import DataParallel
 from shardplan.core.tree import parent
 from shardplan.styles.backends import BACKENDS
 
-from .check_words import join
+from .check_words import field_label, join
 from .facts import Facts
-from .field_places import field_label
 
 DTYPES = Code("SP332")
 RESHARD = Code("SP333")

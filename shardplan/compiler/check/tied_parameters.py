@@ -12,8 +12,8 @@ from shardplan.core.plan import section_at
 from shardplan.core.tree import parent
 from shardplan.styles.packed_lengths import packed_parts
 
+from .check_words import field_label
 from .facts import Facts
-from .field_places import field_label
 from .fsdp import fully_shards, severity
 
 DIFFERENT = Code("SP340")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from shardplan.compiler.check.field_places import field_label
+from shardplan.compiler.check.check_words import field_label
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import ResolvedPlan

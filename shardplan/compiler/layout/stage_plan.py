@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shardplan.compiler.bind import bind
-from shardplan.compiler.check.field_places import field_label
+from shardplan.compiler.check.check_words import field_label
 from shardplan.core.diagnostics import Code, Diagnostic, Label, PlanError, Severity
 from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.sections import PipelineParallel

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardplan.compiler.check.field_places import field_label
+from shardplan.compiler.check.check_words import field_label
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import named, parent
