@@ -78,6 +78,10 @@ class ParameterProgram:
             return tuple((part // ranks, n) for part, n in zip(self.parts, copies, strict=True))
         return ((size, ranks if self.gathered else self.computed.copies),)
 
+    def gathered_from(self, ranks: int) -> frozenset[int]:
+        """The numbers of ranks from which pieces are gathered, on an axis of this size."""
+        return frozenset(copies for _, copies in self.pieces(ranks, 0)) - {1}
+
     def ranges(self, size: int, ranks: int, rank: int) -> tuple[tuple[int, int], ...]:
         """The ranges of the whole split dim that a rank computes with, in order: (start, length).
 

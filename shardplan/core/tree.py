@@ -314,6 +314,12 @@ def innermost(name: str, modules: Container[str]) -> str:
     return next((one for one in (name, *ancestors(name)) if one in modules), "")
 
 
+def home_of(name: str, units: Container[str]) -> str:
+    """A module around a module, or itself, that has all its parameters present while it runs: the nearest FSDP unit or block; outside of
+    these, the module itself."""
+    return next(m for m in (name, *ancestors(name)) if m in units or m == block(name))
+
+
 def block(name: str) -> str:
     """The outermost list element that contains a module (`model.layers.3`), else the module itself."""
     parts = name.split(".")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from shardplan.core.layout import I, P
 from shardplan.core.mesh import Axis
-from shardplan.core.module_program import ArgumentSlice, ExpertsProgram, ParameterProgram
+from shardplan.core.module_program import ArgumentSlice, ExpertsProgram, FeatureMeans, ParameterProgram
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, ancestors
 
@@ -78,6 +78,12 @@ class BoundModule:
     def width(self) -> int | None:
         """The number of output features of its whole weight; None if it has no such dim."""
         return self._length("out")
+
+    def means(self, ranks: int) -> FeatureMeans:
+        """The means over features that are spread over the ranks of an axis. Each feature counts once per rank that has it."""
+        copies = max((n for p in self.parameters if p.shared for n in p.gathered_from(ranks)), default=1)
+        assert self.width is not None, self.name  # its style splits a weight
+        return FeatureMeans(self.width * copies * self.mean_ranks // ranks, self.mean_ranks, self.grouped)
 
     def _length(self, features: Features) -> int | None:
         weight = self.module.parameter("weight")

@@ -26,8 +26,6 @@ from shardplan.styles import feature_dim
 from shardplan.styles.bound import BoundModule, bound_modules
 from shardplan.styles.style_record import MATMUL
 
-from .feature_means import feature_means
-
 FEATURES, WHOLE = V(-1).on(Axis.CP), R.on(Axis.CP)
 
 
@@ -98,7 +96,7 @@ class _Exchange:
 
     def _with_means(self, program: ModuleProgram, one: BoundModule) -> ModuleProgram:
         """The program of a norm whose features are split over neighbouring ranks of both axes, cp the inner one."""
-        means = feature_means(self.rules, one)
+        means = one.means(self.rules.sizes.tp or 1)
         over_cp, over_tp = min(means.ranks, self.cp), means.ranks // self.cp
         on_cp = ContextProgram(self.style, means=replace(means, ranks=over_cp))
         return replace(program, on_cp=on_cp, means=replace(means, ranks=over_tp) if over_tp > 1 else None)

@@ -18,7 +18,7 @@ from shardplan.core.module_program import (
 )
 from shardplan.core.moves import move_ops
 from shardplan.core.plan import BESIDE_TP, ResolvedPlan
-from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, full_name, homes
+from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, full_name, home_of, homes
 from shardplan.styles.bound import BoundModule, bound_modules
 from shardplan.styles.boundary import InputBoundary
 from shardplan.styles.stored_parameters import lower_parameters
@@ -26,8 +26,6 @@ from shardplan.styles.style_record import FeatureStyle
 from shardplan.styles.token_layouts import tokens_layout
 
 from .context_moves import with_context
-from .feature_means import feature_means, gathered_from
-from .homes import home_of
 from .program import Program
 
 
@@ -99,7 +97,7 @@ def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
 def shared_parameters(plan: ResolvedPlan) -> Mapping[str, frozenset[int]]:
     """Full name of each parameter whose rows several ranks compute with -> the number of ranks from which they are gathered."""
     return {
-        full_name(name, p.name): frozenset(gathered_from(plan, p))
+        full_name(name, p.name): p.gathered_from(plan.sizes.tp or 1)
         for name, module in plan.tree.modules.items()
         for p in lower_parameters(plan, module)
         if p.shared
@@ -122,7 +120,7 @@ def _lower_module(
         buffers=one.buffers,
         leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
-        means=feature_means(plan, one) if one.mean_ranks > 1 else None,
+        means=one.means(plan.sizes.tp or 1) if one.mean_ranks > 1 else None,
         link=one.link,
         read=plan.read_results.get(one.name, frozenset()) if one.link == "scope" else frozenset(),
         logits=one.width if features.dtensor else None,
@@ -220,7 +218,7 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
         for parameter in program.parameters:
             if parameter.summed and parameter.name in trained:
                 groups[home].append((inside, parameter.name))
-            for copies in gathered_from(plan, parameter) if parameter.shared else ():
+            for copies in parameter.gathered_from(plan.sizes.tp or 1) if parameter.shared else ():
                 shared[home][copies].append((inside, parameter.name, parameter.name in trained))
     for home, members in groups.items():
         base = programs.get(home) or ModuleProgram(home)

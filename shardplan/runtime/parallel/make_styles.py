@@ -9,12 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardplan.compiler.lower.homes import home_of
 from shardplan.core.by_key import by_key
 from shardplan.core.layout import P
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.plan import ResolvedPlan, variant_name
-from shardplan.core.tree import ancestors, block, parent
+from shardplan.core.tree import ancestors, block, home_of, parent
 
 from .handed_out import Tokens
 from .regime import PartialEmbedding, Regime, Shared
