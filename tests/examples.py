@@ -1,21 +1,25 @@
-"""The examples on the pages of the codes: a command in the first line, and the plan that it names."""
+"""Plans as text, bound to trees and checked; the examples on the pages of the codes: a command in the first line, and the plan that it names."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from textwrap import indent
+from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, overlays_of
+from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.language import parse_text
-from tests.trees import TREES
+from shardplan.language import parse_plan, parse_text
+from tests.trees import TREES, llama_8b
 
+LLAMA = llama_8b(layers=2)
 SIZES = ("tp", "dp_shard", "dp_replicate", "cp", "ep", "pp")
 
 
@@ -26,10 +30,38 @@ def tree(name: str) -> ModuleTree:
 
 
 def plan(text: str, file: str = "mine.yaml") -> PlanFile:
-    """A plan from its YAML, which must be well formed."""
-    parsed = parse_text(text, file)
+    """A plan from its YAML, which must be well formed, or a built-in one by its name."""
+    parsed = parse_text(text, file) if "\n" in text else parse_plan(text)
     assert parsed.plan is not None, parsed.diagnostics
     return parsed.plan
+
+
+def rules(section: str, overlay: str = "") -> str:
+    """A plan of these lines, and those of sequence parallelism."""
+    section, overlay = (f"{indent(lines.strip(), '  ')}\n" for lines in (section, overlay))
+    text = f'version: "1"\nname: mine\ntensor_parallel:\n{section}'
+    return text + (f"sequence_parallel:\n{overlay}" if overlay.strip() else "")
+
+
+def bound(
+    text: str | PlanFile, model: ModuleTree = LLAMA, *, sequence_parallel: bool = False, **sizes: int | None
+) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
+    """A plan bound to a model, and what binding finds."""
+    read = plan(text) if isinstance(text, str) else text
+    return bind(read, model, MeshSizes(**sizes), overlays_of(sequence_parallel))
+
+
+def checked(
+    text: str | PlanFile, model: ModuleTree = LLAMA, *, tp: int | None = 2, seq_len: int | None = None, **given: Any
+) -> tuple[Diagnostic, ...]:
+    """What the checks find in a plan that binds without a finding."""
+    resolved, found = bound(text, model, tp=tp, **given)
+    assert found == ()
+    return check(resolved, seq_len=seq_len)
+
+
+def codes(found: Iterable[Diagnostic]) -> list[str]:
+    return [one.code for one in found]
 
 
 @dataclass(frozen=True)

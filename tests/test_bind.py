@@ -7,31 +7,13 @@ from dataclasses import replace
 import pytest
 
 from shardplan.compiler.bind import bind
-from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.diagnostics import Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
+from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan, parse_text
-from tests.examples import plan, tree
+from tests.examples import bound, codes, plan, rules, tree
 from tests.trees import llama_8b, with_frozen
-
-LLAMA = llama_8b(layers=2)
-
-
-def bound(
-    text: str | PlanFile, model: ModuleTree = LLAMA, *, sequence_parallel: bool = False
-) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
-    file = plan(text) if isinstance(text, str) else text
-    return bind(file, model, MeshSizes(), overlays_of(sequence_parallel))
-
-
-def codes(diagnostics: tuple[Diagnostic, ...]) -> list[str]:
-    return [diagnostic.code for diagnostic in diagnostics]
-
-
-def rules(section: str) -> str:
-    lines = "".join(f"  {line}\n" for line in section.strip().splitlines())
-    return f'version: "1"\nname: mine\ntensor_parallel:\n{lines}'
 
 
 def test_every_match_is_assigned_in_the_order_of_the_tree():

@@ -15,22 +15,16 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_text
-from tests.examples import plan, tree
-from tests.trees import Builder, llama_8b, with_frozen
+from tests import examples
+from tests.examples import LLAMA, codes, plan, tree
+from tests.trees import Builder, with_frozen
 
-LLAMA = llama_8b(layers=2)
 HEADER = 'version: "1"\nname: mine\n'
 FSDP2 = "data_parallel:\n  backend: fsdp2\n"
 
 
 def checked(text: str, model: ModuleTree = LLAMA, *, tp: int = 1, **sizes: int) -> tuple[Diagnostic, ...]:
-    resolved, found = bind(plan(HEADER + text), model, MeshSizes(tp=tp, **sizes))
-    assert found == ()
-    return check(resolved)
-
-
-def codes(found: tuple[Diagnostic, ...]) -> list[str]:
-    return [finding.code for finding in found]
+    return examples.checked(HEADER + text, model, tp=tp, **sizes)
 
 
 def place(finding: Diagnostic, text: str) -> str:

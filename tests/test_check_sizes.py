@@ -10,27 +10,17 @@ from shardplan.compiler.bind import bind
 from shardplan.compiler.check import allowed_tp, check
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import ResolvedPlan, overlays_of
+from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
-from tests.examples import plan, tree
+from tests.examples import bound, checked, plan, rules, tree
 from tests.trees import Builder, decoder, llama_8b
 
 
-def rules(section: str) -> str:
-    lines = "".join(f"  {line}\n" for line in section.strip().splitlines())
-    return f'version: "1"\nname: mine\ntensor_parallel:\n{lines}'
-
-
-def bound(text: str, model: ModuleTree, tp: int | None) -> ResolvedPlan:
-    file = plan(text) if "\n" in text else parse_plan(text).plan
-    resolved, found = bind(file, model, MeshSizes(tp=tp))
+def allowed(text: str, model: ModuleTree) -> tuple[int, ...]:
+    resolved, found = bound(text, model)
     assert found == ()
-    return resolved
-
-
-def checked(text: str, model: ModuleTree, tp: int | None) -> tuple[Diagnostic, ...]:
-    return check(bound(text, model, tp))
+    return allowed_tp(resolved)
 
 
 def messages(found: tuple[Diagnostic, ...]) -> list[str]:
@@ -41,7 +31,7 @@ ATTENTION = rules("model.layers.*.self_attn.{q,k,v}_proj: colwise\nmodel.layers.
 
 
 def test_all_that_does_not_divide_is_said_at_once():
-    assert messages(checked("llama", tree("llama-3.1-8b"), 3)) == [
+    assert messages(checked("llama", tree("llama-3.1-8b"), tp=3)) == [
         "SP301: num_attention_heads is 32, which tp=3 does not divide",
         "SP301: num_key_value_heads is 8, which tp=3 does not divide",
         "SP303: intermediate_size is 14336, which tp=3 does not divide",
@@ -49,7 +39,7 @@ def test_all_that_does_not_divide_is_said_at_once():
 
 
 def test_a_finding_names_the_rule_the_modules_and_the_sizes_that_work():
-    _, finding, _ = checked("llama", tree("llama-3.1-8b"), 3)
+    _, finding, _ = checked("llama", tree("llama-3.1-8b"), tp=3)
     assert finding.primary.location.path == ("tensor_parallel", "model.layers.*.self_attn.{q,k,v}_proj")
     assert finding.modules[:2] == ("model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")
     assert len(finding.modules) == 64
@@ -66,37 +56,37 @@ def test_both_variants_of_a_plan_give_the_same_finding():
 
 
 def test_more_ranks_than_key_value_heads_is_a_finding_of_its_own():
-    assert checked(ATTENTION, tree("llama-3.1-8b"), 16) == ()  # two ranks for each
-    (finding,) = (d for d in checked(ATTENTION, tree("llama-3.1-8b"), 12) if d.code == "SP302")
+    assert checked(ATTENTION, tree("llama-3.1-8b"), tp=16) == ()  # two ranks for each
+    (finding,) = (d for d in checked(ATTENTION, tree("llama-3.1-8b"), tp=12) if d.code == "SP302")
     assert finding.message == "num_key_value_heads is 8, and tp=12 is not a multiple of it"
     assert "tp 2, 4, 8, 16 or 32" in finding.help
 
 
 def test_layers_with_other_head_counts_are_checked_each():
     model = llama_8b(layers=4, kv_heads=lambda layer: 8 if layer < 2 else 4)
-    found = checked(ATTENTION, model, 6)
+    found = checked(ATTENTION, model, tp=6)
     assert messages(found)[1:] == [
         "SP301: num_key_value_heads is 8, which tp=6 does not divide",
         "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4, and tp=6 is not a multiple of it",
     ]
     assert {name.split(".")[2] for name in found[2].modules} == {"2", "3"}
-    assert allowed_tp(bound(ATTENTION, model, None)) == (1, 2, 4, 8, 16, 32)
+    assert allowed(ATTENTION, model) == (1, 2, 4, 8, 16, 32)
 
 
 def test_a_gathered_output_is_not_split_into_heads():
     gathered = ATTENTION.replace("colwise", "colwise_gather_output").replace("rowwise", "rowwise_split_input")
-    assert 256 in allowed_tp(bound(gathered, tree("llama-3.1-8b"), None))
-    assert checked(gathered, tree("llama-3.1-8b"), 64) == ()
+    assert 256 in allowed(gathered, tree("llama-3.1-8b"))
+    assert checked(gathered, tree("llama-3.1-8b"), tp=64) == ()
 
 
 def test_a_parameter_of_a_matrix_is_split_like_its_matrix():
-    (finding,) = checked(rules("model.layers.*.self_attn.k_proj.weight: colwise"), tree("llama-3.1-8b"), 5)[:1]
+    (finding,) = checked(rules("model.layers.*.self_attn.k_proj.weight: colwise"), tree("llama-3.1-8b"), tp=5)[:1]
     assert (finding.code, finding.modules[0]) == ("SP301", "model.layers.0.self_attn.k_proj.weight")
 
 
 def test_conv1d_is_split_by_its_own_orientation():
     text = rules("transformer.h.*.mlp.c_fc: colwise\ntransformer.h.*.mlp.c_proj: rowwise")
-    assert messages(checked(text, tree("gpt2-no-dropout"), 5)) == [
+    assert messages(checked(text, tree("gpt2-no-dropout"), tp=5)) == [
         "SP303: the number of output features of transformer.h.*.mlp.c_fc is 3072, which tp=5 does not divide",
         "SP303: the number of input features of transformer.h.*.mlp.c_proj is 3072, which tp=5 does not divide",
     ]
@@ -106,7 +96,7 @@ def test_each_packed_part_is_split_on_its_own():
     text = rules("transformer.h.*.attn.c_attn: {style: packed_colwise, packed: 3}")
     # 2304 features divide by 9, but the 12 heads of q, of k and of v do not.
     assert "SP301: num_attention_heads is 12, which tp=9 does not divide" in messages(
-        checked(text, tree("gpt2-no-dropout"), 9)
+        checked(text, tree("gpt2-no-dropout"), tp=9)
     )
 
 
@@ -114,9 +104,9 @@ def test_packed_parts_may_differ():
     model = grouped_phi()
     parts = "[hidden_size, num_key_value_heads * head_dim, num_key_value_heads * head_dim]"
     text = rules(f"model.layers.*.self_attn.qkv_proj: {{style: packed_colwise, packed: {parts}}}")
-    found = [finding for finding in checked(text, model, 12) if finding.severity is Severity.ERROR]
+    found = [finding for finding in checked(text, model, tp=12) if finding.severity is Severity.ERROR]
     assert "SP302: num_key_value_heads is 8, and tp=12 is not a multiple of it" in messages(tuple(found))
-    assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 8, 16, 32)
+    assert allowed(text, model) == (1, 2, 4, 8, 16, 32)
 
 
 def grouped_phi() -> ModuleTree:
@@ -133,7 +123,7 @@ def grouped_phi() -> ModuleTree:
 
 
 def test_the_width_of_experts_must_divide():
-    found = checked("mixtral", tree("mixtral-8x7b"), 3)
+    found = checked("mixtral", tree("mixtral-8x7b"), tp=3)
     assert "SP303: intermediate_size is 14336, which tp=3 does not divide" in messages(found)
     wide = next(finding for finding in found if finding.code == "SP303")
     assert {name.rpartition(".")[2] for name in wide.modules} == {"gate_up_proj", "down_proj"}
@@ -151,8 +141,8 @@ def test_latent_attention_has_two_sizes_of_heads():
     model = b.tree(("DeepseekV3ForCausalLM",), "deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20})
     text = rules("layers.*.self_attn.{q,kv}_b_proj: colwise\nlayers.*.self_attn.o_proj: rowwise")
     # 8960 features of kv_b are 35 times 256, but they are 20 heads of 448: no head count is read into them.
-    assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 5, 10, 20)
-    assert checked(text, model, 4) == (), "the first half of the low-rank projection may be whole"
+    assert allowed(text, model) == (1, 2, 4, 5, 10, 20)
+    assert checked(text, model, tp=4) == (), "the first half of the low-rank projection may be whole"
 
 
 def test_a_gate_has_one_feature_for_each_head():
@@ -166,33 +156,33 @@ def test_a_gate_has_one_feature_for_each_head():
     numbers = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
     model = b.tree(("LagunaForCausalLM",), "laguna", numbers)
     text = rules("layers.*.self_attn.{q,g}_proj: colwise\nlayers.*.self_attn.o_proj: rowwise")
-    assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 8), "8 gates of 8 heads, not one head of 8 features"
+    assert allowed(text, model) == (1, 2, 4, 8), "8 gates of 8 heads, not one head of 8 features"
 
 
 def test_a_declared_number_must_divide():
     text = rules("lm_head: {style: colwise_gather_output, divides: [num_hidden_layers, head_dim // 2]}")
-    assert messages(checked(text, tree("qwen3-8b"), 8)) == [
+    assert messages(checked(text, tree("qwen3-8b"), tp=8)) == [
         "SP305: num_hidden_layers is 36, which tp=8 does not divide"
     ]
-    assert allowed_tp(bound(text, tree("qwen3-8b"), None)) == (1, 2, 4)
+    assert allowed(text, tree("qwen3-8b")) == (1, 2, 4)
 
 
 def test_an_attribute_to_divide_must_divide():
     text = rules("model.layers.*.mlp: {style: input_with_grad_allreduce, shares: [config.num_hidden_layers]}")
     text += "  model.layers.*.mlp.{gate,up}_proj: colwise\n  model.layers.*.mlp.down_proj: rowwise\n"
-    (finding,) = checked(text, tree("qwen3-8b"), 8)
+    (finding,) = checked(text, tree("qwen3-8b"), tp=8)
     assert finding.message == "config.num_hidden_layers of model.layers.*.mlp is 36, which tp=8 does not divide"
     assert len(finding.modules) == 36
 
 
 def test_a_count_that_is_reported_with_its_split_is_not_reported_again():
-    assert [finding.code for finding in checked("phi3", tree("phi-3-mini-4k"), 3)] == ["SP301", "SP303"]
+    assert [finding.code for finding in checked("phi3", tree("phi-3-mini-4k"), tp=3)] == ["SP301", "SP303"]
 
 
 def test_an_attribute_must_be_there_and_a_number():
     text = rules("transformer.h.*.attn: {style: input_with_grad_allreduce, shares: [heads, config.n_heads]}")
     model = tree("gpt2-no-dropout")
-    assert messages(checked(text, model, None)) == [
+    assert messages(checked(text, model, tp=None)) == [
         "SP306: `shares` does not fit for transformer.h.*.attn: GPT2Attention has no number heads",
         "SP306: `shares` does not fit for transformer.h.*.attn: the configuration has no number n_heads",
     ]
@@ -201,23 +191,23 @@ def test_an_attribute_must_be_there_and_a_number():
 def test_a_nested_config_may_have_the_number():
     model = replace(tree("llama-3.1-8b"), numbers={"vision_config.depth": 3})
     text = rules("lm_head: {style: colwise_gather_output, shares: [config.depth]}")
-    assert messages(checked(text, model, 2)) == ["SP306: config.depth of lm_head is 3, which tp=2 does not divide"]
+    assert messages(checked(text, model, tp=2)) == ["SP306: config.depth of lm_head is 3, which tp=2 does not divide"]
     two = replace(model, numbers={"vision_config.depth": 3, "audio_config.depth": 5})
-    assert checked(text, two, 2) == ()
+    assert checked(text, two, tp=2) == ()
 
 
 @pytest.mark.parametrize("packed", ["5", "[hidden_size, 1]", "[hidden_size, hidden_size, unknown]"])
 def test_packed_parts_must_add_up(packed: str):
     text = rules(f"transformer.h.*.attn.c_attn: {{style: packed_colwise, packed: {packed}}}")
     text += "  transformer.h.*.attn.c_proj: rowwise\n"
-    assert {finding.code for finding in checked(text, tree("gpt2-no-dropout"), None)} == {"SP304"}
+    assert {finding.code for finding in checked(text, tree("gpt2-no-dropout"), tp=None)} == {"SP304"}
 
 
 def test_without_a_size_the_smallest_allowed_one_is_checked():
-    found = checked("llama", tree("smollm2-135m"), None)
+    found = checked("llama", tree("smollm2-135m"), tp=None)
     assert found == (), "9 heads, 3 key-value heads: tp 3"
     uneven = checked(
-        rules("model.embed_tokens: embedding_rowwise\nlm_head: colwise_gather_output"), odd_vocabulary(), None
+        rules("model.embed_tokens: embedding_rowwise\nlm_head: colwise_gather_output"), odd_vocabulary(), tp=None
     )
     assert [finding.code for finding in uneven] == ["SP320"]
     assert "tp=2" in uneven[0].message
@@ -239,7 +229,7 @@ def odd_vocabulary(rows: int = 50257) -> ModuleTree:
 
 def test_no_allowed_size_is_an_error_that_names_the_odd_one():
     model = llama_8b(layers=1, heads=31, kv_heads=1)
-    (finding,) = checked("llama", model, None)
+    (finding,) = checked("llama", model, tp=None)
     assert messages((finding,)) == [
         (
             "SP307: no tp size above 1 divides everything that this plan splits: num_attention_heads 31 "
@@ -247,33 +237,33 @@ def test_no_allowed_size_is_an_error_that_names_the_odd_one():
         )
     ]
     assert "leave" in finding.help or "split less" in finding.help
-    assert allowed_tp(bound("llama", model, None)) == (1,)
+    assert allowed("llama", model) == (1,)
 
 
 def test_one_key_value_head_limits_nothing():
-    assert allowed_tp(bound("llama", llama_8b(layers=1, kv_heads=1), None)) == (1, 2, 4, 8, 16, 32)
+    assert allowed("llama", llama_8b(layers=1, kv_heads=1)) == (1, 2, 4, 8, 16, 32)
 
 
 def test_a_size_of_1_is_always_right():
-    assert checked("llama", llama_8b(layers=1, kv_heads=1), 1) == ()
-    assert checked("gpt2", tree("gpt2"), 1) == ()
+    assert checked("llama", llama_8b(layers=1, kv_heads=1), tp=1) == ()
+    assert checked("gpt2", tree("gpt2"), tp=1) == ()
 
 
 def test_a_plan_that_splits_nothing_allows_1():
     text = rules("model.norm: replicate")
-    assert allowed_tp(bound(text, tree("llama-3.1-8b"), None)) == (1,)
-    assert checked(text, tree("llama-3.1-8b"), None) == ()
-    assert [finding.code for finding in checked(text, tree("llama-3.1-8b"), 2)] == ["SP309"]
+    assert allowed(text, tree("llama-3.1-8b")) == (1,)
+    assert checked(text, tree("llama-3.1-8b"), tp=None) == ()
+    assert [finding.code for finding in checked(text, tree("llama-3.1-8b"), tp=2)] == ["SP309"]
 
 
 def test_a_vocabulary_alone_sets_no_limit_but_its_rows():
     text = rules("model.embed_tokens: embedding_rowwise")
-    assert allowed_tp(bound(text, tree("llama-3.1-8b"), None)) == (1, 2, 4, 8, 16, 32, 64)
-    assert allowed_tp(bound(text, odd_vocabulary(rows=10), None)) == (1, 2, 4)
+    assert allowed(text, tree("llama-3.1-8b")) == (1, 2, 4, 8, 16, 32, 64)
+    assert allowed(text, odd_vocabulary(rows=10)) == (1, 2, 4)
 
 
 def test_an_uneven_vocabulary_is_a_warning_that_says_how_the_ranks_are_filled():
-    (finding,) = checked("gpt2", tree("gpt2-no-dropout"), 4)
+    (finding,) = checked("gpt2", tree("gpt2-no-dropout"), tp=4)
     assert (finding.code, finding.severity) == ("SP320", Severity.WARNING)
     assert finding.message == (
         "tp=4 does not divide a vocabulary of 50257 rows: the ranks get 12565, 12565, 12565 and 12562 rows"
@@ -282,7 +272,7 @@ def test_an_uneven_vocabulary_is_a_warning_that_says_how_the_ranks_are_filled():
 
 
 def test_a_vocabulary_that_leaves_a_rank_empty_is_an_error():
-    (finding,) = checked(rules("model.embed_tokens: embedding_rowwise"), odd_vocabulary(rows=9), 4)
+    (finding,) = checked(rules("model.embed_tokens: embedding_rowwise"), odd_vocabulary(rows=9), tp=4)
     assert (finding.code, finding.severity) == ("SP321", Severity.ERROR)
     assert finding.message == "a vocabulary of 9 rows leaves rank 3 of tp=4 without a row"
 
@@ -291,7 +281,7 @@ def test_a_small_head_is_no_vocabulary():
     b = Builder("LlamaForSequenceClassification")
     b.linear("score", 2, 4096)
     model = b.tree(("LlamaForSequenceClassification",), "llama", {"vocab_size": 128256})
-    (finding,) = checked(rules("score: colwise_gather_output"), model, 4)
+    (finding,) = checked(rules("score: colwise_gather_output"), model, tp=4)
     assert finding.code == "SP303"
 
 
@@ -299,7 +289,7 @@ def test_a_module_without_a_configuration_has_none_to_divide():
     model = tree("llama-3.1-8b")
     modules = {name: replace(module, config={}) for name, module in model.modules.items()}
     text = rules("model.layers.*.mlp.{gate,up}_proj: {style: colwise, shares: [config.num_attention_heads]}")
-    found = messages(checked(text, replace(model, modules=modules), 2))
+    found = messages(checked(text, replace(model, modules=modules), tp=2))
     assert "Linear, which has no configuration, has no number num_attention_heads" in found[0]
 
 

@@ -7,48 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardplan.compiler.bind import bind
-from shardplan.compiler.check import check
-from shardplan.core.diagnostics import Diagnostic, Severity
-from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, overlays_of
+from shardplan.core.diagnostics import Severity
 from shardplan.core.tree import ModuleTree, ParameterInfo
-from shardplan.language import parse_plan
-from tests.examples import plan, tree
-from tests.trees import Builder, attention, decoder, llama_8b
+from tests.examples import checked, codes, rules, tree
+from tests.trees import Builder, attention, decoder
 
-LLAMA = llama_8b(layers=2)
 TIED = decoder(
     family="Llama", model_type="llama", vocab=128, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, width=256,
     tied=True,
 )  # fmt: skip
-
-
-def rules(section: str, overlay: str = "") -> str:
-    def lines(text: str) -> str:
-        return "".join(f"  {line}\n" for line in text.strip().splitlines())
-
-    text = f'version: "1"\nname: mine\ntensor_parallel:\n{lines(section)}'
-    return text + (f"sequence_parallel:\n{lines(overlay)}" if overlay else "")
-
-
-def checked(
-    text: str | PlanFile,
-    model: ModuleTree = LLAMA,
-    *,
-    tp: int | None = 2,
-    sequence_parallel: bool = False,
-    seq_len: int | None = None,
-    **sizes: int,
-) -> tuple[Diagnostic, ...]:
-    file = plan(text) if isinstance(text, str) else text
-    resolved, found = bind(file, model, MeshSizes(tp=tp, **sizes), overlays_of(sequence_parallel))
-    assert found == ()
-    return check(resolved, seq_len=seq_len)
-
-
-def codes(found: tuple[Diagnostic, ...]) -> list[str]:
-    return [finding.code for finding in found]
 
 
 EXPERTS = "model.layers.*.mlp.experts.gate_up_proj: packed_colwise\nmodel.layers.*.mlp.experts.down_proj: rowwise\n"
@@ -200,7 +167,7 @@ def test_what_is_claimed_is_not_missed():
 
 
 def test_norms_routers_and_whole_blocks_are_not_missed():
-    assert checked(parse_plan("qwen3").plan, tree("qwen3-8b")) == ()
+    assert checked("qwen3", tree("qwen3-8b")) == ()
     assert checked(rules(MLP)) == (), "the attention is whole as a whole"
     assert checked(rules("model.layers.*.mlp.experts: moe_tp_experts\n" + EXPERTS), tree("mixtral-8x7b")) == ()
 
@@ -298,15 +265,15 @@ def test_a_sequence_that_nothing_splits_cannot_be_gathered():
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_overlays_of_built_in_plans_are_sound(name: str):
     model = tree({"llama": "llama-3.1-8b", "mixtral": "mixtral-8x7b"}[name])
-    assert checked(parse_plan(name).plan, model, tp=8, sequence_parallel=True, seq_len=8192, dp_shard=2) == ()
+    assert checked(name, model, tp=8, sequence_parallel=True, seq_len=8192, dp_shard=2) == ()
 
 
 def test_a_length_that_does_not_divide_is_refused_with_the_padded_one():
-    (finding,) = checked(parse_plan("llama").plan, tp=8, sequence_parallel=True, seq_len=4097)
+    (finding,) = checked("llama", tp=8, sequence_parallel=True, seq_len=4097)
     assert finding.code == "SP360"
     assert finding.message == "the sequence length is 4097, which tp=8 does not divide"
     assert finding.help == "pad the sequences to 4104 tokens"
-    assert checked(parse_plan("llama").plan, tp=8, seq_len=4097) == ()
+    assert checked("llama", tp=8, seq_len=4097) == ()
 
 
 def test_sequence_parallelism_needs_an_overlay():
