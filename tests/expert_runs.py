@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from small_models import whole
+from small_models import share_of, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -123,15 +123,6 @@ def planned(case: Case) -> tuple[nn.Module, DeviceMesh]:
     return model, mesh
 
 
-def data_rank_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which batch is this rank's, and how many there are."""
-    own, number = 0, 1
-    for name in ("dp_replicate", "dp_shard"):
-        if name in mesh.mesh_dim_names:
-            own, number = own * mesh[name].size() + mesh.get_local_rank(name), number * mesh[name].size()
-    return own, number
-
-
 def batch(*seed: int, tokens: tuple[int, int] = (2, 12)) -> torch.Tensor:
     return torch.randint(0, 96, tokens, generator=torch.Generator().manual_seed(hash(seed) % 2**31))
 
@@ -162,7 +153,7 @@ def plan_of(case: Case) -> Any:
 def equal_to_the_unsharded(cases: list[Case]) -> None:
     for case in cases:
         model, mesh = planned(case)
-        own, data_ranks = data_rank_of(mesh)
+        own, data_ranks = share_of(mesh)
         loss, logits = step(model, batch(own, tokens=case.tokens))
         gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 

@@ -21,6 +21,7 @@ from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.runtime.parallel.forward import wrap_forward
 from shardplan.runtime.parallel.tensor_moves import move
+from tests import small_models
 from tests.proofs import program_of
 
 WIDTH, TOKENS = 8, 16
@@ -149,8 +150,5 @@ def sharded(case: Case, seed: int = 0, mesh: DeviceMesh | None = None, ep: int |
 
 def share_of(mesh: PlanMesh) -> int:
     """Which batch is this rank's."""
-    index = 0
-    for axis in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP):
-        if axis in mesh.names:
-            index = index * mesh.mesh[mesh.names[axis]].size() + mesh.mesh.get_local_rank(mesh.names[axis])
-    return index
+    axes = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)
+    return small_models.share_of(mesh.mesh, [mesh.names[axis] for axis in axes if axis in mesh.names])[0]

@@ -16,6 +16,7 @@ from torch.nn import functional
 import shardplan
 from shardplan import full_parameters
 from shardplan.compiler.lower.program import Program
+from shardplan.core.mesh import MeshSizes
 from shardplan.optimizers import Muon
 from shardplan.proof.threads import on_threads
 from shardplan.runtime.apply.model_parts import parts_of
@@ -57,10 +58,7 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        ranks = 1
-        for axis, size in self.sizes.items():
-            ranks *= 1 if axis == "ep" else size
-        return ranks
+        return MeshSizes(**self.sizes).world_size
 
     @property
     def shares(self) -> int:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
-from small_models import LENGTH, VOCABULARY, small_model, whole
+from small_models import LENGTH, VOCABULARY, share_of, small_model, whole
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from training_runs import ADAMW, MAX_NORM
 
 import shardplan
+from shardplan.core.mesh import MeshSizes
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.proof.exact import in_precision_of
 
@@ -62,10 +63,7 @@ class Recipe:
 
     @property
     def ranks(self) -> int:
-        count = self.replicas
-        for axis in ("pp", "tp"):
-            count *= self.sizes.get(axis, 1)
-        return count
+        return MeshSizes(**self.sizes).world_size
 
     def build(self) -> nn.Module:
         model = small_model(self.model, tied=self.tied, dtype=self.dtype, **{"num_hidden_layers": 4, **self.settings})
@@ -110,11 +108,7 @@ def pipeline_of(recipe: Recipe) -> shardplan.Pipeline:
 
 def replica_of(pipeline: shardplan.Pipeline) -> int:
     """Which data-parallel share is this rank's."""
-    mesh, index = pipeline.layout.mesh.mesh, 0
-    for axis in ("dp_replicate", "dp_shard"):
-        if axis in mesh.mesh_dim_names:
-            index = index * mesh[axis].size() + mesh.get_local_rank(axis)
-    return index
+    return share_of(pipeline.layout.mesh.mesh)[0]
 
 
 def staged(recipe: Recipe) -> list[Step]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY, LENGTH = 132, 16
@@ -180,6 +182,15 @@ def batch(*seed: int, rows: int = 2, length: int = LENGTH) -> Tensor:
     """Token ids [rows, length], others for other seeds."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return torch.randint(10, VOCABULARY, (rows, length), generator=generator)
+
+
+def share_of(mesh: DeviceMesh, axes: Sequence[str] = ("dp_replicate", "dp_shard")) -> tuple[int, int]:
+    """Which share of the batch is this rank's, and how many there are: one for each rank of these axes."""
+    own, shares = 0, 1
+    for axis in axes:
+        if axis in (mesh.mesh_dim_names or ()):
+            own, shares = own * mesh[axis].size() + mesh.get_local_rank(axis), shares * mesh[axis].size()
+    return own, shares
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from math import prod
 from typing import Any
 
 import pytest
@@ -74,10 +75,7 @@ def run(sizes: dict[str, int]) -> list[tuple[dict[str, Tensor], dict[str, Tensor
     ids=str,
 )
 def test_parameters_and_gradients_are_those_of_the_unsharded_model(sizes):
-    count = 1
-    for size in sizes.values():
-        count *= size
-    for ranks in on_ranks(count, run, sizes):
+    for ranks in on_ranks(prod(sizes.values()), run, sizes):
         for name, (values, gradients) in zip(NAMES, ranks, strict=True):
             model = small_model(name, tied=name == "gpt2")
             ids = batch(3)

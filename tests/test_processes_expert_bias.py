@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from expert_runs import Case, batch, build, data_rank_of, of, planned
+from expert_runs import Case, batch, build, of, planned
 from processes import on_ranks
-from small_models import whole_state
+from small_models import share_of, whole_state
 from torch import Tensor, nn
 from training_runs import ADAMW
 
@@ -71,7 +71,7 @@ def trained(
 def balanced_as_the_unsharded(cases: list[Case]) -> None:
     for case in cases:
         model, mesh = planned(case)
-        own, data_ranks = data_rank_of(mesh)
+        own, data_ranks = share_of(mesh)
         heads = (
             "cp" in dict(case.mesh) and not case.over_cp
         )  # exchanged by derived rules: every variant has a rank's tokens

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from case_models import Experts
-from expert_runs import data_rank_of
 from processes import on_ranks
-from small_models import whole
+from small_models import share_of, whole
 from torch import Tensor, nn
 
 import shardplan
@@ -82,7 +81,7 @@ def equal(sizes: dict[str, int], exchange: str, sequence_parallel: bool) -> None
     mesh, sharded, reference = shardplan.build_mesh(**sizes), model(), model()
     given = shardplan.Model(sharded, inputs=inputs)
     shardplan.apply_plan(given, mesh, plan(exchange), sequence_parallel=sequence_parallel)
-    own, ranks = data_rank_of(mesh)
+    own, ranks = share_of(mesh)
     result, expected = step(sharded, own), [step(reference, number) for number in range(ranks)]
     assert relative_error(whole(result), expected[own]) <= TOLERANCE[torch.float32]
     for (name, p), (_, q) in zip(sharded.named_parameters(), reference.named_parameters(), strict=True):

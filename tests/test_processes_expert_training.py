@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from collective_counter import CollectiveCounter
-from expert_runs import Case, batch, build, data_rank_of, equal_to_the_unsharded, of, planned, step
+from expert_runs import Case, batch, build, equal_to_the_unsharded, of, planned, step
 from peft import LoraConfig, inject_adapter_in_model
 from processes import on_ranks
-from small_models import whole_state
+from small_models import share_of, whole_state
 from torch import Tensor, nn
 from training_runs import ADAMW
 
@@ -58,7 +58,7 @@ class Training:
 def trains_as_the_unsharded(runs: list[Training]) -> None:
     for run in runs:
         model, mesh = planned(run.case)
-        own, data_ranks = data_rank_of(mesh)
+        own, data_ranks = share_of(mesh)
 
         def loss_of(model: nn.Module, number: int, micro: int, data_rank: int) -> Tensor:
             ids = batch(number, micro, data_rank, tokens=run.case.tokens)
@@ -130,7 +130,7 @@ def exchanges(cases: list[Case]) -> list[tuple[int, int]]:
     found = []
     for case in cases:
         model, mesh = planned(case)
-        ids = batch(data_rank_of(mesh)[0])
+        ids = batch(share_of(mesh)[0])
         step(model, ids)
         with torch.no_grad():
             model(input_ids=ids)
@@ -191,7 +191,7 @@ def test_routes() -> None:
 
 def gradients_of(case: Case) -> dict[str, Tensor]:
     model, mesh = planned(case)
-    loss, _ = step(model, batch(data_rank_of(mesh)[0]))
+    loss, _ = step(model, batch(share_of(mesh)[0]))
     return {"loss": loss, **{name: p.grad.to_local() for name, p in model.named_parameters()}}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from expert_runs import Case, batch, build, data_rank_of, of, planned
+from expert_runs import Case, batch, build, of, planned
 from processes import on_ranks
 from safetensors.torch import load_file
-from small_models import whole_state
+from small_models import share_of, whole_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -166,7 +166,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def batches_of(mesh: DeviceMesh) -> list[int]:
     """This rank's of four."""
-    own, data_ranks = data_rank_of(mesh)
+    own, data_ranks = share_of(mesh)
     return list(range(own * 4 // data_ranks, (own + 1) * 4 // data_ranks))
 
 

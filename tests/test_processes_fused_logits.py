@@ -10,12 +10,11 @@ import pytest
 import torch
 from pipeline_runs import Recipe, compare
 from processes import on_ranks
-from small_models import batch, small_model, whole
+from small_models import batch, share_of, small_model, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
-from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -308,7 +307,7 @@ def own_ranks(sizes: dict[str, int]) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = shardplan.apply_plan(own_model(), mesh, OWN_PLAN, prove=False)
     for _ in range(2):  # gradients accumulate
-        model(*own_batch(share_of(mesh))).backward()
+        model(*own_batch(share_of(mesh)[0])).backward()
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
@@ -316,7 +315,7 @@ def trained(sizes: dict[str, int], loss: str) -> tuple[float, dict[str, Tensor]]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = small_model("qwen3", tied=True, dtype=torch.float64)
     model = shardplan.apply_plan(model, mesh, "auto", sequence_parallel=True, logits="fused", prove=False)
-    value = LOSSES[loss](model, batch(0, share_of(mesh)))
+    value = LOSSES[loss](model, batch(0, share_of(mesh)[0]))
     value.backward()
     return value.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
 

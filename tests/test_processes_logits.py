@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
-from small_models import batch, small_model, whole
+from small_models import batch, share_of, small_model, whole
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
-from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -270,10 +269,10 @@ def planned(sizes: dict[str, int]) -> tuple[float, int, dict[str, Tensor]]:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = small_model("qwen3", tied=True, dtype=torch.float64)
     shardplan.apply_plan(model, mesh, "auto", sequence_parallel=True, logits="sharded", prove=False)
-    ids = batch(0, share_of(mesh))
+    ids = batch(0, share_of(mesh)[0])
     loss = policy_loss(model, ids, old_logs(ids))
     loss.backward()
-    return loss.item(), share_of(mesh), {name: whole(p.grad) for name, p in model.named_parameters()}
+    return loss.item(), share_of(mesh)[0], {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "tp": 1}], ids=["tp 2", "tp 1"])

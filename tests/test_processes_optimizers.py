@@ -24,6 +24,7 @@ from optimizer_runs import (
     trained,
 )
 from processes import on_ranks
+from small_models import share_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -51,15 +52,6 @@ MESHES = {
     "pp": ({"pp": 2},),
 }
 SAMPLE = {("phi3", "tp-sp"), ("qwen3_moe", "ep"), ("llama", "pp")}
-
-
-def share_of(model) -> int:
-    mesh = (model.layout.mesh if isinstance(model, shardplan.Pipeline) else shardplan.applied(model).mesh).mesh
-    share = 0
-    for axis in ("dp_replicate", "dp_shard"):
-        if axis in (mesh.mesh_dim_names or ()):
-            share = share * mesh[axis].size() + mesh.get_local_rank(axis)
-    return share
 
 
 def given(runs: list[Run]):
@@ -94,14 +86,9 @@ def steps(runs: list[Run]) -> list[dict[str, float]]:
     found = []
     for run in runs:
         model = run.planned()
-        values = trained(
-            model,
-            muon(model, whole_matrix=newton_schulz),
-            run,
-            share_of(model),
-            run.shares,
-            isinstance(model, shardplan.Pipeline),
-        )
+        staged = isinstance(model, shardplan.Pipeline)
+        share, shares = share_of((model.layout.mesh if staged else shardplan.applied(model).mesh).mesh)
+        values = trained(model, muon(model, whole_matrix=newton_schulz), run, share, shares, staged)
         before, expected = unsharded(run)
         found.append(apart(values, expected, before))
     return found

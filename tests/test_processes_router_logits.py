@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from collective_counter import CollectiveCounter
-from expert_runs import EXPERTS, OWN, Case, batch, build, data_rank_of, of, plan_of, planned
+from expert_runs import EXPERTS, OWN, Case, batch, build, of, plan_of, planned
 from processes import on_ranks
-from small_models import whole
+from small_models import share_of, whole
 from torch import Tensor, nn
 
 import shardplan
@@ -87,7 +87,7 @@ def equal_with(case: Case, flags: tuple[Flag, ...]) -> None:
         read = read_by_hooks(model) if flag == "own hook" else []
         options = {"sequence_parallel": one.sequence_parallel, **dict(one.options)}
         shardplan.apply_plan(model, mesh, plan_of(one), **options, prove=False)
-        own, data_ranks = data_rank_of(mesh)
+        own, data_ranks = share_of(mesh)
         if flag == "off again":
             with torch.no_grad():
                 model(**calls(model, "argument", own))

@@ -9,12 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from processes import on_ranks
-from small_models import batch, small_model, whole
+from small_models import batch, share_of, small_model, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -60,7 +59,7 @@ class Recipe:
 
     def __init__(self, sizes: dict[str, int], reshard: bool | int | str):
         self.mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.share = share_of(self.mesh)
+        self.share = share_of(self.mesh)[0]
         self.model = shardplan.apply_plan(
             small_model("llama", dtype=torch.float64), self.mesh, "auto", sequence_parallel=True, logits="sharded",
             data_parallel={"reshard_after_forward": reshard}, prove=False,

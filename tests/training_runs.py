@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from processes import on_ranks
-from small_models import batch, small_model, whole, whole_state
+from small_models import batch, share_of, small_model, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -22,7 +23,7 @@ STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.5
 # With an `eps` like the clipped gradients, a step depends on their size; with a tiny one, AdamW would hide a gradient
 # that is twice too large, and show rounding of one that is almost zero.
 ADAMW = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
-TP_NAMES = ("tp", "tensor_parallel", "rows")  # the ranks of all other axes get batches of their own
+TP_NAMES = ("tp", "tensor_parallel", "rows")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Recipe:
     plan: Any = "auto"
     under: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    @property
+    def apart(self) -> list[str]:
+        """The axes whose ranks get batches of their own."""
+        return [axis for axis in self.sizes if axis not in TP_NAMES]
+
     def build(self) -> nn.Module:
         model = small_model(self.model, tied=self.tied, dtype=torch.float64, **self.settings)
         if self.change is not None:
@@ -68,15 +74,6 @@ class Run:
     norms: list[float]
     parameters: list[dict[str, Tensor]]
     share: int = 0  # which data-parallel share this rank trained on
-
-
-def share_of(mesh: Any) -> int:
-    """Which part of the combined batch is this rank's."""
-    index = 0
-    for axis in mesh.mesh_dim_names:
-        if axis not in TP_NAMES:
-            index = index * mesh[axis].size() + mesh.get_local_rank(axis)
-    return index
 
 
 def train(recipe: Recipe, model: nn.Module, called: nn.Module, parts_of: Callable[[int, int], list[Tensor]]) -> Run:
@@ -114,7 +111,7 @@ def _sharded(recipe: Recipe) -> Run:
     called = shardplan.apply_plan(
         model, mesh, recipe.plan, sequence_parallel=recipe.sequence_parallel, **recipe.options, prove=False
     )
-    share = share_of(mesh)
+    share, _ = share_of(mesh, recipe.apart)
     run = train(recipe, model, called, lambda step, micro: [batch(step, micro, share)])
     return Run(run.losses, run.norms, run.parameters, share)
 
@@ -130,10 +127,7 @@ def unsharded(recipe: Recipe, shares: int) -> Run:
 
 def compare(recipe: Recipe, seconds: float = 120.0) -> None:
     """Run both; everything must be equal on every rank."""
-    ranks = shares = 1
-    for axis, size in recipe.sizes.items():
-        ranks *= size
-        shares *= 1 if axis in TP_NAMES else size
+    ranks, shares = prod(recipe.sizes.values()), prod(recipe.sizes[axis] for axis in recipe.apart)
     runs = on_ranks(ranks, sharded, recipe, seconds=seconds)
     expected = unsharded(recipe, shares)
     assert min(expected.norms) > 1.2 * MAX_NORM, "clipping must bite"

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardplan
 from tests.processes import RanksFailed, on_ranks
+from tests.small_models import share_of, whole
 
 from .adversary import Adversary
 from .anyway import NotAppliedError, apply_anyway
-from .runs import Sharded, Unsharded, data_rank_of, parameters, parts_of, whole
+from .runs import Sharded, Unsharded, parameters, parts_of
 
 Truth = Literal["right", "wrong", "raised", "crashed", "not applied"]
 FLOAT32, FLOAT64, EXACT = (
@@ -106,7 +107,7 @@ def _errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dic
     """Of this rank: the error of every output, loss, gradient, buffer and parameter, the largest of all steps; and the names of
     the parameters and buffers that it does not have."""
     mesh = shardplan.build_mesh(**{"tp": 1, "dp_shard": 1, **adversary.mesh})
-    own, shares = data_rank_of(mesh)
+    own, shares = share_of(mesh)
     copies = [adversary.model(dtype) for _ in range(shares)]
     model = adversary.model(dtype)
     sharded = _applied(adversary, model, mesh, anyway)

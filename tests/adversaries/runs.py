@@ -14,19 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import shardplan
+from tests.small_models import whole
 
 from .adversary import Adversary, tensors
 
 Seen = dict[str, Tensor]
 IGNORED = -100
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A DTensor as the whole tensor; a plain one as it is."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -38,15 +33,6 @@ def parts_of(model: nn.Module | shardplan.Pipeline) -> list[nn.Module]:
     """The stages of this rank, or the model; inside of a data-parallel wrapper."""
     parts = model.parts if isinstance(model, shardplan.Pipeline) else [model]
     return [one.module if isinstance(one, nn.parallel.DistributedDataParallel) else one for one in parts]
-
-
-def data_rank_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which batch is this rank's, and how many there are."""
-    own, number = 0, 1
-    for name in ("dp_replicate", "dp_shard"):
-        if name in (mesh.mesh_dim_names or ()):
-            own, number = own * mesh[name].size() + mesh.get_local_rank(name), number * mesh[name].size()
-    return own, number
 
 
 class Unsharded:
