@@ -2,13 +2,8 @@
 
 # on: qwen3 pp=2 tp=2
 
-import torch
-
 from shardplan import clip_grad_norm_
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(pipeline, batches, optimizer):

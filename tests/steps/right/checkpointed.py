@@ -2,13 +2,8 @@
 
 # on: qwen3 plan=tests/steps/plans/checkpointed.yaml dp_shard=2 tp=2 sequence_parallel
 
-import torch
-
 from shardplan import clip_grad_norm_, micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

@@ -5,10 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardplan import applied, micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 @torch.no_grad()

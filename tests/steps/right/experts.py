@@ -2,13 +2,8 @@
 
 # on: qwen3_moe dp_shard=2 ep=2
 
-import torch
-
 from shardplan import clip_grad_norm_, micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

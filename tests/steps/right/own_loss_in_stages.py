@@ -2,20 +2,16 @@
 
 # on: qwen3 pp=2 tp=2
 
-import torch
 import torch.nn.functional as F
 
 from shardplan import clip_grad_norm_, micro_batches
+from tests.steps.usual import make as make
 
 
 def loss_fn(logits, labels):
     logits, labels = logits[:, :-1], labels[:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
     return loss + 1e-3 * (logits.logsumexp(-1) ** 2 * (labels != -100)).sum()
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
 
 
 def step(pipeline, batches, optimizer):

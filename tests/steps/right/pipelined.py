@@ -2,13 +2,8 @@
 
 # on: qwen3 pp=2 dp_shard=2
 
-import torch
-
 from shardplan import clip_grad_norm_, micro_batches
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(pipeline, batches, optimizer):

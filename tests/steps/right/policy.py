@@ -5,10 +5,7 @@ import torch.distributed as dist
 
 from shardplan import applied, clip_grad_norm_, micro_batches
 from shardplan.runtime.training import entropy, log_probabilities
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def mask_of(batch):

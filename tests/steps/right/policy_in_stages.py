@@ -7,16 +7,13 @@ import torch.distributed as dist
 
 from shardplan import applied, clip_grad_norm_, micro_batches
 from shardplan.runtime.training import log_probabilities
+from tests.steps.usual import make as make
 
 
 def loss_fn(logits, labels):
     ratio = (log_probabilities(logits, labels["ids"], shift=True) - labels["old"]).exp()
     gain = labels["advantages"][:, None]
     return -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) * labels["completion"]).sum()
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
 
 
 def step(pipeline, batches, optimizer):

@@ -4,10 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from shardplan import micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def counted(batch):

@@ -3,10 +3,10 @@
 # on: qwen3 pp=2 dp_shard=2
 # named: how its batch is cut
 
-import torch
 import torch.nn.functional as F
 
 from shardplan import clip_grad_norm_, micro_batches
+from tests.steps.usual import make as make
 
 
 def loss_fn(logits, labels):
@@ -14,10 +14,6 @@ def loss_fn(logits, labels):
     reward = labels["reward"]
     advantage = (reward - reward.mean()) / (reward.std(correction=0) + 1e-4)
     return -(logs.view(len(reward), -1) * labels["counts"] * advantage[:, None]).sum()
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
 
 
 def step(pipeline, batches, optimizer):

@@ -3,14 +3,10 @@
 # on: qwen3_moe dp_shard=2 tp=2
 # named: gradient
 
-import torch
 import torch.distributed as dist
 
 from shardplan import micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

@@ -2,13 +2,8 @@
 
 # named: right after backward, and .* off at the optimizer's step \(16 of 25
 
-import torch
-
 from shardplan import micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def local(tensor):

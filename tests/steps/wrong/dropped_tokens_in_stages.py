@@ -7,15 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from shardplan import clip_grad_norm_, micro_batches
+from tests.steps.usual import make as make
 
 
 def loss_fn(logits, labels):
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
     return (losses * (torch.rand(losses.shape) < 0.5)).sum()
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
 
 
 def step(pipeline, batches, optimizer):

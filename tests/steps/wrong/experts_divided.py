@@ -3,14 +3,10 @@
 # on: qwen3_moe dp_shard=2 ep=2
 # named: experts.gate_up_proj is right after backward, and at the optimizer's step 0.5.* times
 
-import torch
 import torch.distributed as dist
 
 from shardplan import clip_grad_norm_, micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

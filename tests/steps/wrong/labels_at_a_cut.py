@@ -3,14 +3,10 @@
 # on: qwen3 cp=2 tp=2
 # named: off after backward
 
-import torch
 import torch.nn.functional as F
 
 from shardplan import applied, context_parallel, micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

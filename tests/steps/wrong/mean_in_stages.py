@@ -3,18 +3,14 @@
 # on: qwen3 pp=2 dp_shard=2
 # named: how its batch is cut
 
-import torch
 import torch.nn.functional as F
 
 from shardplan import clip_grad_norm_, micro_batches
+from tests.steps.usual import make as make
 
 
 def loss_fn(logits, labels):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def make(pipeline):
-    return torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
 
 
 def step(pipeline, batches, optimizer):

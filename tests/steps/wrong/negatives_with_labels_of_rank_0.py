@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.nn.functional import all_gather
 
 from shardplan import micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

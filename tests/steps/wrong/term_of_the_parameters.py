@@ -2,13 +2,8 @@
 
 # named: got mixed torch.Tensor and DTensor
 
-import torch
-
 from shardplan import micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):

@@ -2,13 +2,8 @@
 
 # named: zeroed before the next
 
-import torch
-
 from shardplan import micro_batches
-
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+from tests.steps.usual import make as make
 
 
 def step(model, batches, optimizer):
