@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 32, 16
 
 
-class Stack(nn.Module):
-    """Returns its loss and its logits."""
+class Decoder(nn.Module):
+    """An embedding, blocks and a head; returns its logits."""
 
-    def __init__(self, block: type[nn.Module]) -> None:
+    def __init__(self, block: Callable[[], nn.Module], layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.layers = nn.ModuleList(block() for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        x = self.embed(tokens)
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(x)
+        return self.head(x)
+
+
+class Stack(Decoder):
+    """Returns its loss and its logits."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        logits = super().forward(tokens)
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
 
 

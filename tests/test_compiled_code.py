@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_models import Stack
 from processes import on_ranks
 from small_models import batch, small_model
 from test_processes_parts import assert_same_gradients
@@ -36,17 +37,6 @@ class Compiled(Block):
     forward = torch.compile(Block.forward, backend="aot_eager")
 
 
-class Own(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def features(seed: int) -> dict[str, Any]:
     return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
 
@@ -54,12 +44,12 @@ def features(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("block", [Block, Compiled])
 def test_a_plan_is_proven_and_derived(block: Callable[[], nn.Module]) -> None:
     plan = {"version": "1", "name": "own", "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
-    report = shardplan.validate(shardplan.Model(Own(block), inputs=features), plan, {"tp": 2})
+    report = shardplan.validate(shardplan.Model(Stack([block(), block()]), inputs=features), plan, {"tp": 2})
     assert report.proven, str(report)
     assert (
-        shardplan.init_plan(shardplan.Model(Own(block), inputs=features), tp=2).document["tensor_parallel"][
-            "layers.*.up"
-        ]
+        shardplan.init_plan(shardplan.Model(Stack([block(), block()]), inputs=features), tp=2).document[
+            "tensor_parallel"
+        ]["layers.*.up"]
         == "colwise"
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Stack
 from peft import LoraConfig, get_peft_model
 from processes import on_ranks
 from small_models import batch, meta_model, small_model, whole
@@ -593,15 +594,8 @@ class Split(Layer):
         return x + self.down(F.dropout(torch.relu(self.up(x)), self.dropout, self.training))
 
 
-class Net(nn.Module):
-    def __init__(self, layer: type[Layer], p: float = 0.1):
-        super().__init__()
-        self.layers = nn.ModuleList(layer(p) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def net(layer: type[nn.Module], p: float = 0.1) -> nn.Module:
+    return Stack([layer(p), layer(p)])
 
 
 def net_plan(**sections: Any) -> dict[str, Any]:
@@ -615,7 +609,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
 
 def codes(layer: type[Layer], p: float = 0.1, train: bool = True, **sections: Any) -> list[tuple[str, str]]:
     report = shardplan.validate(
-        shardplan.Model(Net(layer, p).train(train), inputs=inputs), net_plan(**sections), {"tp": 2}
+        shardplan.Model(net(layer, p).train(train), inputs=inputs), net_plan(**sections), {"tp": 2}
     )
     return [(one.code, one.message) for one in report.diagnostics if one.is_error]
 
@@ -640,7 +634,7 @@ def test_what_cannot_be_right_is_refused(layer: type[Layer], words: str, train: 
 
 def test_split_values_alone_are_right():
     assert codes(Split) == []
-    found = shardplan.compile_plan(shardplan.Model(Net(Split), inputs=inputs), {"tp": 2}, net_plan())
+    found = shardplan.compile_plan(shardplan.Model(net(Split), inputs=inputs), {"tp": 2}, net_plan())
     assert {name: one.draws for name, one in found.modules.items() if one.draws} == {
         "layers.0": "own",
         "layers.1": "own",
@@ -666,7 +660,7 @@ def test_a_probability_is_zero_where_it_is_drawn_by_and_itself_in_comparisons(p:
 )
 def test_code_may_ask_for_the_probability_first(layer: type[Layer], kinds: dict[str, str]):
     """In the reduced model nothing is dropped, and the code that drops elements runs."""
-    found = shardplan.compile_plan(shardplan.Model(Net(layer), inputs=inputs), {"tp": 2}, net_plan())
+    found = shardplan.compile_plan(shardplan.Model(net(layer), inputs=inputs), {"tp": 2}, net_plan())
     draws = {name: one.draws for name, one in found.modules.items() if one.draws}
     assert draws == {f"layers.{i}{inside}": kind for i in range(2) for inside, kind in kinds.items()}
 
@@ -690,14 +684,14 @@ def nested_plan(compiled: str) -> dict[str, Any]:
 @pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
 def test_a_compiled_module_drops_elements_of_one_kind_of_values(train: bool):
     """`from_pretrained` gives models in evaluation mode, and they train later."""
-    model = Net(Outer).train(train)
+    model = net(Outer).train(train)
     report = shardplan.validate(shardplan.Model(model, inputs=inputs), nested_plan("layers.*"), {"tp": 2})
     (finding,) = (one for one in report.diagnostics if one.is_error)
     assert finding.code == "SP370" and finding.message == (
         "the plan compiles layers.* as one, which drops elements of whole values and of split ones: layers.*.{inner,after}"
     )
-    assert shardplan.validate(shardplan.Model(Net(Outer), inputs=inputs), nested_plan("layers.*"), {"tp": 1}).ok
-    found = shardplan.compile_plan(shardplan.Model(Net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*.inner"))
+    assert shardplan.validate(shardplan.Model(net(Outer), inputs=inputs), nested_plan("layers.*"), {"tp": 1}).ok
+    found = shardplan.compile_plan(shardplan.Model(net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*.inner"))
     assert {name: one.draws for name, one in found.modules.items() if one.draws and name.startswith("layers.0")} == {
         "layers.0.inner": "own",
         "layers.0.after": "common",
@@ -716,7 +710,7 @@ def test_sections_that_arguments_switch_are_checked():
         shardplan.compile_plan(PLAIN.build(meta_model), {"tp": 2}, "auto", compile={})
     assert [one.code for one in raised.value.diagnostics if one.is_error] == ["SP370"]
     assert shardplan.compile_plan(
-        shardplan.Model(Net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*"), compile=False
+        shardplan.Model(net(Outer), inputs=inputs), {"tp": 2}, nested_plan("layers.*"), compile=False
     )
 
 
@@ -724,17 +718,17 @@ def test_findings_come_before_a_section_that_has_no_modules():
     rules = {"version": "1", "name": "net", "tensor_parallel": {"layers.*.upp": "colwise"}}
     with pytest.raises(PlanError, match="SP201"):
         shardplan.compile_plan(
-            shardplan.Model(Net(Split), inputs=inputs), {"tp": 2}, rules, activation_checkpointing={"mode": "full"}
+            shardplan.Model(net(Split), inputs=inputs), {"tp": 2}, rules, activation_checkpointing={"mode": "full"}
         )
     with pytest.raises(ValueError, match="names no modules"):
         shardplan.compile_plan(
-            shardplan.Model(Net(Split), inputs=inputs), {"tp": 2}, net_plan(), activation_checkpointing={"mode": "full"}
+            shardplan.Model(net(Split), inputs=inputs), {"tp": 2}, net_plan(), activation_checkpointing={"mode": "full"}
         )
 
 
 def test_a_plan_that_is_not_proven_has_no_dropout():
     with pytest.raises(PlanError) as raised:
-        shardplan.compile_plan(Net(Split), {"tp": 2}, net_plan(), allow_unproven=True)
+        shardplan.compile_plan(net(Split), {"tp": 2}, net_plan(), allow_unproven=True)
     assert "SP370" in [one.code for one in raised.value.diagnostics]
 
 

@@ -22,10 +22,10 @@ from torch.nn.utils import parametrizations, weight_norm
 import shardplan
 from shardplan.model.rebinding import HeldParameter, NotBound, copied
 from shardplan.proof.compare import relative_error
+from tests.own_models import WIDTH, Decoder
 from tests.proofs import assert_equal
 from tests.test_live import real_rows, squared
 
-WIDTH = 16
 PLAN = {
     "version": "1",
     "name": "held",
@@ -52,19 +52,10 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class Model(nn.Module):
+class Model(Decoder):
     def __init__(self, mixer: Callable[[], nn.Module]):
-        super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(32, WIDTH)
-        self.layers = nn.ModuleList(Layer(mixer()) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__(lambda: Layer(mixer()))
 
 
 class Recurrent(nn.Module):

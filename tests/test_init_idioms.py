@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Stack
 from einops.layers.torch import Rearrange
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -433,21 +434,9 @@ class Inner(nn.Module):
         return self.self_att(x, x, x)
 
 
-class Encoder(nn.Module):
-    """The first layer reads the model's own input, which has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Inner() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_the_first_layer_needs_no_gradient() -> None:
-    model = shardplan.Model(Encoder(), inputs=hidden)
+    """It reads the model's own input, which has none."""
+    model = shardplan.Model(Stack([Inner(), Inner()]), inputs=hidden)
     made = shardplan.init_plan(model)
     assert made.document["tensor_parallel"]["layers.*.self_att.att.in_proj_weight"]["style"] == "packed_colwise"
     assert shardplan.verify(model, made.document, {"tp": 2}).ok

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardplan
 from shardplan.core.diagnostics import PlanError
+from tests.case_models import Stack
 from tests.derived_plans import against_overlay
 
 WIDTH, HEAD = 32, 8
@@ -254,19 +255,6 @@ def test_both_sequences_of_an_encoder_decoder_are_split() -> None:
     assert [one.code for one in report.errors] == ["SP405"]
 
 
-class Ending(nn.Module):
-    """A model of blocks alone."""
-
-    def __init__(self, block: type[nn.Module], *given: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block(*given) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Residual(nn.Module):
     """A block that ends in a sum."""
 
@@ -283,15 +271,20 @@ def hidden(seed: int) -> dict[str, Tensor]:
 
 
 def test_a_model_that_ends_in_its_blocks_has_no_place_to_gather() -> None:
-    against_overlay(Ending(Residual), hidden)
+    against_overlay(Stack([Residual(), Residual()]), hidden)
 
 
 def test_blocks_that_end_in_a_norm_gather_there() -> None:
-    made = shardplan.init_plan(shardplan.Model(Ending(Layer, False), inputs=hidden), sequence_parallel=True)
+    made = shardplan.init_plan(
+        shardplan.Model(Stack([Layer(False), Layer(False)]), inputs=hidden), sequence_parallel=True
+    )
     rules = made.document["sequence_parallel"]
     assert rules["layers.*"] == "split_seq_input"
     assert rules["layers.*.last_norm"] == {"style": "sequence_parallel", "output": "gather"}
     report = shardplan.validate(
-        shardplan.Model(Ending(Layer, False), inputs=hidden), made.document, {"tp": 4}, sequence_parallel=True
+        shardplan.Model(Stack([Layer(False), Layer(False)]), inputs=hidden),
+        made.document,
+        {"tp": 4},
+        sequence_parallel=True,
     )
     assert report.ok and report.proven, report

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from random import random as drawn
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import shardplan
 from shardplan.core.diagnostics import PlanError
+from tests.own_models import Decoder
 
 PLAN = {"version": "1", "name": "mine", "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
 Noise = Callable[[nn.Module, Tensor], Tensor]
@@ -32,19 +34,8 @@ class Block(nn.Module):
         return x + self.noise(self, self.down(torch.relu(self.up(x))))
 
 
-class Model(nn.Module):
-    """Two blocks between an embedding and a head."""
-
-    def __init__(self, noise: Noise) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.layers = nn.ModuleList(Block(noise) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def model(noise: Noise) -> nn.Module:
+    return Decoder(partial(Block, noise))
 
 
 ACTS: dict[str, Noise] = {
@@ -81,7 +72,7 @@ IDLE: dict[str, Noise] = {
 
 @pytest.mark.parametrize(("name", "training"), [*((name, True) for name in ACTS), ("dropout", False), ("sdpa", False)])
 def test_what_acts_is_refused_with_its_line(name: str, training: bool) -> None:
-    report = shardplan.validate(Model(ACTS[name]).train(training), PLAN, {"tp": 2})
+    report = shardplan.validate(model(ACTS[name]).train(training), PLAN, {"tp": 2})
     assert [d.code for d in report.diagnostics] == ["SP371"]
     found = report.diagnostics[0]
     assert found.modules == ("layers.0", "layers.1")
@@ -91,7 +82,7 @@ def test_what_acts_is_refused_with_its_line(name: str, training: bool) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_generators_are_seen_at_their_module(name: str) -> None:
     before = random.getstate()
-    report = shardplan.validate(Model(OTHERS[name]), PLAN, {"tp": 2})
+    report = shardplan.validate(model(OTHERS[name]), PLAN, {"tp": 2})
     assert [d.code for d in report.diagnostics] == ["SP371"]
     assert report.diagnostics[0].modules == ("layers.0", "layers.1")
     assert (random.getstate() == before) == ("numpy" in name)  # the recorded run is the model's own
@@ -99,7 +90,7 @@ def test_other_generators_are_seen_at_their_module(name: str) -> None:
 
 @pytest.mark.parametrize("name", IDLE)
 def test_what_changes_nothing_is_not(name: str) -> None:
-    assert shardplan.validate(Model(IDLE[name]), PLAN, {"tp": 2}).diagnostics == ()
+    assert shardplan.validate(model(IDLE[name]), PLAN, {"tp": 2}).diagnostics == ()
 
 
 def test_the_one_that_acts_is_named_among_those_that_do_not() -> None:
@@ -107,17 +98,17 @@ def test_the_one_that_acts_is_named_among_those_that_do_not() -> None:
         idle = torch.rand([]) < 0.0
         return 0 * y if idle else F.dropout(y, 0.5, module.training)
 
-    found = shardplan.validate(Model(noise), PLAN, {"tp": 2}).diagnostics[0]
+    found = shardplan.validate(model(noise), PLAN, {"tp": 2}).diagnostics[0]
     assert len(found.notes) == 1 and "F.dropout" in found.notes[0]
 
 
 def test_without_tp_nothing_is_said() -> None:
-    assert shardplan.validate(Model(ACTS["dropout"]), PLAN, {"tp": 1}).diagnostics == ()
+    assert shardplan.validate(model(ACTS["dropout"]), PLAN, {"tp": 1}).diagnostics == ()
 
 
 def test_init_says_so_too() -> None:
     with pytest.raises(PlanError) as raised:
-        shardplan.init_plan(Model(ACTS["randn_like"]))
+        shardplan.init_plan(model(ACTS["randn_like"]))
     assert [d.code for d in raised.value.diagnostics] == ["SP371"]
 
 

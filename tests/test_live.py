@@ -26,6 +26,7 @@ from shardplan.model.reduced.outcome import loss_of
 from shardplan.model.reduced.reduced_model import make_reduced_model, unreached
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import read_mesh
+from tests.own_models import Decoder
 from tests.proofs import assert_equal, collect, compare_results, fake_mesh, ranked, step, unsharded
 from tests.simulation import simulated_mesh
 from tests.small_models import small_model
@@ -405,19 +406,10 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Own(nn.Module):
+class Own(Decoder):
     def __init__(self, block=Block, layers=2):
-        super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(block() for _ in range(layers))
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__(block, layers)
 
 
 OWN = {

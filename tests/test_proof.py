@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from case_models import Block, Stack
 from processes import on_ranks
 from proofs import fake_mesh, reduced_model
 from torch import Tensor, nn
@@ -28,26 +29,11 @@ UNREDUCED = {**PLAN, "tensor_parallel": {**PLAN["tensor_parallel"], "box.up": "c
 BOX = {**PLAN, "tensor_parallel": {**PLAN["tensor_parallel"], "box.up": "colwise", "box.down": "rowwise"}}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
+class Model(Stack):
     """Two blocks, and what a test adds to them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__([Block(), Block()])
 
 
 def features(seed: int) -> dict[str, Tensor]:
