@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -32,11 +32,6 @@ class Entry:
     tensors: int = 0
     accumulates: bool = True
     back: str = NOT_TRIED
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """As the machine-readable table has it."""
-        return asdict(self)
 
     @property
     def right(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -38,10 +38,6 @@ class Outcome:
     verdict: Verdict
     variants: tuple[str, ...] = ()
     about: str = ""
-
-    @property
-    def data(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def key(self) -> str:

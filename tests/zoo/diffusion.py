@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-from argparse import ArgumentParser
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 
 from shardplan import Model, coverage, validate  # noqa: E402
-from tests.diffusion_models import DIFFUSION, Diffusion  # noqa: E402
-from tests.sampling import add_share, share_of  # noqa: E402
+from tests.diffusion_models import DIFFUSION  # noqa: E402
+from tests.sampling import share_of  # noqa: E402
 
-from .judged_with import is_current, key, releases  # noqa: E402
+from .judged_with import releases  # noqa: E402
+from .table import arguments, fill, read  # noqa: E402
 
 SIZES = (2, 4)
 VARIANTS = {"tp": "tensor_parallel", "sp": "sequence_parallel"}
@@ -54,17 +52,18 @@ class Row:
     """
 
     name: str
-    plan: str
-    verdicts: dict[str, str]
-    compared: int
-    split: float
+    plan: str | None = None
+    verdicts: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+    split: float = 0.0
     whole: dict[str, float] = field(default_factory=dict)
     judged: dict[str, str] = field(default_factory=dict, compare=False)
 
 
-def row(one: Diffusion) -> Row:
+def row(before: Row) -> Row:
     """Find out about a class."""
-    verdicts, compared = {}, 0
+    torch.set_num_threads(1)
+    one, verdicts, compared = DIFFUSION[before.name], {}, 0
     for tp in SIZES:
         report = validate(Model(one.build(), inputs=one.make), "auto", {"tp": tp}, derive=False)
         proofs = {proof.variant: proof for proof in report.proof.variants} if report.proof is not None else {}
@@ -86,52 +85,31 @@ def row(one: Diffusion) -> Row:
         compared=compared,
         split=round(found.split, 3),
         whole={part: round(share, 3) for part, share in found.whole.items() if share >= 0.01},
-        judged={"verdicts": key(found.plan)},
     )
 
 
-def page(found: Mapping[str, Row]) -> str:
+def page(found: Sequence[Row]) -> str:
     """The table as Markdown."""
     lines = []
-    for one in found.values():
+    for one in found:
         said = " | ".join(one.verdicts[column].replace("|", "\\|") for column in COLUMNS)
         plan = f"[{one.plan}](../plans/{one.plan}.yaml)"
         lines.append(f"| {one.name} | {plan} | {said} | {one.compared} | {one.split:.1%} |")
     lines += ["", "## What stays whole", ""]
     lines += [
         f"- {one.name}: {', '.join(f'`{part}` {share:.1%}' for part, share in one.whole.items())}"
-        for one in found.values()
+        for one in found
         if one.whole
     ]
-    return HEAD.format(judged=releases(found.values(), {"verdicts": "Judged"})) + "\n".join(lines) + "\n"
-
-
-def read(file: Path) -> dict[str, Row]:
-    """The rows of a table; none where there is no file."""
-    data = file.with_suffix(".json")
-    return {one["name"]: Row(**one) for one in json.loads(data.read_text("utf-8"))} if data.exists() else {}
+    return HEAD.format(judged=releases(found, {"verdicts": "Judged"})) + "\n".join(lines) + "\n"
 
 
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="python -m tests.zoo.diffusion")
-    parser.add_argument("classes", nargs="*", help="classes (all)")
-    add_share(parser)
-    parser.add_argument("--table", type=Path, help="write the page to this file, and its data next to it as JSON")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    known = read(args.table) if args.table is not None else {}
-    wanted = args.classes or share_of(DIFFUSION, args)
-    for name in wanted:
-        if not args.classes and name in known and is_current(known[name], "verdicts"):
-            continue
-        known[name] = row(DIFFUSION[name])
-        print(known[name], file=sys.stderr, flush=True)
-        if args.table is not None:
-            rows = {name: known[name] for name in DIFFUSION if name in known}
-            args.table.write_text(page(rows), "utf-8")
-            data = ",\n".join(json.dumps(asdict(one)) for one in rows.values())
-            args.table.with_suffix(".json").write_text(f"[\n{data}\n]\n", "utf-8")
-    return int(any(text not in ("right", "none") for one in known.values() for text in one.verdicts.values()))
+    args = arguments("python -m tests.zoo.diffusion").parse_args(argv)
+    known = read(args.table, Row)
+    rows = [known.get(name, Row(name)) for name in args.types or share_of(DIFFUSION, args)]
+    found, same = fill(rows, row, page, lambda one: one, "verdicts", **vars(args))
+    return int(not same or any(text not in ("right", "none") for one in found for text in one.verdicts.values()))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -103,11 +102,6 @@ class Entry:
     unseen: str = ""
     unlearned: list[str] = field(default_factory=list)
     judged: dict[str, str] = field(default_factory=dict, compare=False)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """As the machine-readable table has it."""
-        return asdict(self)
 
     def has(self, variant: str) -> bool:
         """Whether the plan is right at a size of the variant ("tp" or "sp"), and wrong at none."""

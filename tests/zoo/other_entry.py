@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -51,11 +51,6 @@ class OtherEntry:
     reason: str = ""
     no_overlay: str = ""
     judged: dict[str, str] = field(default_factory=dict, compare=False)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """As the machine-readable table has it."""
-        return asdict(self)
 
     @property
     def is_right(self) -> bool:

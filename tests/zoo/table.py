@@ -8,10 +8,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tests.sampling import add_share
 
@@ -19,17 +19,8 @@ from .entry import Entry
 from .judged_with import is_current, key
 from .workers import SECONDS, each
 
-Page = Callable[[Sequence[Entry]], str]
-
-
-class Row(Protocol):
-    """What a table has."""
-
-    @property
-    def data(self) -> dict[str, Any]: ...
-
-
-E = TypeVar("E", bound=Row)
+E = TypeVar("E")
+Page = Callable[[Sequence[E]], str]
 
 
 def arguments(program: str) -> argparse.ArgumentParser:
@@ -44,13 +35,13 @@ def arguments(program: str) -> argparse.ArgumentParser:
 
 
 def fill(
-    before: Iterable[Entry],
-    make: Callable[[Entry], Entry],
-    page: Page,
-    said: Callable[[Entry], Any],
+    before: Iterable[E],
+    make: Callable[[E], E],
+    page: Page[E],
+    said: Callable[[E], Any],
     part: str,
     **given: Any,
-) -> tuple[list[Entry], bool]:
+) -> tuple[list[E], bool]:
     """Find out about the types of some entries, several at a time; other rows of the table stay. Those that were judged with what there is
     now are left out unless they are named, so a run that was ended goes on where it was.
 
@@ -76,7 +67,7 @@ def fill(
     lost, other = [], []
     results = each(partial(_judged, make, part), wanted, given["jobs"], given["seconds"])
     for count, (row, one, seconds) in enumerate(results, 1):
-        if not isinstance(one, Entry):
+        if isinstance(one, str):
             lost.append(row.name)
             print(f"{row.name} {one}", file=sys.stderr, flush=True)
             continue
@@ -86,7 +77,7 @@ def fill(
         progress = f"[{part} {count}/{len(wanted)}, {seconds:.0f} s of processor time; about {minutes / count * (len(wanted) - count):.0f} minutes left]"
         print(progress, one.name, said(one), file=sys.stderr, flush=True)
         if file is not None:
-            write(file, {**read(file), one.name: one}, page)
+            write(file, {**read(file, type(one)), one.name: one}, page)
     if file is None:
         print(page(sorted(found, key=lambda one: one.name)))
     return found, told(part, lost, other)
@@ -100,7 +91,7 @@ def told(part: str, lost: Sequence[str], other: Sequence[str]) -> bool:
     return not lost and not other
 
 
-def _judged(make: Callable[[Entry], Entry], part: str, before: Entry) -> Entry:
+def _judged(make: Callable[[E], E], part: str, before: E) -> E:
     one = make(before)
     return replace(one, judged={**before.judged, part: key(one.plan)})
 
@@ -112,9 +103,9 @@ def read(file: Path | None, kind: type[E] = Entry) -> dict[str, E]:
     return {row["name"]: kind(**row) for row in json.loads(data.read_text("utf-8"))}
 
 
-def write(file: Path, found: Mapping[str, E], page: Callable[[Sequence[E]], str]) -> None:
+def write(file: Path, found: Mapping[str, E], page: Page[E]) -> None:
     """The page, and its data next to it."""
     entries = [found[name] for name in sorted(found)]
     file.write_text(page(entries), "utf-8")
-    rows = [json.dumps(e.data) for e in entries]
+    rows = [json.dumps(asdict(e)) for e in entries]
     file.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n", "utf-8")
