@@ -215,22 +215,6 @@ class FusedGate(nn.Module):
         return self.w3(F.silu(x[..., :half]) * x[..., half:])
 
 
-class ParallelBlock(nn.Module):
-    """Attention and MLP side by side, all that they read from one matrix, all that they give to one (ViT-22B)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.into, self.out = nn.Linear(WIDTH, 7 * WIDTH), nn.Linear(5 * WIDTH, WIDTH)
-        self.sizes = [4 * WIDTH, WIDTH, WIDTH, WIDTH]
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, q, k, v = self.into(self.norm(x)).split(self.sizes, -1)
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + self.out(torch.cat([attended, F.gelu(up)], -1))
-
-
 class GptJ(nn.Module):
     """Attention and MLP side by side, each with matrices of its own (GPT-J)."""
 

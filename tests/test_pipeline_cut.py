@@ -65,10 +65,6 @@ def staged(model: Any, plan: Any = PLAN, **section: Any) -> StagedPlan:
     return staged_plan(read.plan, ModelLayouts(found, 1))
 
 
-def codes(model: nn.Module, **section: Any) -> list[str]:
-    return [d.code for d in staged(model, **section).findings]
-
-
 def test_everything_outside_of_the_blocks_is_found():
     found = staged(Stack())
     assert found.ok and found.resolved is not None
