@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from processes import on_ranks
+from processes import on_ranks, raised
 from small_models import batch, small_model, whole_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -203,13 +203,7 @@ def refusals() -> dict[str, str]:
         damages[f"{name} turned"] = {**good, name: good[name].T}
         damages[f"{name} missing"] = {key: value for key, value in good.items() if key != name}
         damages[f"{name} no tensor"] = {**good, name: "weights"}
-    said = {}
-    for damage, state in damages.items():
-        try:
-            model.load_state_dict(state)
-            said[damage] = "nothing"
-        except RuntimeError as error:
-            said[damage] = str(error)
+    said = {damage: raised(model.load_state_dict, state) for damage, state in damages.items()}
     model.load_state_dict(good)
     same(whole_state(model), good)
     return said

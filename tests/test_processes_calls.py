@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks
+from processes import on_ranks, raised
 from small_models import batch, small_model, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -231,14 +231,7 @@ def feed_differently(how: str, steps: int = 2) -> list[str]:
     if how == "embeddings":
         inputs["inputs_embeds"] = torch.full((2, 16, 64), 1 + 1e-6 * (dist.get_rank() == 2))
         del inputs["input_ids"]
-    said = []
-    for _ in range(steps):
-        try:
-            model(**inputs, use_cache=False)
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
-    return said
+    return [raised(model, **inputs, use_cache=False) for _ in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -275,13 +268,9 @@ def feed_differently_later(wrong: int) -> list[str]:
     said = []
     for count in range(1, 7):
         ids = batch(2 if count == wrong and dist.get_rank() == 1 else 1)
-        try:
-            with torch.no_grad():
-                model(input_ids=batch(1 + dist.get_rank()), use_cache=False)
-            model(input_ids=ids, use_cache=False)
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
+        with torch.no_grad():
+            evaluated = raised(model, input_ids=batch(1 + dist.get_rank()), use_cache=False)
+        said.append(evaluated or raised(model, input_ids=ids, use_cache=False))
     return said
 
 
@@ -305,11 +294,7 @@ def with_other_weights(name: str | None) -> list[str]:
     for value in (right * 1.5, right * 1.5, right):
         with torch.no_grad():
             own.copy_(value)
-        try:
-            model(input_ids=batch(1), use_cache=False)
-            said.append("")
-        except RuntimeError as error:
-            said.append(str(error))
+        said.append(raised(model, input_ids=batch(1), use_cache=False))
     return said
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks
+from processes import on_ranks, raised
 from small_models import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,14 +50,6 @@ def difference(model: nn.Module, reference: nn.Module, batches: tuple[Batch, Bat
     for one in (model, reference):
         one.zero_grad()
     return worst
-
-
-def raised(call: Any) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def steps(units: list[str], sizes: tuple[int, ...], axes: tuple[str, ...]) -> list[str]:
