@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
-from sampling import sampled, share_of
+from sampling import sampled
 
 from shardplan.language import parse_plan
 from tests.soundness.edits import Document, edits, written_out
@@ -112,10 +111,3 @@ def test_a_module_that_nothing_reads_has_no_number_to_compare() -> None:
     edit = next(e for e in edits(document, sequence_parallel=True) if e.what == head)
     row = row_of("gemma3", model, True, edit, judge(model, parse(edit.document), sequence_parallel=True, help=False))
     assert (row.truth, row.verdict, row.disagrees) == ("unread", "layout", False)
-
-
-def test_a_share_is_drawn_by_its_seed() -> None:
-    one, again, other = (share_of(range(95), Namespace(share=10, seed=seed)) for seed in (7, 7, 8))
-    assert one == again == sorted(one) != other
-    assert len(one) == len(other) == 10
-    assert share_of("abc", Namespace(share=1, seed=0)) == ["a", "b", "c"]
