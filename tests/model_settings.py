@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from shardplan.model import find_any, find_model
 from shardplan.model.config_numbers import text_config
+from shardplan.model.found import MAPPINGS as AUTOMATIC
 from shardplan.model.found import FoundModel
 
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -45,6 +47,13 @@ HALF = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 GLM = {"text_config": {"rope_parameters": HALF}}
 HUNYUAN = {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 16, 16, 16]}}
 COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
+DEEPSEEK_OCR = {
+    "mlp_layer_types": ["dense", *["sparse"] * 31],
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+}
+DIFFUSION_GEMMA = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 1024}
+THINKER = {"num_attention_heads": 32, "rope_parameters": ROPE}
 # Ids that a processor's tokenizer has, where a configuration leaves them out.
 PLACES = {"image_token_id": 7, "video_token_id": 8}
 BOOK = 8  # codes of an image, in place of thousands
@@ -79,11 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_ocr2": {
-        "text_config": {
-            "mlp_layer_types": ["dense", *["sparse"] * 31],
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1408,
-        },
+        "text_config": DEEPSEEK_OCR,
         "vision_config": {
             "encoder_config": {
                 "hidden_size": 896,
@@ -93,8 +98,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "deepseek_ocr2_text": DEEPSEEK_OCR,
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 1024}},
+    "diffusion_gemma": {"text_config": DIFFUSION_GEMMA},
+    "diffusion_gemma_text": DIFFUSION_GEMMA,
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "emu3": {
         "vq_config": {"codebook_size": BOOK},
@@ -150,7 +157,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "paligemma": {"text_config": GEMMA_2B, "projection_dim": 2304, "vision_config": SIGLIP},
     "qwen2_vl": QWEN_VL,
     "qwen2_5_vl": QWEN_VL | {"vision_config": {"hidden_size": 1280, "out_hidden_size": 3584}},
-    "qwen3_omni_moe_thinker": {"text_config": {"num_attention_heads": 32, "rope_parameters": ROPE}},
+    "qwen3_omni_moe_text": THINKER,
+    "qwen3_omni_moe_thinker": {"text_config": THINKER},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
     "reformer": {
@@ -205,12 +213,13 @@ def find(name: str) -> FoundModel:
     """The model of a type, or of a class that is no causal language model, from its default configuration or the nearest that can be built.
     After an @ comes the side of its pictures in pixels, if it is not the default: `ViTModel@240`."""
     name, _, side = name.partition("@")
-    if name not in {*SETTINGS, *IMAGE_TEXT, *IMAGE_TEXT.values(), *CLASSES}:
+    part_class = _class_of_part(name)
+    if part_class is None and name not in {*SETTINGS, *IMAGE_TEXT, *IMAGE_TEXT.values(), *CLASSES}:
         return find_model(name)
     model_type = IMAGE_TEXT.get(name) or CLASSES.get(name, name)
     config = AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
-    if name in IMAGE_TEXT or name in CLASSES:
-        config.architectures = [name]
+    if part_class is not None or name in IMAGE_TEXT or name in CLASSES:
+        config.architectures = [part_class or name]
     for part in (config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))):
         for field, value in UNDRAWN.items():
             if hasattr(part, field):
@@ -223,6 +232,16 @@ def find(name: str) -> FoundModel:
     ):  # some defaults hand on features that the default text model cannot take
         vision.out_hidden_size = text.hidden_size
     return find_any(config)
+
+
+def _class_of_part(model_type: str) -> str | None:
+    """The class of a type that no automatic class of transformers is for, such as another model's text part: the last in its file, as classes
+    with a head come last."""
+    if model_type not in CONFIG_MAPPING or any((of := CONFIG_MAPPING[model_type]) in mapping for mapping in AUTOMATIC):
+        return None
+    module = import_module(of.__module__.replace("configuration_", "modeling_"))
+    classes = [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    return next((cls.__name__ for cls in reversed(classes) if cls.config_class is of), None)
 
 
 def _as(before: Any, value: Any) -> Any:

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardplan import validate
 from shardplan.torchlib.private_attributes import SEEN
+from tests.model_settings import find
 from tests.versions.__main__ import _without
 from tests.versions.environment import ROOT, Pair, constraints, unmet
 from tests.versions.passed import RIGHT, Passed, digest
@@ -160,3 +162,21 @@ def test_types_are_judged_with_experts_that_a_router_chooses_from(monkeypatch):
 
     monkeypatch.setattr(types, "validate", validate)
     assert types.judged("hunyuan_v1_moe") == (True, RIGHT) and seen[0].num_experts > seen[0].moe_topk > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "architectures"),
+    [
+        ("emu3_text_model", ["Emu3ForCausalLM"]),
+        ("qwen3_omni_moe_text", ["Qwen3OmniMoeThinkerTextModel"]),
+        ("llama", None),
+    ],
+)
+def test_a_type_that_no_automatic_class_is_for_is_found_by_its_own_class(name, architectures):
+    assert find(name).config.architectures == architectures
+
+
+def test_cross_attention_without_a_picture_is_proven():
+    """The factors of Llama 3.2's cross-attention are read by each rank for its part of the sequence."""
+    report = validate(find("mllama_text_model").config, "mllama", {"tp": 2})
+    assert report.ok and report.proven
