@@ -149,6 +149,11 @@ def test_layers_that_differ_in_heads():
     assert reduced_model.config.num_attention_heads_per_layer == [8, 12, 8]
 
 
+def test_a_model_reads_no_more_books_than_its_codec_has():
+    config = make_reduced_model(find_model("moshi"), tp=2).config
+    assert config.num_codebooks == config.audio_encoder_config.num_quantizers == 4
+
+
 def test_windows_matter():
     reduced_model = make_reduced_model(found("mistral-7b"), tp=2)
     assert reduced_model.config.sliding_window < reduced_model.seq_len // 2
