@@ -14,7 +14,7 @@ from torch import nn
 from shardplan.compiler.layout import LayoutReport, ModelLayouts, RecordedModel, check_layout
 from shardplan.compiler.layout.layout_check import Search
 from shardplan.compiler.layout.solver.block_rules import BlockRules
-from shardplan.compiler.layout.token_by_token import token_findings
+from shardplan.compiler.layout.whole_experts import token_findings
 from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.variants import any_error, bind_variants, check_variants, wanted_variants

@@ -17,18 +17,17 @@ from shardplan.core.module_program import Draws
 from shardplan.core.plan import Assignment, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.sum_outputs import SummedOutputs
-from shardplan.core.tree import ModuleTree, ancestors, full_name
+from shardplan.core.tree import ModuleTree, ancestors, block, element, full_name
 from shardplan.styles.boundary import returns_tokens
 
 from .code_advice import advice
-from .cross_module_reads import joined_reads
+from .cross_module_reads import joined_reads, read_in_any
 from .drawing_operands import DrawingOperand
 from .edits import edits_of
 from .finding import Finding
 from .layout_diagnostics import diagnostic
 from .mergeable_sums import SharedSum
 from .outside_reads import outside_repairs
-from .read_results import read_in_any
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, moved_inputs, repairs
 from .run import Proof, RecordedModel, prove
@@ -379,3 +378,35 @@ def _with_parameters(plan: ResolvedPlan, names: Sequence[str]) -> list[str]:
     tree = plan.tree
     modules = [tree.modules[name] for name in names if name in tree.modules]
     return [*names, *(full_name(module.name, p.name) for module in modules for p in module.parameters)]
+
+
+# The layouts on the axis cp: only its own rules apply, and they are typed like those of tp.
+def with_cp(report: LayoutReport, rules: ResolvedPlan, recorded_models: Sequence[RecordedModel]) -> LayoutReport:
+    """A report of the rules for tp, with the findings of those for cp.
+
+    Args:
+        rules: `ResolvedPlan.on_cp`, bound to the reduced model.
+    """
+    found = check_layout(rules, recorded_models, help=False)
+    about = tuple(_with_help(rules, one) for one in found.diagnostics)
+    return replace(
+        report,
+        diagnostics=(*report.diagnostics, *about),
+        repairs=(*report.repairs, *(None for _ in about)),
+        secondary=(*report.secondary, *found.secondary),
+        read_results=found.read_results,
+        on_cp=found,
+        cross_module_reads=report.cross_module_reads
+        or found.cross_module_reads,  # those of the model, whatever the axis
+    )
+
+
+def _with_help(rules: ResolvedPlan, finding: Diagnostic) -> Diagnostic:
+    """The finding with the rule to write: a module that mixes tokens needs all of them."""
+    tree = rules.tree
+    for name in finding.modules:
+        around = block(name)
+        if element(around) and (part := name[len(around) + 1 :].partition(".")[0]):
+            mixer = tree.address(tree.pattern(f"{around}.{part}"))
+            return replace(finding, help=f"write `{mixer}: replicate_seq` under `context_parallel`")
+    return finding

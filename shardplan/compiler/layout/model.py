@@ -27,21 +27,18 @@ from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
-from .context_layouts import with_cp
-from .cross_module_reads import cross_module_reads_of
+from .cross_module_reads import cross_module_reads_of, read_results_of
 from .drawing_operands import OWN_CODE, DrawingOperand
 from .draws import WHOLE, Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
-from .expert_reads import outside_findings
-from .layout_check import LayoutReport, Search, bound_to, check_layout
+from .layout_check import LayoutReport, Search, bound_to, check_layout, with_cp
 from .layout_diagnostics import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
-from .read_results import read_results_of
 from .run import RecordedModel
 from .solver.block_rules import BlockRules
 from .split_lengths import misfit, split_lengths
-from .token_by_token import token_findings
 from .unsummed import acting, dropping
+from .whole_experts import outside_findings, token_findings
 
 STAGES = 3  # a first, a middle and a last one
 

@@ -22,7 +22,7 @@ from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import returns_tokens
 
-from .cross_module_reads import find_cross_module_reads
+from .cross_module_reads import find_cross_module_reads, find_read_results
 from .crossings import Crossings
 from .drawing_operands import DrawingOperand, drawing_operands, own_values
 from .dropout import is_noisy
@@ -32,7 +32,6 @@ from .operation_types import Operations
 from .other_choices import Choice, other_choices
 from .randomness import DrawnAlike, acting_sites
 from .rank_run import run_rank
-from .read_results import find_read_results
 from .reads import SharedRead, first_readers, same_arguments, shared_reads
 from .spread import SUM, Spread, same
 from .spreads import Spreads
