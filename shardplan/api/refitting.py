@@ -14,7 +14,7 @@ from shardplan.cost.step_options import modelled
 from shardplan.cost.traced_step import DTYPES
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.torchlib.gathering import without_advice
-from shardplan.weights.refit_cost import of_every_rank, refit_bytes
+from shardplan.weights.refit import of_every_rank, refit_bytes
 from shardplan.weights.slices_sent import busiest
 from shardplan.weights.whole_tensors import Described
 

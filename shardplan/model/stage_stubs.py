@@ -33,12 +33,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import BackwardHook
 
 from shardplan.core.stages import HandedOn, PipelineCut
 from shardplan.core.tree import ancestors, full_name, parent
 
 from .build_tree import kind_of
-from .stage_ends import HandedOut
 
 STUB = "_shardplan_stub"  # an attribute that marks a stub
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
@@ -345,3 +345,53 @@ def _position(output: Any, position: int) -> Tensor:
 def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     """Put a module in another's place, in lists and dicts of modules too."""
     model.get_submodule(parent(name))._modules[name.rpartition(".")[2]] = new
+
+
+BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+
+
+class HandedOut:
+    """Hooks of a module that run last. torch wraps a module's output for its full backward hooks after the forward hooks, so no hook sees
+    the wrapped output. Here, these hooks run the full backward hooks, which stay in the dicts of the handles that remove them.
+
+    The rest of the forward gets a view. The later stage runs this code too, so a hook that the code puts on a tensor acts only once.
+
+    Args:
+        seen: called with each output.
+    """
+
+    def __init__(self, name: str, module: nn.Module, seen: Callable[[Any], None]):
+        self.name, self.seen = name, seen
+        self.first, self.then = (vars(module)[kind] for kind in BACKWARD)
+        self.legacy = bool(self.then) and not module._is_full_backward_hook  # on the forward's own result
+        self.made: BackwardHook | None = None
+        if not self.legacy:
+            for kind in BACKWARD:
+                vars(module)[kind] = OrderedDict()
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not self.legacy and any(vars(module)[kind] for kind in BACKWARD):
+            raise RuntimeError(
+                f"{self.name} got a backward hook after apply_plan, and hands its output to another pipeline stage: register it before "
+                "apply_plan, which then runs it there"
+            )
+        self.made = None
+        if not self.legacy and (self.first or self.then):
+            self.made = BackwardHook(module, list(self.then.values()), list(self.first.values()))
+            args = self.made.setup_input_hook(args)
+        return args
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.made is not None:
+            output = self.made.setup_output_hook(output)
+        self.made = None
+        self.seen(output)
+        return output if self.legacy else _views(output)
+
+
+def _views(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.view_as(output)
+    return type(output)(map(_views, output)) if type(output) in (tuple, list) else output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import cast
 
 import torch
@@ -20,7 +21,8 @@ from .all_ranks import all_or_none
 from .checkpoint_names import original_classes, resolve
 from .lazy import Box, Lazy, expressions, in_slices, read
 from .ranges import boxes_of
-from .slices_sent import Round, amounts, busiest, elements, exchange, narrower, rounds_of, sent_by_pairs, unit_of
+from .slices_sent import Round, Unit, amounts, busiest, elements, exchange, narrower, rounds_of, sent_by_pairs, unit_of
+from .stored_parts import ranges_of
 from .whole_tensors import (
     Arrived,
     Described,
@@ -342,3 +344,35 @@ def _cut(place: Box, box: Box, most: int) -> Iterator[tuple[Box, Box]]:
     for first, last in ((0, half), (half, box[dim][1] - box[dim][0])):
         halves = [(*one[:dim], (one[dim][0] + first, one[dim][0] + last), *one[dim + 1 :]) for one in (place, box)]
         yield from _cut(halves[0], halves[1], most)
+
+
+# The bytes that a refit will send, computed from two models without memory.
+def of_every_rank(model: nn.Module, ranks: int) -> list[list[Described]]:
+    """What each rank of a job holds of a planned model on the meta device, computed from the plan on one rank."""
+    (part,) = stored_parts(model)
+    return [
+        [(e.names, tuple(e.tensor.shape), e.tensor.dtype, ranges_of(e, part.packed, rank)) for e in part.entries]
+        for rank in range(ranks)
+    ]
+
+
+def refit_bytes(
+    trainer: Sequence[Sequence[Described]], engine: Sequence[Sequence[Described]], first: int, dtype: torch.dtype
+) -> Mapping[tuple[int, int], int]:
+    """(source, destination) -> bytes of a refit between models of one class.
+
+    Args:
+        first: the rank in the job of the engine's first rank; the trainer's first is rank 0.
+        dtype: the engine's floating-point dtype.
+    """
+    wholes = merged(trainer)
+    number = numbers_of(wholes)
+    asked: dict[int, list[Unit]] = {}
+    for rank, rows in enumerate(engine, first):
+        wants = [
+            Want(number[names[0]], box, dtype if own.is_floating_point else own)
+            for names, _, own, ranges in rows
+            for box in product(*ranges)
+        ]
+        asked[rank] = [unit_of([want], wholes, rank, rank + i) for i, want in enumerate(dict.fromkeys(wants))]
+    return sent_by_pairs(asked)

@@ -23,13 +23,12 @@ from shardplan.styles.boundary import returns_tokens
 from .code_advice import advice
 from .cross_module_reads import joined_reads, read_in_any
 from .drawing_operands import DrawingOperand
-from .edits import edits_of
 from .finding import Finding
 from .layout_diagnostics import diagnostic
 from .mergeable_sums import SharedSum
 from .outside_reads import outside_repairs
 from .reads import SharedRead, agreed
-from .repairs import OURS, Repair, combined, moved_inputs, repairs
+from .repairs import OURS, Repair, combined, edits_of, moved_inputs, repairs
 from .run import Proof, RecordedModel, prove
 from .unsummed import holding, undeclared
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.tree import parent
+from shardplan.runtime.parallel.fsdp_units import when_gathered
 
 Mark = Callable[[str, Tensor], None]
 
@@ -42,3 +44,30 @@ def _then(apply: Callable[..., nn.Module], one: Callable[[], None], *args: objec
     result = apply(*args, **options)
     one()
     return result
+
+
+# `full_tensor()` of a packed parameter returns permuted rows, and a script would export them unnoticed: it is refused. Gradients and the
+# results of `detach()` and `.data` are other objects, which cannot be marked.
+def refuse_full_tensor(model: nn.Module, names: Collection[str]) -> None:
+    """Make `full_tensor()` of these parameters raise RuntimeError; the message says what to call instead.
+
+    Args:
+        model: with its styles, ties and FSDP2 units in place.
+        names: its packed parameters.
+    """
+    by_identity = {id(parameter): name for name, parameter in mark_parameters(model, names, _mark_packed).items()}
+    when_gathered(
+        model.modules(),
+        lambda sharded: partial(_mark_packed, by_identity[id(sharded)]) if id(sharded) in by_identity else None,
+    )
+
+
+def _refuse_packed(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} is packed: full_tensor() would return its rows in the stored order, which depends on tp; "
+        "shardplan.full_parameters(model, gradients=False) gives whole parameters in the original order"
+    )
+
+
+def _mark_packed(name: str, parameter: Tensor) -> None:
+    parameter.__dict__["full_tensor"] = partial(_refuse_packed, name)

@@ -41,7 +41,7 @@ from .fsdp2 import dtype_of
 from .guards import Kind, guard
 from .heads import fuse_heads, use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
-from .packed_reads import refuse_full_tensor
+from .marked_parameters import refuse_full_tensor
 from .plan_mesh import PlanMesh
 from .random_numbers import ByVariant, draws_of, streams_of, use_common_streams, use_own_streams
 from .refusals import refuse_adapter_changes, refuse_changes

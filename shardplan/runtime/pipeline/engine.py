@@ -1,4 +1,4 @@
-"""Runs the schedule with torch.distributed.pipelining."""
+"""Runs the schedule with torch.distributed.pipelining; in evaluation, the forwards alone, without a schedule."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
@@ -13,7 +14,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardplan.core.schedules import Schedule
 
-from .hand_over import Ahead, Handed, Handing
+from .hand_over import Ahead, Handed, Handing, Sent, sending
 from .micro_batch_inputs import Inputs
 from .step_loss import loss_dtype
 
@@ -87,3 +88,42 @@ class Engine:
         own: dict[str, Any] = {"target": target, "losses": losses} if self.has_last else {}
         self.schedule.step(**inputs.tensors, **own, return_outputs=False)
         return losses
+
+
+def forward_only(
+    parts: Mapping[int, nn.Module],
+    owners: Mapping[int, int],
+    inputs: Inputs,
+    micro_batches: int,
+    handing: Handing,
+    ahead: Mapping[int, Ahead],
+    group: ProcessGroup,
+    device: torch.device,
+) -> list[Tensor]:
+    """Run this rank's stages one after the other, each on all micro-batches. Returns the losses on the ranks of the last stage.
+
+    Args:
+        parts: the stages of this rank, by number.
+        owners: stage -> its rank on the pp axis.
+        ahead: stage -> the forward of the first micro-batch, if it has run.
+    """
+    batches = inputs.split(micro_batches)
+    waiting: list[dist.Work] = []
+    losses: list[Tensor] = []
+    kept: list[Tensor] = []  # until they are sent
+    for stage, part in parts.items():
+        for i, batch in enumerate(batches):
+            received: Sent = ()
+            if stage:
+                received = tuple(torch.empty(one.shape, dtype=one.dtype, device=device) for one in handing[stage - 1])
+                for x in received:
+                    dist.recv(x, group=group, group_src=owners[stage - 1])
+            sent = ahead[stage].taken(received) if i == 0 and stage in ahead else part(*received, **batch)
+            if stage + 1 not in owners:
+                losses.append(sent)
+            else:
+                kept += sent
+                waiting += [sending(x, group, owners[stage + 1]) for x in sent]
+    for work in waiting:
+        work.wait()
+    return losses

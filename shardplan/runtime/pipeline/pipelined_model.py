@@ -27,8 +27,7 @@ from shardplan.runtime.apply.same_inputs import comparing
 from shardplan.torchlib.private import private
 
 from .cut_model import Absent
-from .engine import Engine
-from .forward_only import forward_only
+from .engine import Engine, forward_only
 from .hand_over import Ahead, Handing, HandOvers, Mode
 from .micro_batch_inputs import Inputs, flags_of, read_inputs
 from .stage_forward import Call
