@@ -46,26 +46,34 @@ class Biased(Projections):
         return self.joined(scores.softmax(-1) @ v)
 
 
-class BiasedBlock(nn.Module):
-    def __init__(self) -> None:
+class Mixed(nn.Module):
+    """A block with one of two kinds of attention under one name."""
+
+    def __init__(self, attention: type[nn.Module], mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = Biased(), MLP()
+        self.attn, self.mlp = attention(), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class BiasedBlock(Mixed):
+    def __init__(self) -> None:
+        super().__init__(Biased)
 
     def forward(self, x: Tensor, bias: Tensor, merged: bool) -> Tensor:
         x = x + self.attn(self.norm1(x), bias, merged)
         return x + self.mlp(self.norm2(x))
 
 
-class Slopes(nn.Module):
+class Slopes(Tokens):
     """ALiBi (arXiv 2108.12409), and a norm after the embedding."""
 
     def __init__(self, merged: bool) -> None:
-        super().__init__()
-        self.embed, self.embed_norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(BiasedBlock() for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.merged = merged
+        super().__init__(BiasedBlock)
+        self.embed_norm, self.merged = nn.LayerNorm(WIDTH), merged
 
     def forward(self, ids: Tensor) -> Tensor:
         slopes = 2.0 ** -torch.arange(1.0, HEADS + 1)
@@ -97,19 +105,6 @@ class Retention(Projections):
         q, k, v = self.states(x)
         mixed = (q @ k.transpose(-1, -2) * self.decay) @ v
         return self.o(mixed.transpose(1, 2).flatten(2) * F.silu(self.gate(x)))
-
-
-class Mixed(nn.Module):
-    """A block with one of two kinds of attention under one name."""
-
-    def __init__(self, attention: type[nn.Module], mlp: type[nn.Module] = MLP) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = attention(), mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
 
 
 class Hybrid(Tokens):
@@ -150,13 +145,11 @@ class Held(nn.Module):
         self.router, self.up, self.down = Router(), Stack(WIDTH, 2 * INNER), Stack(INNER, WIDTH)
 
 
-class Routed(nn.Module):
+class Routed(Mixed):
     """A block that returns its router's logits too, for an auxiliary loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = Softmax(), RoutedMLP()
+        super().__init__(Softmax, RoutedMLP)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attn(self.norm1(x))
@@ -181,14 +174,11 @@ class RoutedMLP(nn.Module):
         return mixed.view(x.shape), logits
 
 
-class Balanced(nn.Module):
+class Balanced(Tokens):
     """Returns logits of the tokens and of the routers."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Routed() for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        super().__init__(Routed)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         x, seen = self.embed(ids), []
@@ -265,26 +255,22 @@ class Twice(nn.Module):
         return x
 
 
-class Gated(nn.Module):
+class Gated(Mixed):
     """Multiplies by a vector of each token for each layer, which the model looks up once (Gemma 3n)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.attn, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Softmax(), MLP()
+        super().__init__(Softmax)
         self.gate, self.back = nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH, bias=False)
 
     def forward(self, x: Tensor, vectors: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        x = x + self.mlp(self.norm2(x))
+        x = super().forward(x)
         return x + self.back(F.gelu(self.gate(x)) * vectors)
 
 
-class Sides(nn.Module):
+class Sides(Tokens):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.vectors = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, DEPTH)
-        self.blocks = nn.ModuleList(Gated() for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        super().__init__(Gated)
+        self.vectors = nn.Embedding(VOCABULARY, DEPTH)
 
     def forward(self, ids: Tensor) -> Tensor:
         x, vectors = self.embed(ids), self.vectors(ids)
