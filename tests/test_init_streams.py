@@ -22,7 +22,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
     "biases of all heads": (
         partial(own.Slopes, False),
         {"attn": {"shares": ["num_heads", {"bias": {"dim": 0}}]}},
-        {"attn": {"shares": ["num_heads", {"bias": {"dim": 0}}]}, "^embed_norm": SPLIT, "^embed_norm.weight": PARTIAL},
+        {"attn": "gather_seq_input", "^embed_norm": SPLIT, "^embed_norm.weight": PARTIAL},
     ),
     "biases of the heads of a batch": (
         partial(own.Slopes, True),
@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
     "decays in buffers": (
         own.Hybrid,
         {"{attn}": {"shares": ["num_heads", {"decay": {"dim": 0}}], "having": "gate"}, "attn.gate": "colwise"},
-        {"{attn}": {"shares": ["num_heads", {"decay": {"dim": 0}}], "having": "gate"}, "attn.o": "rowwise_seq"},
+        {"{attn}": {"style": "gather_seq_input", "having": "gate"}, "attn.o": "rowwise_seq"},
     ),
     "logits of routers": (
         own.Balanced,
