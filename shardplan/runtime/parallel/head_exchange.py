@@ -17,7 +17,7 @@ from shardplan.torchlib.attributes import owner_of
 from shardplan.torchlib.hollow import Hollow
 
 from .dim_exchange import pieces_of
-from .reading import read
+from .reading import Place, call_with, read
 from .regime import Regime
 from .tensor_moves import move
 
@@ -82,16 +82,9 @@ class HeadShares:
         program = self.programs[self.regime.variant]
         if program is None or (program.takes and not has_all_tokens(_first(args, kwargs), self.regime)):
             return forward(*args, **kwargs)
-        slots = [_slot(module, one) for one in program.shares]
-        before = [(at, leaf, at[leaf]) for at, leaf in slots]
-        own = [self._own(one, whole) for one, (*_, whole) in zip(program.shares, before, strict=True)]
-        try:
-            for (at, leaf, _), mine in zip(before, own, strict=True):
-                at[leaf] = mine
-            return forward(*args, **kwargs)
-        finally:
-            for at, leaf, whole in before:
-                at[leaf] = whole
+        places = [_place(module, one) for one in program.shares]
+        own = [self._own(one, whole) for one, (*_, whole) in zip(program.shares, places, strict=True)]
+        return call_with(forward, places, own, args, kwargs)
 
     def _own(self, one: HeadShare, whole: Tensor | None) -> Tensor | None:
         if whole is None:
@@ -102,9 +95,10 @@ class HeadShares:
         return pieces_of(whole, one.dim, ranges)
 
 
-def _slot(module: nn.Module, one: HeadShare) -> tuple[dict[str, Any], str]:
+def _place(module: nn.Module, one: HeadShare) -> Place:
     owner, leaf = owner_of(module.get_submodule(one.owner), one.over_both.name)
-    return (owner._buffers if one.buffer else owner._parameters), leaf
+    slots: dict[str, Any] = owner._buffers if one.buffer else owner._parameters
+    return slots, leaf, slots[leaf]
 
 
 def _first(args: tuple, kwargs: dict) -> Tensor:

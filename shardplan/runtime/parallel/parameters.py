@@ -96,23 +96,20 @@ class LocalParameters:
         return leaving(forward, module, args, kwargs) if leaves else forward(*args, **kwargs)
 
     def _replaced(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        stored: list[Place] = []
-        try:
-            for program in self.parameters[self.regime.variant]:
-                owner, leaf = owner_of(module, program.name)
-                parameters: dict[str, Any] = owner._parameters
-                parameter = parameters[leaf]
-                if program.withheld is not None:
-                    stored.append((parameters, leaf, parameter))
-                    parameters[leaf] = self._stand_in(parameter, program.withheld)
-                elif isinstance(parameter, DTensor):  # else an enclosing block has read it
-                    self.regime.check_alone(module)
-                    stored.append((parameters, leaf, parameter))
-                    parameters[leaf] = read(parameter, program, self.regime)
-            return forward(*args, **kwargs)
-        finally:
-            for parameters, leaf, parameter in stored:
-                parameters[leaf] = parameter
+        places: list[Place] = []
+        locals_ = []
+        for program in self.parameters[self.regime.variant]:
+            owner, leaf = owner_of(module, program.name)
+            parameter = owner._parameters[leaf]
+            if program.withheld is not None:
+                locals_.append(self._stand_in(parameter, program.withheld))
+            elif isinstance(parameter, DTensor):
+                self.regime.check_alone(module)
+                locals_.append(read(parameter, program, self.regime))
+            else:  # an enclosing block has read it
+                continue
+            places.append((owner._parameters, leaf, parameter))
+        return call_with(forward, places, locals_, args, kwargs)
 
     @staticmethod
     def _stand_in(parameter: Tensor | None, what: StandIn) -> Tensor | None:

@@ -221,7 +221,7 @@ Place = tuple[dict[str, Any], str, Tensor | None]
 def call_with(
     forward: Callable[..., Any], places: Sequence[Place], locals_: Iterable[Tensor | None], args: tuple, kwargs: dict
 ) -> Any:
-    """Call with other modules' parameters replaced by local tensors."""
+    """Call while parameters or buffers are replaced by local tensors; they are put back after exceptions too."""
     try:
         for (slots, name, _), local in zip(places, locals_, strict=True):
             slots[name] = local

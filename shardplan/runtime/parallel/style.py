@@ -24,7 +24,7 @@ from .means import Means
 from .outputs import HiddenStates, hidden_states_of, whole_over_cp
 from .own_experts import OwnExperts
 from .parameters import LocalParameters, ParametersBelow, distribute
-from .reading import Reads
+from .reading import Place, Reads, call_with
 from .regather import Regather
 from .regime import Regime, Shared
 from .shared_reads import ReadsOnce
@@ -232,18 +232,15 @@ class OwnBuffers:
         self.programs, self.regime, self.mesh = programs, regime, mesh
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        buffers = module._buffers
-        whole: list[tuple[str, Tensor]] = []
-        try:
-            for program in self.programs[self.regime.variant]:
-                buffer = buffers[program.name]
-                if buffer is not None:
-                    whole.append((program.name, buffer))
-                    buffers[program.name] = share(buffer, program, self.mesh.size(), self.mesh.get_local_rank())
-            return forward(*args, **kwargs)
-        finally:
-            for name, buffer in whole:
-                buffers[name] = buffer
+        places: list[Place] = []
+        own = []
+        for program in self.programs[self.regime.variant]:
+            buffer = module._buffers[program.name]
+            places.append((module._buffers, program.name, buffer))
+            own.append(
+                share(buffer, program, self.mesh.size(), self.mesh.get_local_rank()) if buffer is not None else None
+            )
+        return call_with(forward, places, own, args, kwargs)
 
 
 def share(whole: Tensor, program: ParameterProgram, ranks: int, rank: int) -> Tensor:
