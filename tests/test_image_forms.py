@@ -14,7 +14,7 @@ from tests.model_settings import find
 
 # Type -> the kinds of input of its reduced model.
 FORMS = {
-    "MllamaForConditionalGeneration": ("text", "image"),  # tiles that cross-attention reads
+    "MllamaForConditionalGeneration": ("text", "image", "cross_attention_states"),  # tiles that cross-attention reads
     "aria": ("text", "image"),  # a table by the number of patches
     "deepseek_vl_hybrid": ("text", "image"),  # two resolutions
     "florence2": ("seq2seq", "image"),  # a pyramid of stages
