@@ -50,6 +50,8 @@ ACTS: dict[str, Noise] = {
     "rare": lambda m, y: y if torch.rand([]) < 0.999 else 0 * y,
     "rare bernoulli": lambda m, y: 0 * y if torch.bernoulli(torch.tensor(0.01)) else y,
     "rare integer": lambda m, y: 0 * y if torch.randint(100, ()) == 99 else y,
+    "rare middle integer": lambda m, y: 0 * y if torch.randint(90, ()) == 44 else y,
+    "rare among many": lambda m, y: 0 * y if torch.randint(5000, ()) == 2222 else y,
     "rare normal": lambda m, y: 0 * y if torch.randn(()) > 2.5 else y,
     "rare in place": lambda m, y: y if torch.empty(1).uniform_(0, 10) < 9.999 else 0 * y,
 }
@@ -58,6 +60,11 @@ OTHERS: dict[str, Noise] = {
     "numpy": lambda m, y: y * float(np.random.rand()),
     "rare python": lambda m, y: 0 * y if drawn() > 0.999 else y,
     "rare python integer": lambda m, y: 0 * y if random.randint(1, 1000) == 1000 else y,
+    "rare python choice": lambda m, y: 0 * y if random.choice(range(50)) == 1 else y,
+    "rare python middle": lambda m, y: 0 * y if random.randint(1, 50) == 25 else y,
+    "rare python among many": lambda m, y: 0 * y if random.randrange(10**6) == 777 else y,
+    "rare python sample": lambda m, y: 0 * y if 700 in random.sample(range(1000), 5) else y,
+    "rare numpy middle": lambda m, y: 0 * y if np.random.choice(50) == 25 else y,
     "rare numpy": lambda m, y: 0 * y if np.random.rand() < 0.001 else y,
     "rare python normal": lambda m, y: 0 * y if random.gauss(0, 1) > 5 else y,
 }
@@ -65,6 +72,8 @@ IDLE: dict[str, Noise] = {
     "no probability": lambda m, y: F.dropout(y, 0.0, m.training),
     "not in training": lambda m, y: F.dropout(y, 0.2, False),
     "layer drop of 0": lambda m, y: y if m.training and torch.rand([]) >= 0.0 else 0 * y,
+    "integer of 0": lambda m, y: 0 * y if torch.randint(9, ()) > 8 else y,
+    "python integer of 0": lambda m, y: 0 * y if random.randint(1, 9) > 9 else y,
     "unused": lambda m, y: (torch.randn_like(y), y)[1],
     "attention": lambda m, y: F.scaled_dot_product_attention(y, y, y, dropout_p=0.0),
 }

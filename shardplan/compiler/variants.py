@@ -93,7 +93,7 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
     """Add the findings of the layout check, which needs several ranks on tp, ep or cp; and, with several data-parallel
-    ranks, the parameters that a forward changes. The plans must have no structural errors.
+    ranks, the parameters that a forward changes; and, with these or several stages, random numbers that decide what runs. The plans must have no structural errors.
 
     Args:
         model: the model at the size of tp that is checked.
@@ -105,9 +105,12 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
         for on, one in variants.resolved.items()
         if (sizes.tp or 1) > 1 or on & BESIDE_TP
     }
+    from .layout.drawn_choices import choice_findings
     from .layout.written_parameters import written_findings
 
     variants = variants.with_findings({on: written_findings(model, one) for on, one in variants.resolved.items()})
+    drawn = (on for on in variants.resolved if on not in reports or reports[on].ok)
+    variants = variants.with_findings({on: choice_findings(model, variants.resolved[on]) for on in drawn})
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -57,12 +57,17 @@ class Noise:
     Args:
         drawings: the operations that drew, each once.
         lost: (modules, attribute) with a probability above 0 that is missing in the reduced model.
-        unmanaged: (module, words, whether torch's generator is used) of operations other than dropout whose draws change a result.
+        unmanaged: the places of operations other than dropout whose draws change a result.
     """
 
     drawings: tuple[Drawing, ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
-    unmanaged: tuple[tuple[str, str, bool], ...] = ()
+    unmanaged: tuple[Site, ...] = ()
+
+    @property
+    def dropped(self) -> tuple[Site, ...]:
+        """The places of the operations that drop elements."""
+        return tuple(Site(one.module, one.name, one.source) for one in self.drawings)
 
 
 def with_probabilities(recorded: RecordedModel, tree: ModuleTree) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
@@ -106,19 +111,10 @@ def noise_of(recorded: RecordedModel, tree: ModuleTree) -> Noise:
     model, lost = with_probabilities(recorded, tree)
     drawings, draws = _drawings(recorded, copied(model))
     dropouts = tuple(one for one in drawings if one.name in ELEMENTWISE | WHOLE_FEATURES)
-    known = {(one.module, one.source) for one in dropouts}
-    unmanaged: tuple[tuple[str, str, bool], ...] = ()
+    found, unmanaged = Noise(dropouts, lost), tuple[Site, ...]()
     if draws.hidden or any(site.name not in ELEMENTWISE | WHOLE_FEATURES for site in draws.sites):
-        unmanaged = tuple(
-            (
-                site.module,
-                site.source.shown if site.source else site.name,
-                site.name != OTHERS,
-            )
-            for site in acting_sites(model, recorded.inputs)
-            if (site.module, site.source) not in known
-        )
-    return Noise(dropouts, lost, unmanaged)
+        unmanaged = acting_sites(model, recorded.inputs, {site.key for site in found.dropped})
+    return replace(found, unmanaged=unmanaged)
 
 
 def _drawings(recorded: RecordedModel, model: nn.Module) -> tuple[Mapping[Drawing, None], DrawingRun]:
@@ -175,11 +171,11 @@ def decide(
     for run in noise:
         for drawing in run.drawings:
             _add(found[reduced_tree.pattern(drawing.module)], drawing, by_place)
-        for module, words, managed in run.unmanaged:
-            at = found[reduced_tree.pattern(module)]
-            at.places[words] = None
-            kinds = by_place.get((module, OWN_CODE, None), set())
-            if managed and kinds and kinds <= WHOLE:
+        for site in run.unmanaged:
+            at = found[reduced_tree.pattern(site.module)]
+            at.places[site.shown] = None
+            kinds = by_place.get((site.module, OWN_CODE, None), set())
+            if site.name != OTHERS and kinds and kinds <= WHOLE:
                 at.streams.add("common")
             else:
                 at.wrong["draws random numbers that are not dropout's, with values that are not whole"] = SWITCH_OFF

@@ -28,7 +28,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
 from .cross_module_reads import cross_module_reads_of, read_results_of
-from .drawing_operands import OWN_CODE, DrawingOperand
+from .drawing_operands import OWN_CODE, WHOLE_FEATURES, DrawingOperand
 from .draws import WHOLE, Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .layout_check import LayoutReport, Search, bound_to, check_layout, with_cp
@@ -253,6 +253,15 @@ class ModelLayouts:
         return tuple(s for s in sites if not s.module or not kinds[s.module] or not kinds[s.module] <= WHOLE)
 
     @property
+    def drawing(self) -> tuple[randomness.Site, ...]:
+        """The places that draw, but for dropout, also where the model's own probabilities are above 0.
+
+        Raises:
+            PlanError: as `noise`.
+        """
+        return tuple(dict.fromkeys((*self._sites(), *(site for one in self.noise for site in one.unmanaged))))
+
+    @property
     def tree(self) -> ModuleTree:
         """The module tree of the reduced model."""
         return self.recorded_models[0].tree
@@ -291,7 +300,12 @@ class ModelLayouts:
             recorded_models = self.recorded_models
         except PlanError as error:
             return LayoutReport(self._untyped(unproven(d, allow_unproven) for d in error.diagnostics))
-        if others := tuple(site for site in self._sites() if site.name == randomness.OTHERS):
+        try:
+            drawing = self.drawing
+        except PlanError as error:
+            return LayoutReport(error.diagnostics)
+        at_once = drawing if self.tp == 1 else self._sites()  # what draws by a probability is SP370 at several tp ranks
+        if others := tuple(site for site in at_once if site.name == randomness.OTHERS):
             return LayoutReport((self._about_the_model(randomness.finding(self.found.name, others, self.tp)),))
         resolved, structure = bound_to(recorded_models[0].tree, plan, self.sizes, overlays)
         if structure and self.fit(plan, (overlays,)):
@@ -302,7 +316,9 @@ class ModelLayouts:
             sliced = self._sites(self.check_copy(resolved).operands)
             if sliced:
                 return LayoutReport((self._about_the_model(randomness.finding(self.found.name, sliced, self.tp)),))
-        if resolved.on_cp is not None and (sites := self._sites()):  # a rank would draw for its own tokens alone
+        if resolved.on_cp is not None and (
+            sites := (*drawing, *(site for one in self.noise for site in one.dropped if site.name in WHOLE_FEATURES))
+        ):  # a rank would draw for its own tokens alone
             drawn = randomness.finding(self.found.name, sites, self.cp, Axis.CP)
             return LayoutReport((self._about_the_model(drawn),))
         report = self.layouts_of(plan, resolved, help=help)

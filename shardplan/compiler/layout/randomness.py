@@ -7,13 +7,15 @@ its own: a draw acts only if that changes a result. Layer drop of probability 0 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,11 +39,11 @@ RANDOM = Code("SP371")
 _DispatchMode: Any = private("TorchDispatchMode")
 
 OTHERS = "numbers of random or numpy.random"  # generators other than torch's
-# What code asks of a draw may hold seldom: a draw between two bounds is tried at both, any other as the least and the greatest of many.
+# What code asks of a draw may hold seldom: a draw between two bounds is tried at both, any other as the least and the greatest of many, and one
+# of few whole numbers as each of them. One of more numbers counts as acting.
 UNIFORM = ("rand", "rand_like", "uniform_")
-SEEDS, MANY = (1, 2), 1000
-# Python and numpy draw their numbers from such words; these give the least and the greatest. Others follow, as code may draw until a number suits it.
-LEAST, GREATEST = 0, 0x12DD9BB3
+SEEDS, MANY, FEW = (1, 2), 1000, 100
+LEAST, GREATEST = 0, 2**32 - 1  # of the words from which Python and numpy draw their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,17 @@ class Site:
         module: the innermost module in whose forward it is.
         name: the operation, or the libraries whose generators moved.
         source: the line of the model's code; None for generators other than torch's.
+        skipped: the modules that run, or whose code reads a parameter, only with some numbers.
     """
 
     module: str
     name: str
     source: SourceLine | None = None
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        return self.source.shown if self.source else self.name
 
     @property
     def key(self) -> tuple[str, str, SourceLine | None]:
@@ -84,18 +92,20 @@ class DrawnAlike(_DispatchMode):
 _ONE_RANK = threading.Lock()  # simulated ranks have one generator
 
 
-def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...]:
+def acting_sites(model: nn.Module, inputs: Mapping[str, Any], known: Collection[Key] = ()) -> tuple[Site, ...]:
     """The places whose random numbers change what the model returns, in the order of the run.
 
     Args:
         model: the model in training mode; it is not changed.
         inputs: keyword arguments of its forward.
+        known: places that are left out.
     """
     first = DrawingRun()
     reference = _run(model, inputs, first)
-    keys = tuple(dict.fromkeys(site.key for site in first.sites))
-    idle = {key for key in keys[: BOUNDS.drawing_places] if not _acts(model, inputs, key, reference)}
-    return tuple(site for site in first.sites if site.key not in idle)
+    keys = [key for key in dict.fromkeys(site.key for site in first.sites) if key not in known]
+    skipped = {key: _skipped(model, inputs, key, reference, first.ran) for key in keys[: BOUNDS.drawing_places]}
+    skipped |= dict.fromkeys(keys[BOUNDS.drawing_places :], tuple(dict.fromkeys(first.ran)))  # untried
+    return tuple(replace(site, skipped=names) for site in first.sites if (names := skipped.get(site.key)) is not None)
 
 
 def finding(model: str, sites: tuple[Site, ...], size: int, axis: Axis = Axis.TP) -> Diagnostic:
@@ -132,6 +142,7 @@ class DrawingRun(TorchFunctionMode):
 
     Attributes:
         sites: the places, in the order of the run.
+        ran: the modules that run, and those whose code reads a parameter, in the order of the run.
         hidden: whether something other than an operation moved torch's generator.
     """
 
@@ -143,6 +154,7 @@ class DrawingRun(TorchFunctionMode):
     ):
         super().__init__()
         self.sites: dict[Site, None] = {}
+        self.ran: list[str] = []
         self.hidden = False
         self.modules = [""]
         self.key, self.redraw, self.note = key, redraw, note
@@ -150,6 +162,7 @@ class DrawingRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        self.ran += [self.modules[-1] for one in args if isinstance(one, nn.Parameter)]
         before = self._moved()
         result = func(*args, **kwargs)
         self._last = torch.get_rng_state()
@@ -183,6 +196,7 @@ class DrawingRun(TorchFunctionMode):
         def enter(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple) -> None:
                 self.modules.append(name)
+                self.ran.append(name)
                 states.append(generator_states()[1:])
                 inside.append(False)
 
@@ -208,15 +222,32 @@ class DrawingRun(TorchFunctionMode):
         return output
 
 
-def _acts(model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list[Tensor]) -> bool:
-    """Whether other numbers at one place change the result."""
+def _skipped(
+    model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list[Tensor], ran: list[str]
+) -> tuple[str, ...] | None:
+    """The modules that run only with some numbers at one place; None where other numbers change nothing."""
+    runs: list[tuple[list[Tensor], list[str]]] = []
+
+    def changes(redraw: Redraw | None = None, **generators: Any) -> bool:
+        draws = DrawingRun(key, redraw)
+        runs.append((_run(model, inputs, draws, **generators), draws.ran))
+        return not _equal(runs[-1][0], reference)
+
+    drawn: list[int] = []  # how many whole numbers a draw had
     if key[1] == OTHERS:
-        if any(not _equal(_run(model, inputs, DrawingRun(), seed=seed), reference) for seed in SEEDS):
-            return True
-        return any(not _equal(_run(model, inputs, DrawingRun(), word=word), reference) for word in (LEAST, GREATEST))
-    ways = [_seeded(seed) for seed in SEEDS]
-    ways += [_least, _greatest] if key[1] in UNIFORM else [_of_many(torch.minimum), _of_many(torch.maximum)]
-    return any(not _equal(_run(model, inputs, DrawingRun(key, way)), reference) for way in ways)
+        acts = [changes(seed=one) for one in SEEDS] + [changes(word=one, drawn=drawn) for one in (LEAST, GREATEST)]
+        acts = acts if any(acts) else [changes(word=one) for one in range(1, FEW)]
+    else:
+        ends = [_least, _greatest] if key[1] in UNIFORM else [_extreme(one, drawn) for one in (torch.amin, torch.amax)]
+        acts = [changes(one) for one in (*map(_seeded, SEEDS), *ends)]
+        acts = acts if any(acts) or not drawn else [changes(_nth(one)) for one in range(1, min(FEW, max(drawn)))]
+    if not any(acts) and max(drawn, default=0) <= FEW:
+        return None
+    others = [one for _, one in runs if one != ran]
+    unlike = dict.fromkeys(
+        name for one in others for name in (Counter(one) - Counter(ran)) + (Counter(ran) - Counter(one))
+    )
+    return tuple(unlike or dict.fromkeys(ran if others else ()))
 
 
 def _seeded(seed: int) -> Redraw:
@@ -237,25 +268,44 @@ def _greatest(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
     return result.fill_(high - (high - low) * torch.finfo(result.dtype).eps)  # the upper bound itself is not drawn
 
 
-def _of_many(chosen: Callable[[Tensor, Tensor], Tensor]) -> Redraw:
+def _many(draw: Callable[[], Any]) -> Any:
+    """Many draws in one tensor; what is drawn where that is none."""
+    first = draw()
+    return torch.stack([first.clone(), *(draw().clone() for _ in range(MANY))]) if isinstance(first, Tensor) else first
+
+
+def _extreme(chosen: Callable[..., Tensor], drawn: list[int]) -> Redraw:
+    """The least or the greatest of many draws.
+
+    Args:
+        drawn: gets how many whole numbers there are from the least to the greatest.
+    """
+
     def redraw(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
-        result = draw()
-        if not isinstance(result, Tensor):
+        many, result = _many(draw), draw()
+        if not isinstance(many, Tensor):
             return result
-        for _ in range(MANY):
-            before = result.clone()
-            result = draw()
-            result.copy_(chosen(before, result))
-        return result
+        if not many.is_floating_point() and many.numel():
+            drawn.append(int(many.max() - many.min()) + 1)
+        return result.copy_(chosen(many, 0))
 
     return redraw
 
 
-def _run(
-    model: nn.Module, inputs: Mapping[str, Any], draws: DrawingRun, seed: int = 0, word: int | None = None
-) -> list[Tensor]:
+def _nth(number: int) -> Redraw:
+    """A whole number above the least of many draws."""
+
+    def redraw(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
+        many, result = _many(draw), draw()
+        whole = isinstance(many, Tensor) and not many.is_floating_point() and many.numel()
+        return result.copy_((many.amin() + number).clamp(max=many.amax())) if whole else result
+
+    return redraw
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any], draws: DrawingRun, **generators: Any) -> list[Tensor]:
     """The tensors that the model returns."""
-    with _other_generators(seed, word):
+    with _other_generators(**generators):
         output = draws.run(copied(model), copy.deepcopy(dict(inputs)))
     return [value.detach() for value in tensors_in(output)]
 
@@ -268,8 +318,13 @@ def _equal(values: list[Tensor], reference: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _other_generators(seed: int, word: int | None) -> Iterator[None]:
-    """Runs with a seed for those generators, or with one word for most of their numbers, then restores their states."""
+def _other_generators(seed: int = 0, word: int | None = None, drawn: list[int] | None = None) -> Iterator[None]:
+    """Runs with a seed for those generators, or with one word for most of their numbers, then restores their states. Others follow, as code
+    may draw until a number suits it.
+
+    Args:
+        drawn: gets how many whole numbers each draw of Python's may give.
+    """
     numpy = sys.modules.get("numpy")
     before, state = random.getstate(), numpy.random.get_state() if numpy is not None else None
     random.seed(seed)
@@ -277,9 +332,16 @@ def _other_generators(seed: int, word: int | None) -> Iterator[None]:
         numpy.random.seed(seed)
     python: Any = random.uniform.__self__  # type: ignore[attr-defined]
     if word is not None:
-        words = [*[word] * 600, *range(1, 25)]
+        words = [*[_untempered(word)] * 600, *range(1, 25)]
         random.setstate((3, (*words, 0), None))
-        python._randbelow = lambda n: n - 1 if word else 0  # of many numbers it draws until one is below
+        below, calls = python._randbelow, itertools.count()
+
+        def randbelow(n: int) -> Any:
+            if drawn is not None:
+                drawn.append(n)
+            return min(word, n - 1) if next(calls) < len(words) else below(n)
+
+        python._randbelow = randbelow
         if numpy is not None:
             numpy.random.set_state(("MT19937", words, 0))
     try:
@@ -289,3 +351,14 @@ def _other_generators(seed: int, word: int | None) -> Iterator[None]:
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(state)
+
+
+def _untempered(word: int) -> int:
+    """The part of a Mersenne Twister's state from which it draws a word."""
+    word ^= word >> 18
+    word ^= (word << 15) & 0xEFC60000
+    state = word
+    for _ in range(5):
+        state = word ^ ((state << 7) & 0x9D2C5680)
+    word = state & GREATEST
+    return word ^ (word >> 11) ^ (word >> 22)

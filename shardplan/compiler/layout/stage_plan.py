@@ -15,6 +15,7 @@ from shardplan.core.tree import ancestors, full_name, named
 from shardplan.model.reduced.trace import Event
 from shardplan.torchlib.modes import reduced_runs
 
+from .drawn_choices import stage_finding
 from .model import ModelLayouts, unproven
 from .stage_check import CutFacts, cut_facts
 from .stage_reads import Crossing, StageParts, StageRun, outermost, stage_root
@@ -67,7 +68,9 @@ def staged_plan(
         pp_results=facts.results or 0,
         pp_written=facts.written,
     )
-    findings = stage_findings(resolved, facts, severity, declared)
+    findings = [*stage_findings(resolved, facts, severity, declared)]
+    if facts.proven:
+        findings += stage_finding(model, facts.parts, severity)
     return StagedPlan(resolved, facts, tuple(replace(d, modules=model.names_in_model(d.modules)) for d in findings))
 
 
