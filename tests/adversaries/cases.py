@@ -23,6 +23,7 @@ from . import (
     noise,
     outputs,
     own_choices,
+    places,
     sequence,
     shared,
     sides,
@@ -36,6 +37,7 @@ from .adversary import Adversary
 PARTS = (
     outputs,
     own_choices,
+    places,
     buffers,
     hooks,
     functions,

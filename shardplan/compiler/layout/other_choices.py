@@ -3,6 +3,9 @@
 Code may ask a rank's slice whether any of its tokens is chosen, or how many are. On the batches of a proof all ranks may hear the same; so
 masks and indices are replaced, each rank's by its part of the unsharded run's, in such ways that ranks hear different answers. What chooses for each
 token by itself is right then too, also where it skips what nobody needs.
+
+A rank may also count the places of its slice from 0 (`torch.arange(x.shape[1])`), or cut a table to its length. What comes of it may be the same
+for all places of a short sequence (`places < 4096`); so places that a rank does not have are far away in another unsharded run.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.model.reduced.trace import Event, Place, SourceLine, Trace
 
-from .spread import Spread
+from .spread import WHOLE, Spread
 from .spreads import Spreads
 from .types import rows_order
 
@@ -26,6 +29,9 @@ LENGTHS = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive repeat_interleave bincount one_hot where".split()
 )
 WAYS = 3
+CUTS = frozenset(("__getitem__", "narrow"))
+SUMMED = "cumsum"
+FAR = 720720  # it leaves the remainders by small numbers as they are
 Way = Callable[[Tensor, int, Sequence[Tensor]], Tensor | None]  # of whole values along a dim, and the rows of each rank
 
 
@@ -74,6 +80,63 @@ def other_choices(spreads: Spreads) -> Iterator[Choice]:
             ways = (*(partial(_other, way=way) for way in range(WAYS)), *(partial(_alone, to=to) for to in numbers))
             planted = (_planted(spreads, [*calls.values()], way) for way in ways)
             yield Choice(*told, [one for one in planted if one[0]])
+    yield from _counted_anew(spreads)
+
+
+def _counted_anew(spreads: Spreads) -> Iterator[Choice]:
+    """Places that each rank counts from 0, also among tokens of a kind, or a table that each cuts to its length: those of the unsharded run that no
+    rank has in their place are far away."""
+    run = spreads.runs[0]
+    lines: dict[SourceLine | None, list[tuple[Event, int, Place, Tensor]]] = {}
+    known: set[int] = set()
+    for event in run.events:
+        inherited = not known.isdisjoint(event.inputs)
+        for index, output in enumerate(event.outputs if event.kind == "op" and not event.writes else ()):
+            place = spreads.place(event)
+            if inherited or place is None or output in event.inputs or run.requires_grad[output]:
+                known |= {output} if inherited else set()
+            elif (apart := _counted_apart(spreads, event, place, index)) is not None:
+                lines.setdefault(event.source, []).append((event, index, place, apart))
+                known.add(output)
+    for calls in lines.values():
+        ways = [
+            {place: _far(spreads, place, index, apart, by) for _, index, place, apart in calls} for by in (FAR, -FAR)
+        ]
+        event, index, *_ = calls[0]
+        yield Choice(event, event.outputs[index], [[far, *({} for _ in spreads.runs)] for far in ways])
+
+
+def _counted_apart(spreads: Spreads, event: Event, place: Place, index: int) -> Tensor | None:
+    """Which entries of the unsharded run's result no rank has in their place, where the ranks' results are no slices of it but by chance; None
+    for other results."""
+    spread, before = spreads.of(event, index), [spreads.of(event, i, inputs=True) for i in range(len(event.inputs))]
+    if spread == "?" or (spread is not None and (event.name not in CUTS or any(one != WHOLE for one in before))):
+        return None
+    own = [run.values[run.at[event.place].outputs[index]] for run in spreads.runs]
+    whole = spreads.reference.values[spreads.reference.at[place].outputs[index]]
+    dims = {
+        dim for one in own for dim in range(whole.ndim) if one.ndim == whole.ndim and one.shape[dim] != whole.shape[dim]
+    }
+    if len(dims) != 1:
+        return None
+    dim = dims.pop()
+    apart = torch.ones_like(whole, dtype=torch.bool)
+    if event.name == SUMMED and isinstance(before[0], Spread) and before[0].kind == "split" and before[0].dim == dim:
+        order = before[0].order or rows_order(1, whole.shape[dim], len(own))
+        for one, part in zip(own, map(torch.tensor, order), strict=True):
+            apart.index_copy_(dim, part, whole.index_select(dim, part) != one)
+        return apart
+    length = max(one.shape[dim] for one in own)
+    begin = (one.ndim == whole.ndim and torch.equal(one, whole.narrow(dim, 0, one.shape[dim])) for one in own)
+    if length >= whole.shape[dim] or not all(begin):
+        return None
+    apart.narrow(dim, 0, length).fill_(False)
+    return apart
+
+
+def _far(spreads: Spreads, place: Place, index: int, apart: Tensor, by: int) -> Tensor:
+    whole = spreads.reference.values[spreads.reference.at[place].outputs[index]]
+    return torch.where(apart, ~whole if whole.dtype == torch.bool else whole + by, whole)
 
 
 def _chosen(spreads: Spreads, event: Event, made: set[int]) -> _Chosen | None:
