@@ -19,7 +19,7 @@ from .context import ENDS, MESHES, plan
 from .context import of as over_cp
 from .mixtures import SAME, SLICE, mixture
 from .mixtures import of as mixed
-from .parts import LAST_NORM, LENGTH, MLP, MLP_SEQUENCE, WIDTH, Block, MlpBlock, Stack, features
+from .parts import LAST_NORM, LENGTH, MLP, MLP_SEQUENCE, WIDTH, Block, Mlp, MlpBlock, Stack, features
 
 
 def peaked(seed: int) -> dict[str, Tensor]:
@@ -342,6 +342,32 @@ def _case(how: str, ending: str, verdict, why: str, overlay, mesh: dict[str, int
     )
 
 
+BOUND = 1e4
+# Integers that a rank makes of its own features, and turns into numbers of their dtype: all are 0 where none reaches the bound.
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bins": lambda h: torch.bucketize(h.sum(-1, keepdim=True), torch.tensor([BOUND, 2 * BOUND])),
+    "largest_bins": lambda h: torch.bucketize(h.amax(-1, keepdim=True), torch.tensor([BOUND, 2 * BOUND])),
+    "long": lambda h: (h.sum(-1, keepdim=True) / BOUND).long(),
+    "argmax": lambda h: torch.stack([torch.full(h.shape[:2], BOUND), h.sum(-1)]).argmax(0)[..., None],
+}
+
+
+class Numbering(Mlp):
+    """Scales its features by such an integer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        return h * (1 + NUMBERS[self.how](h.detach()).to(h))
+
+
+def numbering(how: str) -> nn.Module:
+    return Stack(MlpBlock(Numbering(how)), MlpBlock(Numbering(how)))
+
+
 CASES = (
     *(
         _case(
@@ -399,4 +425,16 @@ CASES = (
     looked("embedding_colwise", "right", "each rank has a part of the row", padding_idx=3),
     looked("embedding_rowwise", "right", "one rank has the row", "_sequence", TABLE_SEQUENCE, padding_idx=32),
     *(looked(f"embedding_{way}wise", "refused", "a sparse gradient", sparse=True) for way in ("row", "col")),
+    *(
+        Adversary(
+            f"numbers_{how}/split",
+            partial(numbering, how),
+            features,
+            document(MLP),
+            "refused",
+            "of a rank's own features",
+        )
+        for how in NUMBERS
+    ),
+    Adversary("numbers_bins/whole", partial(numbering, "bins"), features, document({}), "right", "of all features"),
 )

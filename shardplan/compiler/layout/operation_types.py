@@ -32,6 +32,8 @@ from .typed_modules import is_mean
 from .typed_run import TypedRun
 from .types import FREE, KINDS, Type, TypeKind
 
+CONVERSIONS = frozenset(("to", "type_as"))  # of another tensor they read the dtype alone
+
 
 class Operations:
     """Types the results of operations.
@@ -184,7 +186,8 @@ class Operations:
 
     def _note_detached(self, event: Event, spread: Spread | str | None, output: int) -> None:
         run = self.typed.run
-        sources = (i for i in event.inputs if run.requires_grad[i] or i in self.detached)
+        read = event.inputs[:1] if event.name in CONVERSIONS else event.inputs
+        sources = (i for i in read if run.requires_grad[i] or i in self.detached)
         if run.values[output].is_floating_point() and any(run.values[i].is_floating_point() for i in sources):
             self.detached.add(output)
             if spread is None:
