@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adversary import Adversary, document
@@ -368,7 +369,45 @@ def numbering(how: str) -> nn.Module:
     return Stack(MlpBlock(Numbering(how)), MlpBlock(Numbering(how)))
 
 
+# What code makes of a partial sum, and what it makes of numbers that no batch has.
+CAPS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "clamp": ("refused", lambda y: y.clamp(-BOUND, BOUND)),
+    "minimum": ("refused", lambda y: torch.minimum(y, torch.tensor(BOUND))),
+    "hardtanh": ("refused", lambda y: F.hardtanh(y, -BOUND, BOUND)),
+    "tanh": ("refused", lambda y: 1e5 * torch.tanh(y / 1e5)),
+    "shrink": ("refused", lambda y: F.hardshrink(y, 1e-9)),
+    "finite": ("right", lambda y: torch.nan_to_num(y)),
+    "scaled": ("right", lambda y: (y * 1e4).roll(1, -1) / 3 - y.mean(-1, keepdim=True)),
+    "filtered": ("right", lambda y: F.avg_pool1d(y, 3, 1, 1)),
+}
+WAITING = {
+    "layers.*.mlp": {"style": "input_with_grad_allreduce", "output": "all_reduce"},
+    "layers.*.mlp.up": "colwise",
+    "layers.*.mlp.down": "local_params",
+    "layers.*.mlp.down.weight": "rowwise",
+}
+
+
+class Capping(Mlp):
+    """Caps its result."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CAPS[self.how][1](super().forward(x))
+
+
+def capping(how: str) -> nn.Module:
+    return Stack(MlpBlock(Capping(how)), MlpBlock(Capping(how)))
+
+
 CASES = (
+    *(
+        Adversary(f"caps_{how}", partial(capping, how), features, document(WAITING), verdict, "of a partial sum")
+        for how, (verdict, _) in CAPS.items()
+    ),
     *(
         _case(
             how,

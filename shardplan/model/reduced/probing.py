@@ -1,4 +1,4 @@
-"""Whether an operand contributes to an operation's result: the operation is run again with the operand changed."""
+"""Whether an operand contributes to an operation's result, or bends it: the operation is run again with the operand changed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 FACTOR = 1e4  # multiplied by this, a value that a tolerance hides is far above the tolerance
 
 LARGE = 100  # an integer of any width
+SCALES = (2.0**20, 2.0**-40)  # multiplied by a power of two, numbers of any precision are rounded as before
+BENT = 1e-3  # of the result
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the operation, from its operands to its results
 
 
@@ -22,7 +24,7 @@ def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> 
     Args:
         run: the operation. It gets copies, so it may write into them.
         operands: the tensors that it reads.
-        positions: positions among the operands.
+        positions: positions among the operands; `~position` asks whether the results are not linear in the operand.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -30,12 +32,31 @@ def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> 
         size = max((_size(t) for t in before or ()), default=0.0)
         gates = [] if size else [i for i, t in enumerate(operands) if t.is_floating_point() and not bool(t.any())]
         return {
-            position: any(
+            position: _bends(run, operands, ~position)
+            if position < 0
+            else any(
                 _differ(before, _run(run, changed))
                 for changed in _changes(operands, position, gates, max(size, 1.0), generator)
             )
             for position in positions
         }
+
+
+def _bends(run: Run, operands: Sequence[Tensor], position: int) -> bool:
+    """Whether what an operand adds to the results does not grow and shrink as the operand does."""
+    found = []
+    for factor in (0.0, 1.0, *SCALES):
+        torch.manual_seed(0)
+        found.append(_run(run, [t * factor if i == position else t for i, t in enumerate(operands)]))
+    if any(results is None for results in found):
+        return True
+    for without, plain, *others in zip(*found, strict=True):
+        if plain.is_floating_point():
+            for factor, other in zip(SCALES, others, strict=True):
+                grown = (plain - without) * factor
+                if _size((other - without) - grown) > BENT * _size(grown):
+                    return True
+    return False
 
 
 def _changes(
