@@ -149,7 +149,7 @@ def made_again(before: Entry) -> Entry:
     """
     kept = {
         field: getattr(before, field)
-        for field in ("init", "init_more", "checkpoints", "experts", "pipeline", "context", "mixers")
+        for field in ("init", "init_more", "init_why", "checkpoints", "experts", "pipeline", "context", "mixers")
     }
     return replace(entry(before.name), **kept)
 
