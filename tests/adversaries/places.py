@@ -56,6 +56,8 @@ HOWS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
         "wrong",
         lambda x: torch.where((x.flatten(0, 1)[:, :1] > 0).cumsum(0).view(*x.shape[:2], 1) <= FIRST, x, x / 2),
     ),
+    "equal": ("wrong", lambda x: torch.where(places(x)[:, None] == FIRST + 1, x, x / 2)),
+    "among": ("wrong", lambda x: torch.where(torch.isin(places(x), torch.tensor([FIRST + 1, 90]))[:, None], x, x / 2)),
     "gather": ("right", lambda x: x[:, places(x)]),
     "parity": ("right", lambda x: torch.where(places(x)[:, None] % 2 == 0, x, x / 2)),
     "ones": ("right", lambda x: x * torch.ones(x.shape[1], 1)),

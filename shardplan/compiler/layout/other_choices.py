@@ -5,7 +5,8 @@ masks and indices are replaced, each rank's by its part of the unsharded run's, 
 token by itself is right then too, also where it skips what nobody needs.
 
 A rank may also count the places of its slice from 0 (`torch.arange(x.shape[1])`), or cut a table to its length. What comes of it may be the same
-for all places of a short sequence (`places < 4096`); so places that a rank does not have are far away in another unsharded run.
+for all places of a short sequence (`places < 4096`); so places that a rank does not have are far away in another unsharded run, or those that code
+compares them with (`places == 61`).
 """
 
 from __future__ import annotations
@@ -99,10 +100,16 @@ def _counted_anew(spreads: Spreads) -> Iterator[Choice]:
                 lines.setdefault(event.source, []).append((event, index, place, apart))
                 known.add(output)
     for calls in lines.values():
-        ways = [
-            {place: _far(spreads, place, index, apart, by) for _, index, place, apart in calls} for by in (FAR, -FAR)
-        ]
         event, index, *_ = calls[0]
+        numbers = set[int]().union(*(_compared_as_it_is(run, event.outputs[index]) for event, index, *_ in calls))
+        to = (
+            partial(_moved, by=FAR),
+            partial(_moved, by=-FAR),
+            *(partial(_filled, number=number) for number in sorted(numbers)),
+        )
+        ways = [
+            {place: _elsewhere(spreads, place, index, apart, one) for _, index, place, apart in calls} for one in to
+        ]
         yield Choice(event, event.outputs[index], [[far, *({} for _ in spreads.runs)] for far in ways])
 
 
@@ -134,9 +141,17 @@ def _counted_apart(spreads: Spreads, event: Event, place: Place, index: int) -> 
     return apart
 
 
-def _far(spreads: Spreads, place: Place, index: int, apart: Tensor, by: int) -> Tensor:
+def _elsewhere(spreads: Spreads, place: Place, index: int, apart: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
     whole = spreads.reference.values[spreads.reference.at[place].outputs[index]]
-    return torch.where(apart, ~whole if whole.dtype == torch.bool else whole + by, whole)
+    return torch.where(apart, to(whole), whole)
+
+
+def _moved(whole: Tensor, by: int) -> Tensor:
+    return ~whole if whole.dtype == torch.bool else whole + by
+
+
+def _filled(whole: Tensor, number: int) -> Tensor:
+    return torch.tensor(number).to(whole.dtype).expand_as(whole)
 
 
 def _chosen(spreads: Spreads, event: Event, made: set[int]) -> _Chosen | None:
@@ -206,6 +221,15 @@ def _compared(run: Trace, chosen: Iterable[int]) -> Iterator[tuple[int, bool]]:
         known |= run.compared.get(number, set())
     for one in sorted(known)[: BOUNDS.numbers_compared]:
         yield from ((one, True), (one, False), (one - 1, True), (one + 1, False))
+
+
+def _compared_as_it_is(run: Trace, number: int) -> set[int]:
+    """The whole numbers with which code compares a value or views of it."""
+    found, values = {number}, run.values[number].flatten()
+    for event in run.events:
+        if event.kind == "op" and not found.isdisjoint(event.inputs):
+            found.update(i for i in event.outputs if torch.equal(run.values[i].flatten(), values))
+    return set[int]().union(*(run.compared.get(one, ()) for one in found))
 
 
 def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: Way) -> Sequence[Mapping[Place, Tensor]]:

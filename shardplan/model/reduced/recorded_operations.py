@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardplan.core.search_bounds import BOUNDS
 from shardplan.torchlib.heads_of_weights import ATTENTION, attention_of_heads
 from shardplan.torchlib.modes import check_sizes
 from shardplan.torchlib.private import private
@@ -38,7 +39,7 @@ TELLING = frozenset(
     "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
 # Questions how a tensor's values are to another value.
-COMPARING = frozenset("eq ne lt le gt ge contains".split())
+COMPARING = frozenset("eq ne lt le gt ge contains isin".split())
 
 
 # The rounding of operations in half precision, relative to the result.
@@ -156,8 +157,10 @@ class OperationRecorder(TorchFunctionMode):
         """The number of each tensor that has one, of the value that it had when it got it; -1 for others."""
         return [self._numbers.get(id(t), (0, -1))[1] for t in tensors]
 
-    def _note_compared(self, args: tuple) -> None:
+    def _note_compared(self, args: tuple, among: bool) -> None:
         numbers = {one for one in args if type(one) is int}
+        if among and isinstance(args[-1], Tensor) and args[-1].numel() <= BOUNDS.numbers_compared:
+            numbers.update(int(one) for one in args[-1].flatten().tolist())
         for known in self._known(t for t in args if isinstance(t, Tensor) and not t.is_floating_point()):
             if numbers and known >= 0:
                 self.trace.compared.setdefault(known, set()).update(numbers)
@@ -187,7 +190,7 @@ class OperationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if not self._inside and name.strip("_") in COMPARING:
-            self._note_compared(args)
+            self._note_compared(args, name == "isin")
         if self._inside or (name in QUIET and name != "__get__"):
             if not self._inside and name in TELLING:
                 self._told(*tensors_in(args), *tensors_in(kwargs))
