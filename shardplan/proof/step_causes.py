@@ -100,10 +100,12 @@ def after_backward(own: Ran, one: Ran, alone: Alone | None, ranks: Sequence[Ran]
     Args:
         alone: the results of the first step, in which all runs have the same parameters.
     """
-    wrong = off(own.backward, one.backward)
+    wrong, line = off(own.backward, one.backward), own.lines.get("backward")
+    if missing := [name for name in one.backward if name not in own.backward]:
+        text = f"{missing[-1]} has no gradient after backward{counted(wrong, one.backward)}; on one process it has one"
+        return Difference(text, "read a DTensor by its `full_tensor()`, and detach nothing", line)
     name = next(iter(wrong)) if len(wrong) == len(one.backward) else [*wrong][-1]
     text = f"the gradient of {name} is {wrong[name]:.1e} off after backward{counted(wrong, one.backward)}"
-    line = own.lines.get("backward")
     if "reduced" in own.lines:
         return Difference(text + (_times_in_words(own.backward, one.backward) or ""), REDUCED, own.lines["reduced"])
     if alone is None:

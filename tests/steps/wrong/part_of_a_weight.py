@@ -1,6 +1,6 @@
-"""The head's weight is read as if it were whole."""
+"""The head's weight is read whole, but not for its gradient."""
 
-# named: DTensor
+# named: lm_head.weight has no gradient
 
 import torch
 
