@@ -1,6 +1,6 @@
 """Each rank adds noise of its own to the embeddings."""
 
-# named: DTensor
+# named: inputs_embeds
 
 import torch
 
