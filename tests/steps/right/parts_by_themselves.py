@@ -1,6 +1,4 @@
-"""The head is called by itself, so that data-parallel ranks do not gather it."""
-
-# named: DTensor
+"""The head is called by itself: data-parallel ranks gather it for this call."""
 
 import torch.nn.functional as F
 
