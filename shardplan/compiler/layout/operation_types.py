@@ -25,6 +25,7 @@ from shardplan.model.reduced.trace import Event, Place
 from shardplan.styles.bound import BoundModule
 
 from .cross_module_reads import below
+from .drawing_operands import LINEAR
 from .other_choices import Choice
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
@@ -34,12 +35,16 @@ from .types import FREE, KINDS, Type, TypeKind
 
 CONVERSIONS = frozenset(("to", "type_as"))  # of another tensor they read the dtype alone
 # What these make of parts of a sum adds up to what they make of the sum, whatever the numbers are.
-LINEAR = CONVERSIONS | frozenset(
-    """add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__ neg __neg__ mul mul_ __mul__ __rmul__ __imul__ div div_
+ADDING_UP = (
+    LINEAR
+    | CONVERSIONS
+    | frozenset(
+        """add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__ neg __neg__ mul mul_ __mul__ __rmul__ __imul__ div div_
     __truediv__ __itruediv__ sum mean cumsum einsum linear Linear matmul __matmul__ bmm baddbmm mm view view_as reshape flatten unflatten
     squeeze unsqueeze expand repeat repeat_interleave transpose permute t swapaxes movedim contiguous clone detach float double half bfloat16
     type __getitem__ __setitem__ index_select index_add index_add_ index_put index_put_ index_copy_ gather scatter scatter_ scatter_add
     scatter_add_ masked_fill masked_fill_ where cat stack split chunk unbind narrow select roll flip pad copy_""".split()
+    )
 )
 
 
@@ -175,7 +180,7 @@ class Operations:
         closed gate or small numbers make it seem so. None if it is unknown which operands contribute."""
         if event.kind != "op":
             return None
-        hiding = {"whole": ("P", "V"), "split": ("P",), "sum": () if event.name in LINEAR else ("P",)}[spread.kind]
+        hiding = {"whole": ("P", "V"), "split": ("P",), "sum": () if event.name in ADDING_UP else ("P",)}[spread.kind]
         found = {
             ~position if spread.kind == "sum" and number not in apart else position: number
             for position, number in enumerate(event.inputs)

@@ -120,7 +120,7 @@ def _counted_apart(spreads: Spreads, event: Event, place: Place, index: int) -> 
     if spread == "?" or (spread is not None and (event.name not in CUTS or any(one != WHOLE for one in before))):
         return None
     own = [run.values[run.at[event.place].outputs[index]] for run in spreads.runs]
-    whole = spreads.reference.values[spreads.reference.at[place].outputs[index]]
+    whole = _whole(spreads, place, index)
     dims = {
         dim for one in own for dim in range(whole.ndim) if one.ndim == whole.ndim and one.shape[dim] != whole.shape[dim]
     }
@@ -141,8 +141,13 @@ def _counted_apart(spreads: Spreads, event: Event, place: Place, index: int) -> 
     return apart
 
 
+def _whole(spreads: Spreads, place: Place, index: int) -> Tensor:
+    """A result of the unsharded run."""
+    return spreads.reference.values[spreads.reference.at[place].outputs[index]]
+
+
 def _elsewhere(spreads: Spreads, place: Place, index: int, apart: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
-    whole = spreads.reference.values[spreads.reference.at[place].outputs[index]]
+    whole = _whole(spreads, place, index)
     return torch.where(apart, to(whole), whole)
 
 
@@ -238,7 +243,7 @@ def _planted(spreads: Spreads, chosen: Sequence[_Chosen], way: Way) -> Sequence[
     for one in chosen:
         place, dim = spreads.place(one.event), one.spread.dim
         assert place is not None and dim is not None, one
-        whole = spreads.reference.values[spreads.reference.at[place].outputs[one.index]]
+        whole = _whole(spreads, place, one.index)
         parts = one.spread.order or rows_order(1, whole.shape[dim], ranks)
         rows = [torch.tensor(part, dtype=torch.long) for part in parts]
         other = way(whole, dim, rows) if all(map(len, rows)) else None
