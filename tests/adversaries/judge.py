@@ -112,7 +112,8 @@ def _errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> tuple[dic
     model = adversary.model(dtype)
     sharded = _applied(adversary, model, mesh, anyway)
     there = {name: value for part in parts_of(sharded) for name, value in parameters(part)}
-    orders = {n: _order(p.detach(), whole(there[n])) for n, p in parameters(copies[own]) if n in there}
+    # Detached: full_tensor() of a packed parameter itself raises.
+    orders = {n: _order(p.detach(), whole(there[n].detach())) for n, p in parameters(copies[own]) if n in there}
     if adversary.after is not None:
         for one in (*copies, *parts_of(sharded)):
             adversary.after(one)
@@ -155,10 +156,10 @@ def _applied(adversary: Adversary, model: nn.Module, mesh: DeviceMesh, anyway: b
 def _order(before: Tensor, after: Tensor) -> tuple[int, Tensor] | None:
     """How the rows (or columns) of a packed parameter stand in its shards, read off the values: (dim, for each of `before`
     its index in `after`). None: in their own order."""
-    if before.shape != after.shape or torch.equal(before, after.detach()):
+    if before.shape != after.shape or torch.equal(before, after):
         return None
     for dim in range(before.dim()):
-        ours, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1).tolist() for x in (before, after.detach()))
+        ours, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1).tolist() for x in (before, after))
         place = {tuple(row): i for i, row in enumerate(theirs)}
         if len(place) == len(ours) and all(tuple(row) in place for row in ours):
             return dim, torch.tensor([place[tuple(row)] for row in ours])
