@@ -190,7 +190,7 @@ def _of_all(value: Tensor, cp: DeviceMesh, batch: Mapping[str, Any]) -> Tensor:
 
 def _state(model: nn.Module) -> Seen:
     return {
-        **{f"parameter {name}": whole(value).detach().clone() for name, value in parameters(model)},
+        **{f"parameter {name}": whole(value.detach()).clone() for name, value in parameters(model)},
         **{f"buffer {n}": whole(value).detach().clone() for n, value in model.named_buffers(remove_duplicate=False)},
     }
 
