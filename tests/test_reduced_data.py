@@ -66,8 +66,9 @@ def test_sound_has_the_samples_that_the_convolutions_read():
 @pytest.mark.parametrize("role", TABLE)
 def test_each_role_is_reduced(role):
     assert role in SHRINK or role in AS_IT_IS
-    assert TABLE[role].keys() <= {"names", "at_most", "widths"}
-    assert all(re.compile(name) for name in (*TABLE[role]["names"], *TABLE[role].get("widths", ())))
+    lists = {key: names for key, names in TABLE[role].items() if key != "at_most"}
+    assert lists.keys() <= {"names", *(("widths", "strides", "blocks") if role == "stages" else ())}
+    assert all(re.compile(name) for names in lists.values() for name in names)
     assert {*names(parse_expression(TABLE[role].get("at_most", "1")))} <= {"seq_len"}
 
 

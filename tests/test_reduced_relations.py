@@ -142,12 +142,22 @@ def test_each_section_of_the_layers_has_some():
 
 HEADS = "LiltModel"  # its head dim is tried until six places of a box fill the hidden size
 DICTIONARY = "SwitchTransformersModel"  # its experts are in a dictionary, and fewer
+PYRAMID = "Sam2VisionModel"  # its neck has the widths of the stages in the other order
 SLOW = ("BrosModel", "CanineModel", "GraniteSpeechModel", "LayoutLMv3Model", "MobileBertModel", "MoonshineModel")
 SLOW += ("PvtModel", "SamModel", "SwinModel")
 
 
+def test_a_pyramid_of_numbered_blocks_keeps_each_kind():
+    """Of one list over all stages; 12 blocks, of which 5, 7 and 9, all in the third stage, see the whole picture."""
+    found = find(PYRAMID)
+    backbone = make_reduced_model(found, tp=2).build().config.backbone_config
+    assert found.config.backbone_config.global_attention_blocks == [5, 7, 9]
+    assert (backbone.blocks_per_stage, backbone.global_attention_blocks) == ([1, 2, 2, 2], [4])
+    assert (backbone.embed_dim_per_stage, backbone.num_attention_heads_per_stage) == ([8, 16, 32, 64], [1, 2, 4, 8])
+
+
 @pytest.mark.parametrize(
-    "name", [HEADS, DICTIONARY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)]
+    "name", [HEADS, DICTIONARY, PYRAMID, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)]
 )
 def test_the_reduced_model_runs(name):
     reduced = make_reduced_model(find(name), tp=2)

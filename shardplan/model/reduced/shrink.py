@@ -19,7 +19,7 @@ from .fields import TABLE, Role, Roles, role
 from .layers import Kept, sections
 from .scale import HEAD_DIMS, Scale, hidden_size, is_size, scale_of, tower_scale
 from .state_spaces import state_space_widths
-from .vision_fields import images, read_layers
+from .vision_fields import images, of_stages, read_layers
 
 STATE = 8
 EXPERTS = 4
@@ -319,8 +319,18 @@ def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig,
     for part in found:
         for name, value in vars(part.config).items():
             if name in part.data and (name in OWN or role(name) is None) and roles(name) == "width":
-                follows = _following(part, name, models)
-                part.data[name] = _each(value, part.data[name], follows)
+                stages = _stages_of(value, found)
+                part.data[name] = stages or _each(value, part.data[name], _following(part, name, models))
+
+
+def _stages_of(value: Any, found: list[_Part]) -> list[int]:
+    """The small widths of a pyramid's stages where a list has these widths in any order; empty for any other."""
+    for part in found:
+        for name, widths in of_stages(part.config, "widths"):
+            if isinstance(value, (list, tuple)) and len(widths) > 1 and sorted(value) == sorted(widths):
+                small = dict(zip(widths, part.data[name], strict=True))
+                return [small[one] for one in value]
+    return []
 
 
 def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, Any], Any]:

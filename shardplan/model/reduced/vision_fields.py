@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import gcd, isqrt
 from typing import Any
 
@@ -90,23 +92,50 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
     if not (isinstance(depths, (list, tuple)) and all(map(is_size, depths)) and len(data[stages]) == len(depths)):
         return  # where the stages count as layers, some are left out
     data[stages] = [min(depth, BLOCKS) for depth in depths]
+    for name, listed in of_stages(config, "blocks"):
+        kept = [block for stage in _numbered(depths) for block in _both_kinds(stage, listed)]
+        data[name] = [kept.index(block) for block in listed if block in kept]
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == len(depths)}
     of_heads = [n for n, v in lists.items() if role(n) == "heads" and all(is_size(one) for one in v)]
     heads = lists[of_heads[0]] if of_heads else None
     data.update({name: list(lists[name]) for name in of_heads})
     (image, side), (_, patch), (name, window) = (_named(config, what) for what in ("image", "patch", "window"))
+    stride = next((strides[0] for _, strides in of_stages(config, "strides")), 0)
     halvings = 2 ** (len(depths) - 1)
-    if side and patch and window and side // patch % (window * halvings) == 0:  # windows in each stage
-        data[name] = WINDOW
-        data[image] = _with_side(data[image], WINDOW * halvings * PATCH)
-    for name, value in vars(config).items():
-        widths = value if name in lists else [value]
-        if not any(re.fullmatch(one, name) for one in TABLE["stages"]["widths"]) or not all(map(is_size, widths)):
+    across = patch or stride
+    if side and across and window and side // across % (window * halvings) == 0:  # windows in each stage
+        data[name] = [WINDOW] * len(depths) if name in lists else WINDOW
+        data[image] = _with_side(data[image], WINDOW * halvings * (PATCH if patch else stride))
+    for name, widths in of_stages(config, "widths"):
+        if name not in lists and not is_size(vars(config)[name]):
             continue
         head_dim = widths[0] // heads[0] if heads else gcd(*widths)
         if head_dim > HEAD_DIM and head_dim % HEAD_DIM == 0:
             small = [one * HEAD_DIM // head_dim for one in widths]
             data[name] = small if name in lists else small[0]
+
+
+def of_stages(config: PreTrainedConfig, what: str) -> Iterator[tuple[str, Sequence[int]]]:
+    """The fields that have a meaning next to the stages of a pyramid, and their numbers.
+
+    Args:
+        what: "widths", "strides" or "blocks", as in [stages] of plans/numbers.toml.
+    """
+    for name, value in vars(config).items():
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if any(re.fullmatch(one, name) for one in TABLE["stages"][what]) and numbers and all(map(is_size, numbers)):
+            yield name, numbers
+
+
+def _numbered(depths: Sequence[int]) -> Iterator[range]:
+    """The blocks of each stage, numbered over all stages."""
+    for before, depth in zip(accumulate(depths, initial=0), depths, strict=False):
+        yield range(before, before + depth)
+
+
+def _both_kinds(stage: range, listed: Sequence[int]) -> list[int]:
+    """The kept blocks of a stage: the first and, where one of the others is listed and it is not, or the reverse, this one."""
+    return [stage[0], *sorted(stage[1:], key=lambda block: (block in listed) == (stage[0] in listed))[: BLOCKS - 1]]
 
 
 def _convolved(data: dict[str, Any], config: PreTrainedConfig) -> None:
