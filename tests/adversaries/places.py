@@ -97,8 +97,35 @@ class Windows(Attention):
         return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(-2))
 
 
+class FirstHead(Attention):
+    """The first head has a window; the others, or all where that is said, do not differ."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        q, k, v = (self.heads(part(x)) for part in (self.q, self.k, self.v))
+        apart = places(x)[:, None] - places(x)
+        near, mask = apart < 24, (apart >= 0).repeat(q.shape[1], 1, 1)
+        if self.how == "written":
+            mask[0] &= near
+        if self.how == "all":
+            mask &= near
+        if self.how == "stacked":
+            mask = torch.stack([mask[0] & near, *mask[1:]])
+        bias = torch.zeros(mask.shape).masked_fill(~mask, -1e4)
+        if self.how == "bias":
+            bias[0] += torch.where(near, 0.0, -1e4)
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(-2))
+
+
 def layers(block: Any, how: str) -> nn.Module:
     return Stack(block(how), block(how))
+
+
+def first_head(how: str) -> nn.Module:
+    return Stack(Block(FirstHead(how)), Block(FirstHead(how)))
 
 
 def windows() -> nn.Module:
@@ -127,6 +154,12 @@ CASES = (
         for how, (verdict, _) in HOWS.items()
     ),
     *(of(f"{how}/whole", partial(layers, Placed, how), document(MLP), "right") for how in ("where", "table")),
+    *(
+        of(f"first_head_{how}/split", partial(first_head, how), document({**ATTENTION, **MLP}), verdict)
+        for how, verdict in (("written", "wrong"), ("stacked", "wrong"), ("bias", "wrong"), ("all", "right"))
+    ),
+    of("first_head_written/cp", partial(first_head, "written"), plan(EXCHANGED), "wrong", mesh=MESHES["cp"]),
+    of("first_head_written/whole", partial(first_head, "written"), document(MLP), "right"),
     of("windows/split", windows, document({**ATTENTION, **MLP}), "wrong"),
     of("windows/cp", windows, plan(EXCHANGED), "wrong", mesh=MESHES["cp"]),
     of("windows/whole", windows, document(MLP), "right"),

@@ -64,6 +64,7 @@ class Finding:
         operands: the values that it reads.
         actual, wanted: the layouts at a boundary.
         message: the message of an exception.
+        mask: the line of a mask that is alike everywhere in the model's own run, where it was found with another one.
         follows: whether it concerns a value that an earlier finding concerns.
         at: the number of operations typed before it.
     """
@@ -77,5 +78,6 @@ class Finding:
     actual: str = ""
     wanted: str = ""
     message: str = ""
+    mask: SourceLine | None = None
     follows: bool = False
     at: int = 0

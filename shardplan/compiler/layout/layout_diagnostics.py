@@ -188,6 +188,8 @@ def _notes(first: Finding) -> list[str]:
     notes = []
     if first.source is not None:
         notes.append(f"{first.module or 'the model'}, {first.source.shown}")
+    if first.mask is not None:
+        notes.append(f"where a mask that is alike everywhere in the proof's short sequences is not: {first.mask.shown}")
     every = first.kind == "crash" or len(first.operands) == 1  # a mask or a bias of all heads makes the code raise too
     notes += [_operand(operand) for operand in first.operands if operand.differentiable or every]
     return notes[:6]

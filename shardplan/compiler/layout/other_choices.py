@@ -7,6 +7,9 @@ token by itself is right then too, also where it skips what nobody needs.
 A rank may also count the places of its slice from 0 (`torch.arange(x.shape[1])`), or cut a table to its length. What comes of it may be the same
 for all places of a short sequence (`places < 4096`); so places that a rank does not have are far away in another unsharded run, or those that code
 compares them with (`places == 61`).
+
+A mask that all ranks have whole may be alike everywhere (`distance < 4096`). What it chooses, of one head alone, then makes no difference; so every
+second entry of it is the other one in one more run.
 """
 
 from __future__ import annotations
@@ -111,6 +114,39 @@ def _counted_anew(spreads: Spreads) -> Iterator[Choice]:
             {place: _elsewhere(spreads, place, index, apart, one) for _, index, place, apart in calls} for one in to
         ]
         yield Choice(event, event.outputs[index], [[far, *({} for _ in spreads.runs)] for far in ways])
+
+
+def other_constants(spreads: Spreads) -> Iterator[tuple[SourceLine | None, Sequence[Mapping[Place, Tensor]]]]:
+    """Computed masks that every rank has whole, and that are alike everywhere: the line, and, for the unsharded run and for each rank, place ->
+    the mask with every second entry changed."""
+    run, known = spreads.runs[0], set[int]()
+    lines: dict[SourceLine | None, dict[tuple[str, int], tuple[Place, Place, Tensor]]] = {}
+    for event in run.events:
+        place = spreads.place(event)
+        if not known.isdisjoint(event.inputs):
+            known.update(event.outputs)
+        elif place is not None and event.kind == "op" and event.inputs and not event.writes:
+            for index, output in enumerate(event.outputs):
+                if (
+                    output not in event.inputs
+                    and _is_constant(run.values[output])
+                    and spreads.of(event, index) == WHOLE
+                ):
+                    known.add(output)
+                    found = (place, event.place, _every_second(run.values[output]))
+                    lines.setdefault(event.source, {}).setdefault(event.place[:2], found)
+    for line, calls in lines.items():
+        whole, own = ({place: mask for place, _, mask in calls.values()}, {at: mask for _, at, mask in calls.values()})
+        yield line, [whole, *(own for _ in spreads.runs)]
+
+
+def _is_constant(mask: Tensor) -> bool:
+    return mask.dtype == torch.bool and mask.numel() > 1 and bool(mask.all() or not mask.any())
+
+
+def _every_second(mask: Tensor) -> Tensor:
+    """A mask with other entries where the indices add up to an odd number: those of equal indices stay."""
+    return mask ^ (sum(torch.meshgrid(*map(torch.arange, mask.shape), indexing="ij")) % 2 == 1)
 
 
 def _counted_apart(spreads: Spreads, event: Event, place: Place, index: int) -> Tensor | None:

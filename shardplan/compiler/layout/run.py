@@ -29,7 +29,7 @@ from .dropout import is_noisy
 from .finding import Finding
 from .mergeable_sums import SeenSum, SharedSum, seen_sums, shared_sums
 from .operation_types import Operations
-from .other_choices import Choice, other_choices
+from .other_choices import Choice, other_choices, other_constants
 from .randomness import DrawnAlike, acting_sites
 from .rank_run import run_rank
 from .reads import SharedRead, first_readers, same_arguments, shared_reads
@@ -208,12 +208,12 @@ def _prove(
     ]
     parts: dict[Place, dict[int, bool]] = {}
 
-    def differs(way: Sequence[Mapping[Place, Tensor]]) -> bool:
+    def found_in(way: Sequence[Mapping[Place, Tensor]], *, finite: bool = False) -> Sequence[Finding]:
         whole, *own = way
         other = recorded.again(planted=whole)
-        if other is None:
-            return False
-        return bool(_prove(plan, recorded, other, _is_known, own, (recorded.reference, *runs)).findings)
+        if other is None or (finite and not other.finite):
+            return ()
+        return _prove(plan, recorded, other, _is_known, own, (recorded.reference, *runs)).findings
 
     def typed(layout: Layout, wrong: Sequence[Choice] = ()) -> Proof:
         gathers = dict.fromkeys(unresolved, layout)
@@ -253,8 +253,12 @@ def _prove(
     if planted and spreads.returned():  # what could not be compared inside made no difference
         best = replace(best, findings=tuple(filter(_is_known, best.findings)))
     if not planted and not best.findings:
-        wrong = [choice for choice in other_choices(spreads) if any(map(differs, choice.ways))]
+        wrong = [choice for choice in other_choices(spreads) if any(map(found_in, choice.ways))]
         best = typed(layout, wrong) if wrong else best
+        for line, way in other_constants(spreads) if not best.findings else ():
+            if others := found_in(way, finite=True):
+                best = replace(best, findings=tuple(replace(one, mask=line) for one in others))
+                break
     return replace(
         best,
         shared_reads=first_readers(plan.tree, runs[0], best.entering),
