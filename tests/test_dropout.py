@@ -28,6 +28,7 @@ from shardplan.model.reduced.weights import Undropped
 from shardplan.proof.rank import whole as in_original_order
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.parallel.random_streams import Streams
+from tests.adversaries import mixtures, parts
 
 GPT2 = {"resid_pdrop": 0.2, "embd_pdrop": 0.3, "attn_pdrop": 0.4}
 FSDP2 = {"backend": "fsdp2", "units": ["transformer.h.*"]}
@@ -527,6 +528,11 @@ class Passed(Layer):
         return x if self.training and random.random() < float(self.dropout) else super().forward(x)
 
 
+class DroppingExperts(mixtures.Experts):
+    def between(self, h: Tensor) -> Tensor:
+        return F.dropout(h, self.dropout, self.training)
+
+
 class Drop(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         return input if self.p == 0.0 else super().forward(input)
@@ -609,6 +615,18 @@ def codes(layer: type[Layer], p: float = 0.1, train: bool = True, **sections: An
         shardplan.Model(net(layer, p).train(train), inputs=inputs), net_plan(**sections), {"tp": 2}
     )
     return [(one.code, one.message) for one in report.diagnostics if one.is_error]
+
+
+def test_dropout_inside_distributed_experts_is_refused_for_what_is_not_known():
+    model = parts.Stack(*(parts.MlpBlock(mixtures.Mixture("plain")) for _ in range(2)))
+    for layer in model.layers:
+        layer.mlp.experts.__class__, layer.mlp.experts.dropout = DroppingExperts, 0.1
+    report = shardplan.validate(shardplan.Model(model, inputs=parts.features), mixtures.PLAN, {"tp": 2, "ep": 2})
+    (found,) = (one for one in report.diagnostics if one.is_error)
+    assert (found.code, found.message) == (
+        "SP370",
+        "layers.*.mlp.experts drops elements of a value whose layout is not known",
+    )
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.module_program import Draws
-from shardplan.core.tree import ModuleTree, full_name, innermost, named
+from shardplan.core.tree import ModuleTree, ancestors, full_name, innermost, named
 from shardplan.model.adapters import unwrapped
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.nests import tensors_in
@@ -218,6 +218,8 @@ def _add(at: _Decision, drawing: Drawing, by_place: Mapping[tuple[str, str, Sour
         kinds = by_place.get((drawing.layer, "", None), set()) if drawing.of_input else set[str]()
     else:
         kinds = by_place.get((drawing.module, drawing.name, source), set())
+    if not kinds and any((name, "", None) in by_place for name in (drawing.module, *ancestors(drawing.module))):
+        kinds = {"?"}  # inside of what is one operation: a layer with adapters, distributed experts
     if not kinds:
         at.wrong["draws random numbers in code that does not run while its probability is 0"] = (
             "call the dropout without a condition on its probability, or set it to 0"
