@@ -64,6 +64,19 @@ class Seldom(Mlp):
         return h * 2 if random.randint(1, 50) == 1 else h
 
 
+class Between(Mlp):
+    """Twice as much where a number of the batch, or of each row, is between two others."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h = super().hidden(x)
+        drawn = torch.rand(()) if self.of == "batch" else torch.randn(len(h), 1, 1)
+        return torch.where((drawn > 0.4) & (drawn < 0.6), 2 * h, h)
+
+
 class AttentionDropout(Attention):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         q, k, v = (self.heads(part(x)) for part in (self.q, self.k, self.v))
@@ -196,6 +209,18 @@ CASES = (
             codes=RANDOM,
         )
         for name, cls in KINDS.items()
+    ),
+    *(
+        Adversary(
+            f"random_between_{of_}/split",
+            partial(of, Between, of_),
+            features,
+            document(MLP),
+            "refused",
+            "each rank draws",
+            codes=RANDOM,
+        )
+        for of_ in ("batch", "row")
     ),
     Adversary(
         "random_noise/sequence",

@@ -39,10 +39,10 @@ RANDOM = Code("SP371")
 _DispatchMode: Any = private("TorchDispatchMode")
 
 OTHERS = "numbers of random or numpy.random"  # generators other than torch's
-# What code asks of a draw may hold seldom: a draw between two bounds is tried at both, any other as the least and the greatest of many, and one
-# of few whole numbers as each of them. One of more numbers counts as acting.
+# What code asks of a draw may hold seldom: a draw between two bounds is tried at both, any other as the least and the greatest of many; where
+# that changes nothing, one of few whole numbers as each of them, and others at the tenths of many. One of more numbers counts as acting.
 UNIFORM = ("rand", "rand_like", "uniform_")
-SEEDS, MANY, FEW = (1, 2), 1000, 100
+SEEDS, MANY, FEW, TENTHS = (1, 2), 1000, 100, range(1, 10)
 LEAST, GREATEST = 0, 2**32 - 1  # of the words from which Python and numpy draw their numbers
 
 
@@ -236,11 +236,13 @@ def _skipped(
     drawn: list[int] = []  # how many whole numbers a draw had
     if key[1] == OTHERS:
         acts = [changes(seed=one) for one in SEEDS] + [changes(word=one, drawn=drawn) for one in (LEAST, GREATEST)]
-        acts = acts if any(acts) else [changes(word=one) for one in range(1, FEW)]
+        words = (*range(1, FEW), *(GREATEST // 10 * one for one in TENTHS))
+        acts = acts if any(acts) else [changes(word=one) for one in words]
     else:
-        ends = [_least, _greatest] if key[1] in UNIFORM else [_extreme(one, drawn) for one in (torch.amin, torch.amax)]
+        ends = [_least, _greatest] if key[1] in UNIFORM else [_tenth(one, drawn) for one in (0, 10)]
         acts = [changes(one) for one in (*map(_seeded, SEEDS), *ends)]
-        acts = acts if any(acts) or not drawn else [changes(_nth(one)) for one in range(1, min(FEW, max(drawn)))]
+        between = map(_nth, range(1, min(FEW, max(drawn)))) if drawn else (_tenth(one, drawn) for one in TENTHS)
+        acts = acts if any(acts) else [changes(one) for one in between]
     if not any(acts) and max(drawn, default=0) <= FEW:
         return None
     others = [one for _, one in runs if one != ran]
@@ -274,8 +276,8 @@ def _many(draw: Callable[[], Any]) -> Any:
     return torch.stack([first.clone(), *(draw().clone() for _ in range(MANY))]) if isinstance(first, Tensor) else first
 
 
-def _extreme(chosen: Callable[..., Tensor], drawn: list[int]) -> Redraw:
-    """The least or the greatest of many draws.
+def _tenth(number: int, drawn: list[int]) -> Redraw:
+    """What so many tenths of many draws are at most: 0 is the least, 10 the greatest.
 
     Args:
         drawn: gets how many whole numbers there are from the least to the greatest.
@@ -287,7 +289,7 @@ def _extreme(chosen: Callable[..., Tensor], drawn: list[int]) -> Redraw:
             return result
         if not many.is_floating_point() and many.numel():
             drawn.append(int(many.max() - many.min()) + 1)
-        return result.copy_(chosen(many, 0))
+        return result.copy_(many.sort(0).values[number * MANY // 10])
 
     return redraw
 
