@@ -117,6 +117,8 @@ class FirstHead(Attention):
         bias = torch.zeros(mask.shape).masked_fill(~mask, -1e4)
         if self.how == "bias":
             bias[0] += torch.where(near, 0.0, -1e4)
+        if self.how == "filled":
+            bias[0].masked_fill_(apart >= 24, -1e4)
         return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(-2))
 
 
@@ -156,7 +158,13 @@ CASES = (
     *(of(f"{how}/whole", partial(layers, Placed, how), document(MLP), "right") for how in ("where", "table")),
     *(
         of(f"first_head_{how}/split", partial(first_head, how), document({**ATTENTION, **MLP}), verdict)
-        for how, verdict in (("written", "wrong"), ("stacked", "wrong"), ("bias", "wrong"), ("all", "right"))
+        for how, verdict in (
+            ("written", "wrong"),
+            ("stacked", "wrong"),
+            ("bias", "wrong"),
+            ("filled", "wrong"),
+            ("all", "right"),
+        )
     ),
     of("first_head_written/cp", partial(first_head, "written"), plan(EXCHANGED), "wrong", mesh=MESHES["cp"]),
     of("first_head_written/whole", partial(first_head, "written"), document(MLP), "right"),

@@ -8,8 +8,8 @@ A rank may also count the places of its slice from 0 (`torch.arange(x.shape[1])`
 for all places of a short sequence (`places < 4096`); so places that a rank does not have are far away in another unsharded run, or those that code
 compares them with (`places == 61`).
 
-A mask that all ranks have whole may be alike everywhere (`distance < 4096`). What it chooses, of one head alone, then makes no difference; so every
-second entry of it is the other one in one more run.
+A mask that all ranks have whole may be alike everywhere (`distance < 4096`). What it chooses, of one head alone, then makes no difference; so where
+it may choose for a part of the heads, every second entry of it is the other one in one more run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -117,10 +118,10 @@ def _counted_anew(spreads: Spreads) -> Iterator[Choice]:
 
 
 def other_constants(spreads: Spreads) -> Iterator[tuple[SourceLine | None, Sequence[Mapping[Place, Tensor]]]]:
-    """Computed masks that every rank has whole, and that are alike everywhere: the line, and, for the unsharded run and for each rank, place ->
-    the mask with every second entry changed."""
+    """Computed masks that every rank has whole, that are alike everywhere, and that may choose for a part of a split value: the line, and, for
+    the unsharded run and for each rank, place -> the mask with every second entry changed."""
     run, known = spreads.runs[0], set[int]()
-    lines: dict[SourceLine | None, dict[tuple[str, int], tuple[Place, Place, Tensor]]] = {}
+    lines: dict[SourceLine | None, dict[tuple[str, int], tuple[Place, Event, int]]] = {}
     for event in run.events:
         place = spreads.place(event)
         if not known.isdisjoint(event.inputs):
@@ -130,14 +131,49 @@ def other_constants(spreads: Spreads) -> Iterator[tuple[SourceLine | None, Seque
                 if (
                     output not in event.inputs
                     and _is_constant(run.values[output])
-                    and spreads.of(event, index) == WHOLE
+                    and _is_whole(spreads.of(event, index))
                 ):
                     known.add(output)
-                    found = (place, event.place, _every_second(run.values[output]))
-                    lines.setdefault(event.source, {}).setdefault(event.place[:2], found)
+                    lines.setdefault(event.source, {}).setdefault(event.place[:2], (place, event, index))
     for line, calls in lines.items():
-        whole, own = ({place: mask for place, _, mask in calls.values()}, {at: mask for _, at, mask in calls.values()})
-        yield line, [whole, *(own for _ in spreads.runs)]
+        if _for_a_part(spreads, {event.outputs[index] for _, event, index in calls.values()}):
+            masks = [(place, at.place, _every_second(run.values[at.outputs[i]])) for place, at, i in calls.values()]
+            own = {place: mask for _, place, mask in masks}
+            yield line, [{place: mask for place, _, mask in masks}, *(own for _ in spreads.runs)]
+
+
+def _for_a_part(spreads: Spreads, made: set[int]) -> bool:
+    """Whether whole masks, and what is made of them and of other whole values alone, may choose for a part of a split value: they are written, or
+    joined with its slices, or meet what a rank has by itself. A mask that is broadcast over a split value with a gradient is the same for each
+    slice."""
+    run = spreads.runs[0]
+    for event in run.events:
+        others = [i for i, number in enumerate(event.inputs) if number not in made]
+        if event.kind != "op" or len(others) == len(event.inputs):
+            continue
+        if event.writes:
+            return True
+        if all(_is_whole(spreads.of(event, i)) for i in range(len(event.outputs))):
+            made.update(output for output in event.outputs if not run.requires_grad[output])
+        elif not _is_broadcast(run, event) or not all(_has_its_share(spreads, event, i) for i in others):
+            return True
+    return False
+
+
+def _is_broadcast(run: Trace, event: Event) -> bool:
+    """Whether the operands' shapes are broadcast to the result's."""
+    sizes = zip_longest(*(reversed(run.values[number].shape) for number in event.inputs), fillvalue=1)
+    return [{1, *one} for one in sizes] == [{1, size} for size in reversed(run.values[event.outputs[0]].shape)]
+
+
+def _has_its_share(spreads: Spreads, event: Event, operand: int) -> bool:
+    spread = spreads.of(event, operand, inputs=True)
+    differentiable = spreads.runs[0].requires_grad[event.inputs[operand]]
+    return _is_whole(spread) or (isinstance(spread, Spread) and differentiable)
+
+
+def _is_whole(spread: Spread | str | None) -> bool:
+    return isinstance(spread, Spread) and spread.kind == "whole"
 
 
 def _is_constant(mask: Tensor) -> bool:
