@@ -32,8 +32,8 @@ from .other_entry import OtherEntry, other_entry, plan_of  # noqa: E402
 from .other_names import is_trunk, names, types  # noqa: E402
 from .other_page import page  # noqa: E402
 from .table import arguments, read, told, write  # noqa: E402
+from .workers import SECONDS  # noqa: E402
 
-SECONDS = 180  # of processor time, for a class, unless another number is given
 PATIENCE = 1800  # seconds without a word
 
 
@@ -90,7 +90,6 @@ def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], secon
 def main(argv: list[str]) -> int:
     parser = arguments("python -m tests.zoo.other_types")
     parser.add_argument("--tp", type=int, nargs="+", default=SIZES[:1], help="sizes of the axis")
-    parser.set_defaults(seconds=SECONDS)
     parser.add_argument("--trunks", action="store_true", help="trunks alone")
     parser.add_argument("--again", metavar="WORDS", help="rows of the table whose reason or verdicts have these words")
     args = parser.parse_args(argv)
