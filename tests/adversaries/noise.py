@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,7 +160,7 @@ class Masking(Own):
         return y * torch.rand(()).item() if self.again == "number" else y
 
 
-def of(cls: type[nn.Module], *arguments: object) -> nn.Module:
+def of(cls: Callable[..., nn.Module], *arguments: object) -> nn.Module:
     return Stack(MlpBlock(cls(*arguments)), MlpBlock(cls(*arguments)))
 
 
@@ -196,6 +196,8 @@ KINDS = {
     "gumbel": Gumbel,
     "python": Python,
     "seldom": Seldom,
+    "between_batch": partial(Between, "batch"),
+    "between_row": partial(Between, "row"),
 }
 CASES = (
     *(
@@ -209,18 +211,6 @@ CASES = (
             codes=RANDOM,
         )
         for name, cls in KINDS.items()
-    ),
-    *(
-        Adversary(
-            f"random_between_{of_}/split",
-            partial(of, Between, of_),
-            features,
-            document(MLP),
-            "refused",
-            "each rank draws",
-            codes=RANDOM,
-        )
-        for of_ in ("batch", "row")
     ),
     Adversary(
         "random_noise/sequence",
