@@ -123,16 +123,12 @@ def other_constants(spreads: Spreads) -> Iterator[tuple[SourceLine | None, Seque
     run, known = spreads.runs[0], set[int]()
     lines: dict[SourceLine | None, dict[tuple[str, int], tuple[Place, Event, int]]] = {}
     for event in run.events:
-        place = spreads.place(event)
         if not known.isdisjoint(event.inputs):
             known.update(event.outputs)
-        elif place is not None and event.kind == "op" and event.inputs and not event.writes:
+        elif event.kind == "op" and event.inputs and not event.writes:
             for index, output in enumerate(event.outputs):
-                if (
-                    output not in event.inputs
-                    and _is_constant(run.values[output])
-                    and _is_whole(spreads.of(event, index))
-                ):
+                is_mask = output not in event.inputs and _is_constant(run.values[output])
+                if is_mask and _is_whole(spreads.of(event, index)) and (place := spreads.place(event)) is not None:
                     known.add(output)
                     lines.setdefault(event.source, {}).setdefault(event.place[:2], (place, event, index))
     for line, calls in lines.items():

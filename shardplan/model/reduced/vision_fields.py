@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd, isqrt
 from typing import Any
 
@@ -92,8 +92,9 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
     if not (isinstance(depths, (list, tuple)) and all(map(is_size, depths)) and len(data[stages]) == len(depths)):
         return  # where the stages count as layers, some are left out
     data[stages] = [min(depth, BLOCKS) for depth in depths]
+    numbered = [range(*ends) for ends in pairwise(accumulate(depths, initial=0))]  # the blocks, over all stages
     for name, listed in of_stages(config, "blocks"):
-        kept = [block for stage in _numbered(depths) for block in _both_kinds(stage, listed)]
+        kept = [block for stage in numbered for block in _both_kinds(stage, listed)]
         data[name] = [kept.index(block) for block in listed if block in kept]
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == len(depths)}
     of_heads = [n for n, v in lists.items() if role(n) == "heads" and all(is_size(one) for one in v)]
@@ -125,12 +126,6 @@ def of_stages(config: PreTrainedConfig, what: str) -> Iterator[tuple[str, Sequen
         numbers = value if isinstance(value, (list, tuple)) else [value]
         if any(re.fullmatch(one, name) for one in TABLE["stages"][what]) and numbers and all(map(is_size, numbers)):
             yield name, numbers
-
-
-def _numbered(depths: Sequence[int]) -> Iterator[range]:
-    """The blocks of each stage, numbered over all stages."""
-    for before, depth in zip(accumulate(depths, initial=0), depths, strict=False):
-        yield range(before, before + depth)
 
 
 def _both_kinds(stage: range, listed: Sequence[int]) -> list[int]:
