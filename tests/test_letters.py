@@ -12,6 +12,7 @@ import pytest
 from shardplan.compiler.layout.crossings import Crossings
 from shardplan.compiler.layout.spread import Spread
 from shardplan.compiler.lower import Program
+from shardplan.core.tree import ancestors
 from shardplan.language import parse_plan
 from shardplan.model.reduced.trace import Event
 from shardplan.proof import first_difference as watched
@@ -32,14 +33,17 @@ LETTERS = {("whole", "whole"): "I", ("whole", "sum"): "R", ("split", "split"): "
 
 @pytest.fixture
 def inferred(monkeypatch: pytest.MonkeyPatch) -> dict[Place, str]:
-    """Place -> the kind of type that the last typed run inferred there, outside of the module."""
+    """Place -> the kind of type that the last typed run inferred there, outside of the module; "" where the value is zero, and where it
+    is none that typing can tell, as how often the code around it runs depends on the data."""
     found: dict[Place, str] = {}
     enter, leave = Crossings.enter, Crossings.leave
 
     def note(crossings: Crossings, event: Event, side: Any, numbers: tuple[int, ...]) -> None:
+        uneven = {module for module, _ in crossings.spreads._uneven}
         for name, number in zip(event.names, numbers, strict=True):
             kind = crossings.typed.type_of(number)
-            found[Place(event.module, event.place[1], side, name)] = "" if kind.spread.empty else kind.kind
+            untold = kind.kind == "?" and not uneven.isdisjoint(ancestors(event.module))
+            found[Place(event.module, event.place[1], side, name)] = "" if kind.spread.empty or untold else kind.kind
 
     def entered(self: Crossings, event: Event) -> None:
         enter(self, event)
