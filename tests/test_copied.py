@@ -106,6 +106,14 @@ def test_a_module_that_only_an_attribute_has_is_copied_once(attribute):
     assert copy_of.held[0] is copy_of.held[1] is not inner
 
 
+def test_a_set_of_names_keeps_its_order() -> None:
+    """Gemma 4 calls its rotary embedding for each name of a set. Strings have another hash in each process: two whose order turns are looked for."""
+    pairs = ({f"a{i}", f"b{j}"} for i in range(20) for j in range(20))
+    model = nn.Linear(1, 1)
+    model.names = next(pair for pair in pairs if [*copy.deepcopy(pair)] != [*pair])
+    assert [*copied(model).names] == [*model.names]
+
+
 def test_functions_of_a_copy_keep_what_they_count_apart() -> None:
     """In a list or a dict that they share, or in a variable; the original's functions, and who else has the list, see nothing of it."""
     model, seen, state, calls = nn.Linear(4, 4), [], {"calls": 0, "inner": []}, 0

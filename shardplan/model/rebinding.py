@@ -120,7 +120,10 @@ def _state_of_copy(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
     for key, value in state.items():
         kind = type(value)
         is_table = kind is OrderedDict or (kind in (dict, set) and key in STATE)
-        if kind not in ATOMIC:
+        if kind is set and all(type(one) is str for one in value):
+            # In its order. Where hashes collide, a set that is made of another's elements has them in another order.
+            state[key] = value.copy()
+        elif kind not in ATOMIC:
             state[key] = kind() if is_table and not value else copy.deepcopy(value, memo)
     return state
 
