@@ -125,7 +125,7 @@ def _bound(
         buffers=tuple(one for one in tensors if isinstance(one, ParameterProgram)),
         mean_ranks=mean_ranks(plan, rule) if style.features.means else 1,
         experts=_experts(plan, module, assignment),
-        scope=scope if style.until_block_input else None,
+        scope=scope if link == "source" else None,
     )
 
 
@@ -153,7 +153,9 @@ def links(plan: ResolvedPlan) -> Mapping[str, Link]:
     block_inputs = [n for n, a in plan.modules.items() if {I, P} <= {*STYLES[a.rule.style].input_sources}]
     if not block_inputs:
         return {}
-    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].until_block_input]
+    sources = {n: style for n, a in plan.modules.items() if (style := STYLES[a.rule.style]).until_block_input}
+    if all(style.output_source != P for style in sources.values()):  # whole tables begin no sum
+        sources = {}
     inner = [*block_inputs, *sources]
     scope = next(
         a
