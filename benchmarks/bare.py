@@ -25,7 +25,9 @@ TEXT = """## Host time over bare collectives
 
 `python -m benchmarks.bare`: as above, against the same layer with plain parameters, its collectives written by hand into its code, and
 nothing else (`benchmarks/bare.py`); under FSDP2 both have it, and compiled both are compiled the same way. That layer's own time is against the
-layer alone: of the table above, it is the part that the collectives take. Median of {repeats} pairs, and the middle half of them.
+layer alone: of the table above, it is the part that the collectives take. **Not left**: layers of a subclass of `nn.Linear`, which
+compute their weights' gradients with their inputs', as the bare layer does, so that no product hides a reduction
+([0008](decisions/0008-communication-is-merged-at-run-time.md)). Median of {repeats} pairs, and the middle half of them.
 """
 GOAL = "<= 1.15"
 
@@ -111,9 +113,14 @@ def after(change: Callable[[nn.Module, DeviceMesh], nn.Module]) -> Callable[[Way
     return lambda way: lambda config, mesh: change(way(config, mesh), mesh)
 
 
+class OwnClass(nn.Linear):
+    """A layer that is no plain `nn.Linear`: it leaves no gradient of its weight to the move of its input."""
+
+
 # Group -> its goal, what is done to a planned model, and to the others.
 GROUPS: dict[str, tuple[str, Callable[[Way], Way], Callable[[Way], Way]]] = {
     "eager": (GOAL, lambda way: way, lambda way: way),
+    "eager, not left": ("", lambda way: partial(way, linear=OwnClass), lambda way: way),
     "under FSDP2": (GOAL, after(with_fsdp), after(with_fsdp)),
     "compiled per layer": ("", lambda way: partial(way, compile=True), after(lambda model, _: compiled(model))),
 }

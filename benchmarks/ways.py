@@ -73,11 +73,20 @@ def planned(
     compile: bool = False,
     regather: bool | None = None,
     checkpointed: bool = False,
+    linear: type[nn.Linear] = nn.Linear,
 ) -> nn.Module:
+    """
+    Args:
+        linear: the class of the model's Linear layers.
+    """
+    model = fresh(config)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = linear
     options = {"data_parallel": False, "compile": {"modules": ["model.layers.*"]} if compile else False}
     options |= {"activation_checkpointing": {"mode": "full"} if checkpointed else False}
     return shardplan.apply_plan(
-        fresh(config),
+        model,
         mesh,
         "llama",
         sequence_parallel=sp,
