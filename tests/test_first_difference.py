@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from functools import partial
@@ -74,6 +75,16 @@ def test_what_a_right_plan_has_is_no_difference(name: str, monkeypatch: pytest.M
 def test_a_right_plan_over_cp_has_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-2 gathers its results, Mixtral routes a rank's own tokens, and the attention of DeepSeek V3.2 reads two arguments."""
     assert set(over_cp(name, 2, monkeypatch)) == {None}
+
+
+@pytest.mark.slow
+def test_nothing_of_the_watched_runs_is_left() -> None:
+    """A view's hook has what has the view: Python finds no cycle that goes through autograd's nodes."""
+    _, program, run = planned_run("llama", sequence_parallel=True)
+    with rank_threads(2) as on_ranks:
+        judged.first_difference(run, program, on_ranks)
+    gc.collect()
+    assert not any(type(one) is judged.WatchedModel for one in gc.get_objects())
 
 
 @pytest.mark.exhaustive

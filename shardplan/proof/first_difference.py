@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from shardplan.compiler.layout.randomness import DrawnAlike
 from shardplan.compiler.layout.spread import SUM, Spread, scale, spread_of
@@ -250,6 +252,8 @@ class WatchedModel(Recorder):
         self.names = names
         self.seen: dict[Place, Tensor] = {}
         self.made: dict[Place, Place] = {}
+        # On views that this has: Python finds no cycle that goes through autograd's nodes, so `watching` removes them.
+        self.hooks: list[RemovableHandle] = []
         self._places: dict[int, tuple[Place, Tensor]] = {}  # id -> where it is from; the tensor keeps the id in use
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -293,7 +297,7 @@ class WatchedModel(Recorder):
             once = place.side == "argument" or times[id(tensor)] == 1
             if tensor.requires_grad and is_grad_enabled() and once:
                 views[id(tensor)] = view = tensor.view_as(tensor)
-                view.register_hook(partial(self._note_gradient, place))
+                self.hooks.append(view.register_hook(partial(self._note_gradient, place)))
                 self._places[id(view)] = (place if place.side == "result" else origin, view)
         return views
 
@@ -325,4 +329,8 @@ def watching() -> Iterator[Watch]:
         return recorder.call(module, partial(plain, module), args, kwargs)
 
     with patch.object(nn.Module, "__call__", called):
-        yield watch
+        try:
+            yield watch
+        finally:
+            for hook in chain.from_iterable(one.hooks for one in {*watched.values()}):
+                hook.remove()
