@@ -66,6 +66,18 @@ def test_the_sequence_parallel_entrance():
     assert not any(m.link for m in program("gpt2").modules.values())
 
 
+def test_whole_tables_alone_begin_no_sum():
+    replicated = plan_like(
+        "llama", {"model.embed_tokens": "replicate"}, {"model.embed_tokens": "embedding_replicated_seq"}
+    )
+    modules = program("llama", sp=True, plan=replicated).modules
+    assert {name: m.link for name, m in modules.items() if m.link} == {
+        "model": "scope",
+        "model.layers.0": "block_input",
+    }
+    assert modules["model.layers.0"].enter == (InputMove(I, V(1)),)
+
+
 def test_groups_hold_what_a_block_must_reduce():
     groups = {name: m.group.parameters for name, m in program("qwen3").modules.items() if m.group}
     norms = (("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight"))

@@ -290,7 +290,7 @@ class IncomingLayouts:
 
     def _waits_for(self, name: str) -> bool:
         """Whether the sum of an embedding may wait for this block input: not if a whole value was seen here and the sum at another one."""
-        if not any(output.until_block_input for output in self.outputs.values()):
+        if not any(one.link == "source" for one in self.modules.values()):
             return False
         entrances = (other for other, one in self.modules.items() if one.link == "block_input")
         return self.seen.get(name) != I or not any(self.seen.get(other) == P for other in entrances)
