@@ -156,6 +156,14 @@ def test_a_pyramid_of_numbered_blocks_keeps_each_kind():
     assert (backbone.embed_dim_per_stage, backbone.num_attention_heads_per_stage) == ([8, 16, 32, 64], [1, 2, 4, 8])
 
 
+def test_a_pyramid_whose_stages_are_layers_has_fewer():
+    """The sound of Muse Spark: 4 stages, which its number of layers counts."""
+    found = find("muse_spark")
+    audio = make_reduced_model(found, tp=2).build().config.audio_config
+    assert len(found.config.audio_config.hidden_sizes) == 4
+    assert len(audio.hidden_sizes) == len(audio.depths) == audio.num_hidden_layers < 4
+
+
 @pytest.mark.parametrize(
     "name", [HEADS, DICTIONARY, PYRAMID, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)]
 )

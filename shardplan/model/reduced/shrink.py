@@ -327,7 +327,8 @@ def _stages_of(value: Any, found: list[_Part]) -> list[int]:
     """The small widths of a pyramid's stages where a list has these widths in any order; empty for any other."""
     for part in found:
         for name, widths in of_stages(part.config, "widths"):
-            if isinstance(value, (list, tuple)) and len(widths) > 1 and sorted(value) == sorted(widths):
+            same = isinstance(value, (list, tuple)) and len(widths) > 1 and sorted(value) == sorted(widths)
+            if same and len(part.data[name]) == len(widths):  # where the stages count as layers, some are left out
                 small = dict(zip(widths, part.data[name], strict=True))
                 return [small[one] for one in value]
     return []
