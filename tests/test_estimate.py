@@ -130,6 +130,11 @@ def test_parameters_and_their_state_are_those_of_the_shapes():
     assert sum(one.memory.peak.values()) == one.memory.total
 
 
+def test_parameters_that_the_default_device_does_not_reach():
+    """As below, though some of DiffLlama's are drawn on the CPU."""
+    assert estimated("diffllama", settings=TINY).parameters > estimated(settings=TINY).parameters
+
+
 def test_an_estimate_does_not_depend_on_those_before():
     """Their meshes have equal parts, on other process groups."""
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}

@@ -110,6 +110,11 @@ def test_build():
     assert found.build() is not meta
 
 
+def test_nothing_of_a_model_without_memory_is_on_the_cpu():
+    """DiffLlama draws parameters by `torch.normal(0, std, size)`, which asks for no default device; FSDP2 wants all of one kind."""
+    assert {p.device.type for p in find_model("diffllama").build().parameters()} == {"meta"}
+
+
 SMALL_SETTINGS = {key: value for key, value in SMALL_LLAMA.items() if key != "model_type"}
 
 

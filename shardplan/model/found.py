@@ -81,7 +81,10 @@ class FoundModel:
         Raises:
             PlanError: SP508, SP509.
         """
-        return self.builder(device, dtype)
+        model = self.builder(device, dtype)
+        if device == "meta" and not all(parameter.is_meta for parameter in model.parameters()):
+            model = model.to(device)  # torch.normal(0, std, size) makes its tensor on the CPU whatever the default is
+        return model
 
 
 def find_model(
