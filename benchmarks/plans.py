@@ -65,7 +65,10 @@ whole matrices would be summed otherwise (fewer elements for each step) or code 
 """
 
 
-UNKNOWN = "the sizes of what its states are packed in are not told by any parameter, so the least is not known"
+UNKNOWN = (
+    "what is found as the least is more than what is sent (no parameter tells the sizes of packed states, for one), so "
+    "the least is not known"
+)
 
 
 class NotLinear(Exception):
