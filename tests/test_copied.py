@@ -110,8 +110,10 @@ def test_a_set_of_names_keeps_its_order() -> None:
     """Gemma 4 calls its rotary embedding for each name of a set. Strings have another hash in each process: two whose order turns are looked for."""
     pairs = ({f"a{i}", f"b{j}"} for i in range(20) for j in range(20))
     model = nn.Linear(1, 1)
-    model.names = next(pair for pair in pairs if [*copy.deepcopy(pair)] != [*pair])
-    assert [*copied(model).names] == [*model.names]
+    model.names = model.same = next(pair for pair in pairs if [*copy.deepcopy(pair)] != [*pair])
+    made = copied(model)
+    assert [*made.names] == [*model.names]
+    assert made.names is made.same is not model.names
 
 
 def test_functions_of_a_copy_keep_what_they_count_apart() -> None:

@@ -122,7 +122,7 @@ def _state_of_copy(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
         is_table = kind is OrderedDict or (kind in (dict, set) and key in STATE)
         if kind is set and all(type(one) is str for one in value):
             # In its order. Where hashes collide, a set that is made of another's elements has them in another order.
-            state[key] = value.copy()
+            state[key] = memo.setdefault(id(value), value.copy())
         elif kind not in ATOMIC:
             state[key] = kind() if is_table and not value else copy.deepcopy(value, memo)
     return state
