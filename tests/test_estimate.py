@@ -131,7 +131,7 @@ def test_parameters_and_their_state_are_those_of_the_shapes():
 
 
 def test_parameters_that_the_default_device_does_not_reach():
-    """As below, though some of DiffLlama's are drawn on the CPU."""
+    """Some of DiffLlama's are drawn on the CPU; FSDP2 shards a model whose parameters are all on the meta device."""
     assert estimated("diffllama", settings=TINY).parameters > estimated(settings=TINY).parameters
 
 

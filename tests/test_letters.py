@@ -39,10 +39,9 @@ def inferred(monkeypatch: pytest.MonkeyPatch) -> dict[Place, str]:
     enter, leave = Crossings.enter, Crossings.leave
 
     def note(crossings: Crossings, event: Event, side: Any, numbers: tuple[int, ...]) -> None:
-        uneven = {module for module, _ in crossings.spreads._uneven}
         for name, number in zip(event.names, numbers, strict=True):
             kind = crossings.typed.type_of(number)
-            untold = kind.kind == "?" and not uneven.isdisjoint(ancestors(event.module))
+            untold = kind.kind == "?" and not crossings.spreads.uneven.isdisjoint(ancestors(event.module))
             found[Place(event.module, event.place[1], side, name)] = "" if kind.spread.empty or untold else kind.kind
 
     def entered(self: Crossings, event: Event) -> None:

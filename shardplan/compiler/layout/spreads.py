@@ -69,14 +69,18 @@ class Spreads:
     def returned(self) -> bool:
         """Whether what moves, and the ranks' results of all modules, make up the unsharded ones; but for results of those that are called as
         often as the data say. After a move a value is the unsharded one's, whatever moved."""
-        uneven = {module for module, _ in self._uneven}
 
         def told(event: Event) -> Iterable[int]:
-            even = event.kind == "leave" and uneven.isdisjoint(ancestors(event.module))
+            even = event.kind == "leave" and self.uneven.isdisjoint(ancestors(event.module))
             return range(len(event.inputs)) if even else event.moved
 
         events = self.runs[0].events
         return all(isinstance(self.of(event, i, inputs=True), Spread) for event in events for i in told(event))
+
+    @cached_property
+    def uneven(self) -> frozenset[str]:
+        """The modules that run other operations on ranks than on each other, or than with the model's own choices."""
+        return frozenset(module for module, _ in self._uneven)
 
     @cached_property
     def _uneven(self) -> frozenset[tuple[str, int]]:
