@@ -105,6 +105,24 @@ def test_hidden_states_are_whole_and_so_are_gradients_through_them(name, sp):
     assert_equal(case(name, sp=sp, call=hidden_states).rows())
 
 
+@pytest.mark.parametrize(
+    ("name", "cls"), [("bart", "BartForConditionalGeneration"), ("t5", "T5ForConditionalGeneration")]
+)
+def test_hidden_states_of_an_encoder_have_its_own_length(name, cls):
+    """Half as many labels as tokens: on two ranks, a slice of the encoder's is as long as a whole state of the decoder."""
+
+    def of_both(model, inputs):
+        ids = inputs["input_ids"]
+        half = ids.chunk(2, 1)[0].contiguous()
+        output = model(input_ids=ids, decoder_input_ids=half, labels=half, output_hidden_states=True)
+        states = [*output.encoder_hidden_states, *output.decoder_hidden_states]
+        extra = sum(state.float().square().mean() * (1.0 + i) for i, state in enumerate(states))
+        picked = {f"hidden {i}": state for i, state in enumerate(states)}
+        return {"loss": output.loss + extra, "logits": output.logits, **picked}
+
+    assert_equal(case(name, sp=True, classes=cls, call=of_both).rows())
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_hidden_states_in_a_tuple_are_whole_too(name):
     def in_a_tuple(model, inputs):

@@ -94,7 +94,7 @@ class LeftBehind:
     """The records of one forward of the outermost module. They keep no memory alive but that of hidden states, which are returned anyway.
 
     Args:
-        states: hidden states, and the length of their whole sequence.
+        states: hidden states, and the length of their whole sequence; of several entries of one state, the first counts.
         lengths: lengths of whole sequences in scope modules that return no hidden states themselves, although modules around them do (BERT).
         gathered: in order, the memory of values that are whole before blocks, or were made whole, and whether their gradients are partial
             sums (R).
@@ -175,8 +175,15 @@ class PartialEmbedding:
         self.complete = any(not source._forward_hooks.keys() <= known for source, known in self.sources)
         self.shape = None
 
+    def returned(self, states: Iterable[Tensor | None]) -> None:
+        """Called with the hidden states that the scope, or a module inside of it around blocks, returns: an encoder's have another length
+        than a decoder's. The model's code still reads them split."""
+        if self.shape is not None:
+            length = self.shape[self.seq_dim]
+            self.left.states.extend((state, length) for state in states if state is not None)
+
     def end(self, states: Sequence[Tensor | None], gathered: bool) -> None:
-        """Called with the hidden states that the scope's forward returns; the model's code still reads them split.
+        """Called with the hidden states that the scope's forward returns.
 
         Args:
             gathered: whether those in its tuples were made whole.
@@ -185,10 +192,9 @@ class PartialEmbedding:
         self.pending.clear()
         if self.shape is None or gathered:
             return
-        length = self.shape[self.seq_dim]
-        self.left.states.extend((state, length) for state in states if state is not None)
+        self.returned(states)
         if not states:
-            self.left.lengths.add(length)
+            self.left.lengths.add(self.shape[self.seq_dim])
 
     def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
         """Called with a value that was made whole, and whether its readers give it a partial sum as gradient."""
@@ -250,6 +256,7 @@ class Shared:
     Args:
         link: the partial embeddings, if the plan has a `split_seq_input` rule.
         around: the scope (the module around embeddings and block input), and the modules around it.
+        inner: the modules inside of the scope around a block input.
         waiting: (variant, module) -> the partial sums that are reduced with its own.
         reads: module -> the values that are moved once in each of its calls, for all readers in it.
         tokens: the batch and sequence length in a block.
@@ -261,6 +268,7 @@ class Shared:
     regime: Regime
     link: PartialEmbedding | None = None
     around: frozenset[str] = frozenset()
+    inner: frozenset[str] = frozenset()
     waiting: Mapping[tuple[str, str | None], Waiting] = field(default_factory=dict)
     reads: Mapping[str | None, SharedReads] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)

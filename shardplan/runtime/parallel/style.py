@@ -143,6 +143,8 @@ class ModuleStyle(ParallelStyle):
             self._hook_scope(module, mesh)
         if self.program.name in self.shared.around:
             self._hook_around(module, mesh)
+        if self.program.name in self.shared.inner:
+            module.register_forward_hook(self._note_states)
         if any(pr.enter or pr.slices or (pr.on_cp and pr.on_cp.enters) for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
@@ -181,11 +183,15 @@ class ModuleStyle(ParallelStyle):
             if link.shape is not None:
                 states = HiddenStates(link.left, link.seq_dim, mesh, self.shared.regime.length)
                 output = states.of_part(output, link.shape, self.program.read)
-            link.end([state for states in hidden_states_of(output).values() for state in states], output is not before)
+            link.end(_states_in(output), output is not before)
             return output
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)
+
+    def _note_states(self, module: nn.Module, args: Any, output: Any) -> None:
+        assert self.shared.link is not None
+        self.shared.link.returned(_states_in(output))
 
     def _hook_around(self, module: nn.Module, mesh: DeviceMesh) -> None:
         link, name = self.shared.link, self.program.name
@@ -199,6 +205,10 @@ class ModuleStyle(ParallelStyle):
 
         module.register_forward_pre_hook(begin, prepend=True)  # before the scope's own
         module.register_forward_hook(end, always_call=True)
+
+
+def _states_in(output: Any) -> list[Tensor | None]:
+    return [state for states in hidden_states_of(output).values() for state in states]
 
 
 def own_heads(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
