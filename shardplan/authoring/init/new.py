@@ -10,6 +10,7 @@ from typing import Any
 
 from shardplan.authoring.context_section import NoSection, context_section
 from shardplan.compiler.check.check_words import join
+from shardplan.compiler.layout.repairs import RESULT
 from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Rules, is_alternative
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
@@ -227,7 +228,7 @@ def _description(derived: Derived) -> str:
     rules = [
         p
         for p, options in derived.draft.tensor_parallel.items()
-        if options["style"] not in (BLOCK_INPUT, PARTIAL["style"], "replicate") and not is_alternative(p)
+        if options["style"] not in (BLOCK_INPUT, RESULT, PARTIAL["style"], "replicate") and not is_alternative(p)
     ]
     parts = dict.fromkeys(_part(rule.split("*.", 1)[1]) for rule in rules if "*." in rule)
     outside = [rule for rule in rules if "*" not in rule]

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from shardplan.compiler.layout.finding import Finding
+from shardplan.compiler.layout.repairs import RESULT
 from shardplan.compiler.layout.solver.draft import (
     BLOCK_INPUT,
     PARTIAL,
@@ -274,6 +275,8 @@ class Overlay:
                 rules[rule] = {**options, "style": "rowwise_seq"}
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
+            elif options["style"] == RESULT:  # a norm whose readers gather
+                rules[rule] = {"style": "sequence_parallel"}
             elif options["style"] == "reduce_input":
                 rules[rule] = {**options, "style": "reduce_seq_input"}
                 norm = next(m for name, m in self.tree.modules.items() if self.tree.pattern(name) == rule)
