@@ -37,7 +37,7 @@ FORMS = {
     "udop": ("seq2seq", "image"),  # boxes on a page
     "vision-encoder-decoder": ("picture",),
 }
-FAST = ("kosmos-2", "glm4v")
+FAST = ("kosmos-2", "glm4v", "minicpmv4_6")
 SAMPLE = random.Random(58).sample([name for name in FORMS if name not in FAST], 5)
 
 
