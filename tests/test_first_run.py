@@ -53,6 +53,11 @@ def test_from_a_clone_to_a_refused_plan_and_a_trained_model(clone):
     assert minutes < 10
 
 
+def unnumbered(text: str) -> str:
+    """What is printed, without the numbers of transformers' lines: its newest release is installed, and README quotes the pinned one."""
+    return re.sub(r"(modeling_\w+\.py):\d+", r"\1", plain(text))
+
+
 def fresh(clone: Path) -> dict[str, str]:
     """The environment that README's commands make."""
     subprocess.run([sys.executable, "-m", "venv", str(clone / "env")], check=True)

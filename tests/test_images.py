@@ -49,6 +49,7 @@ def marks(cls: str, tp: int = 2) -> tuple:
 SOME = pytest.mark.parametrize("cls", [pytest.param(name, marks=marks(name)) for name in CLASSES])
 # A tower's own head for classifying images, which these models do not read, and what stands before it.
 UNREAD = ("vision_tower.head.", "post_layernorm.")
+UNCUT = {"Llama4ForConditionalGeneration": ["SP431"]}  # pipeline stages do not hand on the features that it returns
 
 
 def folder(cls: str, at: Path) -> str:
@@ -109,7 +110,7 @@ def test_padding_leaves_the_image_alone(cls, side):
 def test_auto_holds_for_a_checkpoint_of_the_class(cls, tmp_path):
     plan, _, overlay = CLASSES[cls]
     report = shardplan.validate(folder(cls, tmp_path), "auto", {"tp": 2})
-    assert report.diagnostics == ()
+    assert [one.code for one in report.diagnostics] == UNCUT.get(cls, [])
     assert parse_plan(plan).plan.has_overlay == overlay
     assert type(find(cls).build()).__name__ == cls
     assert auto_plan(find(cls).tree).plan.name == plan

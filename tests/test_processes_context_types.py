@@ -11,7 +11,6 @@ from sampling import SEED, sampled
 import shardplan
 from tests.zoo import context
 from tests.zoo.entry import Entry
-from tests.zoo.experts import config_of
 from tests.zoo.table import read
 
 TABLE = Path(__file__).parent.parent / "reports" / "model-types.md"
@@ -36,8 +35,8 @@ CASES = [(e.name, mesh) for e in drawn() for mesh in meshes(e)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), sampled(CASES, 2))
 def test_loss_logits_and_every_gradient(name: str, mesh: dict[str, int]) -> None:
-    config, plan = config_of(name), read(TABLE)[name].plan
-    report = shardplan.verify(config, plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None, processes=True)
+    model, plan = context.model_of(name), read(TABLE)[name].plan
+    report = shardplan.verify(model, plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None, processes=True)
     assert report.proven, report
     assert report.derived is not None and "context_parallel:" in report.derived.text
     assert report.proof is not None and report.proof.processes

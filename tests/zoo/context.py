@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import yaml
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import shardplan
@@ -19,7 +20,6 @@ from shardplan.compiler.layout import model as layouts
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.proof import prove
-from tests.model_settings import without_dropout
 
 from .entry import SIZE_CODES, Entry
 from .experts import config_of
@@ -49,13 +49,10 @@ def with_context(before: Entry, mesh: dict[str, int]) -> Entry:
 
 def judged(e: Entry, mesh: dict[str, int]) -> tuple[str, dict[str, str]]:
     """ "right", "size SPnnn", or what is wrong; and what the module of each kind that mixes tokens has."""
-    config = without_dropout(config_of(e.name))
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # else that of a part, which the type alone leads to
     try:
         with every_rank():
-            report = shardplan.validate(
-                config if known else e.name, e.plan, mesh, sequence_parallel=True if mesh["tp"] > 1 else None
-            )
+            model, sequence_parallel = model_of(e.name), True if mesh["tp"] > 1 else None
+            report = shardplan.validate(model, e.plan, mesh, sequence_parallel=sequence_parallel)
     except PlanError as error:
         return _said(error.diagnostics[0]), {}
     file = PLANS / f"{e.plan}.yaml"
@@ -66,6 +63,12 @@ def judged(e: Entry, mesh: dict[str, int]) -> tuple[str, dict[str, str]]:
     errors = [d for d in report.diagnostics if d.is_error]
     size = next((d.code for d in errors if d.code in SIZE_CODES), None)
     return (f"size {size}" if size is not None else _said(errors[0])), ways
+
+
+def model_of(name: str) -> PreTrainedConfig | str:
+    """The configuration of a type; the type itself where that is a part's, of which transformers has no automatic class."""
+    config = config_of(name)
+    return config if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else name
 
 
 @contextmanager
