@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from shardplan.runtime.apply import without_sequence_parallel
 from shardplan.runtime.parallel.outputs import HiddenStates
@@ -342,6 +343,15 @@ def test_hidden_states_of_each_tower_are_gathered() -> None:
         HiddenStates(LeftBehind([(split, 8)]), 1, mesh["tp"]).of_model(output)
     (first, same), (second,) = output.hidden_states
     assert first.shape == second.shape == (2, 8, 8) and same is other
+
+
+def test_hidden_states_of_an_output_in_the_output_are_gathered() -> None:
+    """As CLIP returns those of its text and of its picture."""
+    split = torch.randn(2, 4, 8)
+    output = ModelOutput(text_model_output=BaseModelOutput(hidden_states=(split,)), logits=split)
+    with fake_mesh(2) as mesh:
+        HiddenStates(LeftBehind([(split, 8)]), 1, mesh["tp"]).of_model(output)
+    assert output.text_model_output.hidden_states[0].shape == (2, 8, 8) and output.logits is split
 
 
 def test_the_embeddings_that_a_hook_saw_as_a_sum_are_added_up() -> None:

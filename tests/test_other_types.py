@@ -51,6 +51,7 @@ IN_PROCESSES = {
     "ViTForImageClassification": (None, {"tensor_parallel"}),  # 197 positions
     "Wav2Vec2Model": (True, {"sequence_parallel"}),
     "HubertModel": (True, {"sequence_parallel"}),
+    "CLIPModel": (True, {"sequence_parallel"}),
 }
 
 

@@ -119,11 +119,14 @@ class HiddenStates:
         self.left, self.seq_dim, self.mesh, self.over_cp = left, seq_dim, mesh, over_cp
 
     def of_model(self, output: Any) -> Any:
-        """Fix the output of a model: a transformers ModelOutput, which is changed in place, or a tuple. Outputs without hidden
-        states, and unknown tensors, are left alone."""
+        """Fix the output of a model: a transformers ModelOutput, which is changed in place, as those in it are (CLIP's of each tower), or a
+        tuple. Outputs without hidden states, and unknown tensors, are left alone."""
         if self.left.states or self.left.lengths:
             for name, states in hidden_states_of(output).items():
                 output[name] = _each(states, self._named)
+            for part in output.values() if isinstance(output, Mapping) else ():
+                if isinstance(part, Mapping):
+                    self.of_model(part)
         return in_tuples(output, self._known) if self.left.states else output
 
     def of_part(self, output: Any, shape: torch.Size, read: frozenset[int]) -> Any:
