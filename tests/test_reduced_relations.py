@@ -18,10 +18,10 @@ from shardplan.model.reduced.shrink import reduced_config
 from tests.model_settings import find
 
 
-def small(model_type: str, kept: Kept, **options: Any) -> PreTrainedConfig:
+def small(model_type: str, kept: Kept, tp: int = 2, **options: Any) -> PreTrainedConfig:
     """The reduced configuration of a type's defaults."""
     _, _, config, cls, tree, _ = original_of(find(model_type))
-    named = partial(reduced_config, config, tp=2, seq_len=16, kept=kept, **options)
+    named = partial(reduced_config, config, tp=tp, seq_len=16, kept=kept, **options)
     return named(roles=roles_of(cls, config, tree, named, SMALLEST))
 
 
@@ -79,6 +79,16 @@ def test_a_picture_alone_has_an_odd_side_where_it_had_one(kind, side):
     """With the class's position tp divides the positions of the one and not those of the other, as of the large ones: 50 and 197."""
     config = small(kind, Kept(12, (0, 1)))
     assert config.image_size == side * config.patch_size
+
+
+@pytest.mark.parametrize("tp", [3, 8])
+def test_a_number_of_positions_keeps_what_tp_leaves_of_it(tp):
+    """Whisper reads all of its 1500 positions, SigLIP all patches, 14 by 14: with sequence parallelism eight ranks would raise."""
+    positions = small("whisper", Kept(6, (0, 1)), tp=tp).max_source_positions
+    picture = small("siglip_vision_model", Kept(12, (0, 1)), tp=tp)
+    patches = (picture.image_size // picture.patch_size) ** 2
+    assert positions < 1500 and patches < 196
+    assert (positions % tp, patches % tp) == (1500 % tp, 196 % tp)
 
 
 def test_patches_with_strides_of_their_own_keep_their_size():

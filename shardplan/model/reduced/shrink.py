@@ -122,7 +122,7 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
     for name in _computed(config):
         del data[name]
     state_space_widths(data, config, scale.widths, scale.hidden, scale.tp, scale.cp)
-    images(data, config, alone=config is text)
+    images(data, config, scale.tp, alone=config is text)
     return data
 
 
@@ -206,7 +206,10 @@ def _mapped(table: str) -> Callable[[Any, Scale, str], Any]:
 
 
 def _positions(value: Any, scale: Scale, name: str) -> Any:
-    return min(value, scale.positions) if isinstance(value, int) and value > 0 and scale.positions else value
+    """As many that tp leaves the same rest: Whisper's encoder always reads all of its positions."""
+    if not (isinstance(value, int) and scale.positions and value > scale.positions):
+        return value
+    return scale.positions - (scale.positions - value) % scale.tp
 
 
 def _capped(limit: str) -> Callable[[Any, Scale, str], Any]:

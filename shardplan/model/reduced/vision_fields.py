@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from math import gcd, isqrt
 from typing import Any
 
@@ -21,22 +21,23 @@ BLOCKS = 2  # of each stage: one with shifted windows, one without
 HEAD_DIM = 8
 
 
-def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
+def images(data: dict[str, Any], config: PreTrainedConfig, tp: int, *, alone: bool) -> None:
     """Make an image 4 x 4 patches (or fewer, if it had fewer), pooled to 2 x 2 tokens where tokens were pooled.
 
     Args:
         data: the fields made small; they are changed.
         config: the original.
-        alone: the model is not part of another. Then an odd side becomes 3 patches: every odd square is one more than a multiple
-            of eight, so the number of all positions, with those that are not patches, keeps its relation to tp.
+        alone: the model is not part of another. Then a side is odd where it was, and as long as the rest is that tp leaves of all patches, so
+            the number of all positions, with those that are not patches, keeps its relation to tp.
     """
     parts = (part for part in (config, *vars(config).values()) if isinstance(part, PreTrainedConfig))
     sizes = {id(part): (_named(part, "image")[1], _named(part, "patch")[1]) for part in parts}
     sides = {part: pixels // of_patch for part, (pixels, of_patch) in sizes.items() if pixels and of_patch}
     image, (patch, pixels) = _named(config, "image")[0], _named(config, "patch")
     if id(config) in sides:
-        most = ODD_SIDE if alone and sides[id(config)] % 2 else SIDE
-        for name, side in ((patch, PATCH), (image, PATCH * min(most, sides[id(config)]))):
+        large = sides[id(config)]
+        alike = (s for s in count(ODD_SIDE if large % 2 else SIDE, 2) if (s * s - large * large) % tp == 0)
+        for name, side in ((patch, PATCH), (image, PATCH * min(next(alike) if alone else SIDE, large))):
             data[name] = _with_side(data[name], side)
     elif pixels and isinstance(data[patch], int) and not _named(config, "bins")[1]:
         data[patch] = PATCH
