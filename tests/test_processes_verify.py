@@ -130,7 +130,7 @@ def test_a_schedule_is_proven_of(name: str):
     assert report.proven and report.proof.processes and report.proof.pipeline is not None
     for proof in report.proof.variants:
         assert proof.ok and proof.schedule == options.get("schedule", "1f1b") and not proof.unproven
-        assert {row.name for row in proof.rows if row.kind == "output"} == {"loss"}
+        assert {row.name for row in proof.rows if row.kind == "output"} == {"loss", "loss of an evaluation"}
         assert len([row for row in proof.rows if row.kind == "gradient"]) > 15
 
 
