@@ -31,7 +31,7 @@ CLASSES = {
     "LlavaNextVideoForConditionalGeneration": ("llava", ("text", "image", "video"), True),
     "LlavaOnevisionForConditionalGeneration": ("llava", ("text", "image", "video"), True),
     "Mistral3ForConditionalGeneration": ("llava", ("text", "image"), True),
-    "Llama4ForConditionalGeneration": ("llama4", ("text", "image"), False),
+    "Llama4ForConditionalGeneration": ("llama4", ("text", "image"), True),
     "SmolVLMForConditionalGeneration": ("llava", ("text", "image"), True),
     "Gemma3ForConditionalGeneration": ("gemma3", ("text", "image"), True),
 }
