@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, CanineConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from shardplan.model.build_tree import tree_of
+from shardplan.model.reduced import reduced_transformers
 from shardplan.model.reduced.layers import Kept, candidates, sections
 from shardplan.model.reduced.measured import SMALLEST
 from shardplan.model.reduced.model_inputs import CHARACTERS, text_inputs
@@ -182,3 +183,13 @@ def test_the_reduced_model_runs(name):
     with torch.no_grad():
         results = results_of(reduced.build()(**reduced.inputs()))
     assert results and all(bool(result.isfinite().all()) for result in results.values())
+
+
+def test_a_reduced_model_does_not_depend_on_those_before(monkeypatch):
+    """Qwen 4's experts had another width where a process made the model for tp first: real processes make it for cp alone."""
+    monkeypatch.setattr(reduced_transformers, "MEASURED", {})
+    found, of_cp = find("qwen4_exp"), {"tp": 2, "cp": 2, "shared": {2: 1}}
+    first = make_reduced_model(found, **of_cp).config.to_dict()
+    reduced_transformers.MEASURED.clear()
+    make_reduced_model(found, tp=2)
+    assert make_reduced_model(found, **of_cp).config.to_dict() == first

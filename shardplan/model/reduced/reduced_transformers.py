@@ -27,7 +27,7 @@ from .fields import Roles, role
 from .layers import Kept, candidates, layer_lists, skeleton
 from .live import Live, live_of
 from .measured import CHANNELS, SMALLEST, constructed, usual_names, with_usual_names
-from .model_inputs import labels_of
+from .model_inputs import labels_of, sequence_length
 from .own_copies import LARGEST, NO_REDUCED_MODEL, not_carried
 from .pictures import parts
 from .scale import HEAD_DIMS
@@ -111,6 +111,13 @@ def reduced_config_of(
     lists = layer_lists(tree, count)
     failures: list[str] = []
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
+    # Numbers are measured at one size, so that what a name means does not depend on which size a process asks for first.
+    usual: dict[str, Any] = {
+        "tp": 2,
+        "seq_len": sequence_length(2),
+        "kept": candidates(tree, count, vars(text), others)[0],
+    }
+    measured = partial(reduced_config, config, **usual, tied=None, head_dim=HEAD_DIMS[0])
     for kept in candidates(tree, count, vars(text), others, least):
         small = partial(
             reduced_config,
@@ -128,7 +135,7 @@ def reduced_config_of(
         adapted = _adapting(adapters, live, lists, kept)
         try:
             for smallest in (SMALLEST, CHANNELS):
-                reduced = small(roles=roles_of(cls, config, tree, small, smallest))
+                reduced = small(roles=roles_of(cls, config, tree, measured, smallest))
                 if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
                     text_config(reduced).pad_token_id = 0  # such heads look for the last token that is not padding
                 plain = constructed(cls, reduced)
