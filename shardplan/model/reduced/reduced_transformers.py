@@ -111,13 +111,12 @@ def reduced_config_of(
     lists = layer_lists(tree, count)
     failures: list[str] = []
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
-    # Numbers are measured at one size, so that what a name means does not depend on which size a process asks for first.
-    usual: dict[str, Any] = {
-        "tp": 2,
-        "seq_len": sequence_length(2),
-        "kept": candidates(tree, count, vars(text), others)[0],
-    }
-    measured = partial(reduced_config, config, **usual, tied=None, head_dim=HEAD_DIMS[0])
+
+    def measured() -> PreTrainedConfig:
+        """One size, so that what a name means does not depend on which size a process asks for first."""
+        first = candidates(tree, count, vars(text), others)[0]
+        return reduced_config(config, tp=2, seq_len=sequence_length(2), kept=first)
+
     for kept in candidates(tree, count, vars(text), others, least):
         small = partial(
             reduced_config,

@@ -58,17 +58,16 @@ def make_styles(
     regime = Regime(variant, _reduce_dtype(plan), ep=ep, cp=cp, expert_share=expert_share, experts=experts)
     modules = variants[regime.variant]
     around = frozenset(a for m in modules.values() if m.link == "scope" for a in (m.name, *ancestors(m.name)))
-    inner = frozenset(a for m in modules.values() if m.link == "block_input" for a in ancestors(m.name)) - around
+    above = {a for m in modules.values() if m.link == "block_input" for a in ancestors(m.name)} - around
+    inner = frozenset(name for name in above if plan.tree.modules[name].kind != "list")
     link = _link(modules)
     noted, tokens = _noted(variants), Tokens(seq_dim=link.seq_dim if link is not None else 1)
     shared = Shared(regime, link, around, inner, waiting, tables, tokens, noted)
     reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
+    special = {*reads, *tables, *around, *inner, *noted, *([""] if cp is not None else [])}
     for name in plan.tree.modules:
-        special = (
-            name in reads or name in tables or name in around | inner or name in noted or (not name and cp is not None)
-        )
-        if special or any(name in modules for modules in variants.values()):
+        if name in special or any(name in modules for modules in variants.values()):
             programs: dict[str, ModuleProgram] = {
                 variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()
             }
