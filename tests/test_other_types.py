@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AltCLIPTextConfig
 
-from shardplan import verify
+from shardplan import validate, verify
 from tests.model_settings import find, without_dropout
 from tests.zoo.other_entry import OtherEntry, other_entry
 from tests.zoo.other_names import is_trunk, names
@@ -34,6 +35,13 @@ def test_what_is_said_of_a_class_fits() -> None:
 def test_how_many_are_right() -> None:
     assert len(RIGHT) >= 480 and sum(map(is_trunk, RIGHT)) >= 205
     assert sum(TABLE[name].has_sequence for name in RIGHT) >= 300
+
+
+def test_a_derived_overlay_is_right_with_padding() -> None:
+    """Roberta's mask is made from the length of the embeddings, so the norm behind them cannot split the sequence."""
+    config = AltCLIPTextConfig(architectures=["AltCLIPTextModel"])
+    report = validate(config, "auto", {"tp": 2}, sequence_parallel=True)
+    assert report.ok and set(report.variants) == {"sequence_parallel"}
 
 
 @pytest.mark.slow

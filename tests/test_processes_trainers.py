@@ -187,7 +187,8 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(tmp_path):
     assert [path.name for path in (killed / "run").iterdir()] == ["checkpoint-2"]
     with pytest.raises(RanksFailed, match="exit code -9"):
         on_ranks(4, life, str(killed), "while it saves", seconds=240)
-    assert {path.name for path in (killed / "run").iterdir()} == {"checkpoint-2", ".checkpoint-4.saves"}
+    # the other ranks may end in order, and then remove the hidden folder: either way nothing half written has the name of a checkpoint
+    assert {path.name for path in (killed / "run").iterdir()} - {".checkpoint-4.saves"} == {"checkpoint-2"}
     on_ranks(4, life, str(killed), "never", seconds=240)
 
     assert {path.name for path in (killed / "run").iterdir() if path.is_dir()} == {"checkpoint-2", "checkpoint-6"}

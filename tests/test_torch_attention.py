@@ -200,7 +200,7 @@ layers.*.self_attn:
   arguments: {key: gather_seq_input, value: gather_seq_input}
   shares: [num_heads, embed_dim]
 layers.*.self_attn.out_proj: {style: rowwise_seq, seq_dim: 0}
-layers.*.{self_attn,final}_layer_norm: sequence_parallel
+layers.*.{self_attn,final}_layer_norm: {style: sequence_parallel, seq_dim: 0}
 layers.*.fc1: {style: colwise_seq, seq_dim: 0}
 layers.*.fc2: {style: rowwise_seq, seq_dim: 0}
 output_projection: colwise_seq_gather_output
@@ -208,10 +208,13 @@ output_projection: colwise_seq_gather_output
 )
 
 
+def test_init_does_not_split_the_batch_for_the_sequence() -> None:
+    """fairseq's blocks read [time, batch, features]."""
+    assert "layers.0 reads [sequence, batch, ...]: rules with `seq_dim" in against_overlay(other.TimeFirst(), own.ids)
+
+
 @pytest.mark.exhaustive
 def test_a_sequence_in_dim_0_has_an_overlay_that_is_written_by_hand() -> None:
-    """fairseq's blocks read [time, batch, features], its head a transposed view: `init` names that line, and `seq_dim: 0` is right."""
-    assert "`return self.output_projection(x.transpose(0, 1))`" in against_overlay(other.TimeFirst(), own.ids)
     plan = {
         **shardplan.init_plan(shardplan.Model(other.TimeFirst(), inputs=own.ids)).document,
         "sequence_parallel": TIME_FIRST,

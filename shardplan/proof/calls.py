@@ -19,7 +19,7 @@ from shardplan.core.report import ProvenCalls
 from shardplan.core.sections import ActivationCheckpointing
 from shardplan.model.config_numbers import text_config
 from shardplan.model.model_findings import reason
-from shardplan.model.reduced.model_inputs import IGNORED, padded
+from shardplan.model.reduced.model_inputs import IDS, IGNORED, can_be_padded, padded
 from shardplan.model.reduced.outcome import results_of
 from shardplan.model.reduced.reduced_model import ReducedModel
 from shardplan.runtime.apply.checkpointing import checkpoint_modules
@@ -29,7 +29,7 @@ from .steps import STEPS, seed_of
 
 # Switches of the returned form of the same values, or of code that no training step runs.
 FORMS = frozenset(("return_dict", "training"))
-MASK, IDS, EMBEDDINGS, LABELS = "attention_mask", "input_ids", "inputs_embeds", "labels"
+EMBEDDINGS, LABELS = "inputs_embeds", "labels"
 
 Inputs = dict[str, Any]
 Change = Callable[[Inputs], Inputs]
@@ -202,10 +202,7 @@ def _with(more: Mapping[str, Any]) -> Change:
 
 def _padding(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Change]:
     """A mask that pads the first row on the right and the second one on the left."""
-    ids = given.get(IDS)
-    if MASK in given or not isinstance(ids, Tensor) or ids.ndim < 2 or ids.shape[0] < 2 or ids.shape[-1] < 8:
-        return {}
-    if MASK not in inspect.signature(model.forward).parameters:
+    if not can_be_padded(model, given):
         return {}
     right, left = partial(padded, row=0, side="right"), partial(padded, row=1, side="left")
     return {"padding on the right": right, "padding on the left": left}

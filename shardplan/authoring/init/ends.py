@@ -61,6 +61,17 @@ class Ends:
         value = self._stream
         return 0 if value is None else self.flow.run.values[value].shape[1]
 
+    def time_first(self, rows: int) -> bool:
+        """Whether the first block reads [sequence, batch, features], as fairseq's do.
+
+        Args:
+            rows: those of the batch.
+        """
+        if self._stream is None:
+            return False
+        first, second = self.flow.run.values[self._stream].shape[:2]
+        return second == rows != first
+
     @property
     def _stream(self) -> int | None:
         """The hidden states that the first block reads."""

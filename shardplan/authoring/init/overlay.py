@@ -66,6 +66,8 @@ def _with_list(trials: DraftTrials, flow: Flow, draft: Draft, listing: str) -> D
     """As `with_overlay`, for the blocks of one list."""
     overlay = Overlay(trials, flow, draft, listing)
     candidates = list(overlay.candidates())
+    if overlay.ends.time_first(trials.rows):
+        return f"{overlay.ends.first} reads [sequence, batch, ...]: rules with `seq_dim: 0` are written by hand"
     if overlay.ends.length % trials.tp:
         return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={trials.tp} does not divide"
     by_token = Overlay(trials, flow, draft, listing, by_token=True).candidates()
@@ -74,16 +76,17 @@ def _with_list(trials: DraftTrials, flow: Flow, draft: Draft, listing: str) -> D
     for number, candidate in enumerate((*only_right, *candidates), -len(only_right)):
         report = trials.report(candidate, overlay=True)
         if report is not None and report.ok:
-            return candidate
-        if number >= 0 and report is not None and len(report.diagnostics) <= BOUNDS.overlay_errors:
+            if trials.right_with_padding(candidate, overlay=True):
+                return candidate
+        elif number >= 0 and report is not None and len(report.diagnostics) <= BOUNDS.overlay_errors:
             counts[number] = len(report.diagnostics)
     for number in sorted(counts, key=lambda number: (counts[number], number))[: BOUNDS.overlays_fixed]:
         found = trials.fixed(candidates[number], overlay=True)
-        if found is not None:
+        if found is not None and trials.right_with_padding(found, overlay=True):
             return found
     for candidate in candidates:
         found = with_whole_parts(trials, flow, candidate)
-        if found is not None:
+        if found is not None and trials.right_with_padding(found, overlay=True):
             return found
     return trials.reason(candidates[-1], overlay=True)
 

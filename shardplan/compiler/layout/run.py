@@ -17,6 +17,7 @@ from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, full_name
 from shardplan.model.rebinding import copied
+from shardplan.model.reduced.model_inputs import can_be_padded, padded
 from shardplan.model.reduced.recorder import record
 from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
@@ -126,11 +127,21 @@ class RecordedModel:
     def unlabelled(self) -> RecordedModel:
         """The same without labels; this one where the model's code cannot do without them."""
         inputs = {name: value for name, value in self.inputs.items() if name != "labels"}
+        return self._with(inputs) or self
+
+    @cached_property
+    def padded(self) -> RecordedModel | None:
+        """The same with padding in a row; None where the call has no ids that can be padded, or the model's code does not run with them."""
+        if not can_be_padded(self.model, self.inputs):
+            return None
+        return self._with(padded(self.inputs, row=0, side="right"))
+
+    def _with(self, inputs: Mapping[str, Any]) -> RecordedModel | None:
         try:
             made = RecordedModel(self.model, inputs, self.tree, self.atoms)
         except Exception:  # from the model's code
-            return self
-        return made if made.reference.finite else self
+            return None
+        return made if made.reference.finite else None
 
 
 def _alike(one: Trace | None, other: Trace) -> bool:

@@ -28,6 +28,8 @@ IGNORED = -100  # the label that the losses of transformers and torch ignore
 CHARACTERS = 128  # the ids of a model that hashes them and has no vocabulary
 CHOICES = 2  # texts of a row; one is the answer
 
+MASK, IDS = "attention_mask", "input_ids"
+
 Padding = Literal["left", "right"]
 Labels = Literal["next", "class", "classes", "choice", "span", "spoken"]
 SPAN = ("start_positions", "end_positions")
@@ -118,14 +120,22 @@ def text_inputs(
     return result if padding is None else padded(result, 1, padding)
 
 
+def can_be_padded(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a call has ids of two rows or more that `padded` can change, and the model takes the mask."""
+    ids = inputs.get(IDS)
+    if MASK in inputs or not isinstance(ids, Tensor) or ids.ndim < 2 or ids.shape[0] < 2 or ids.shape[-1] < 8:
+        return False
+    return MASK in inspect.signature(model.forward).parameters
+
+
 def padded(inputs: Mapping[str, Any], row: int, side: Padding) -> dict[str, Any]:
     """Inputs with ids, where one row is padded by a quarter: `attention_mask` marks the padding, and labels of tokens leave it out."""
-    ids, labels = inputs["input_ids"], inputs.get("labels")
+    ids, labels = inputs[IDS], inputs.get("labels")
     length, quarter = ids.shape[-1], ids.shape[-1] // 4
     where = slice(0, quarter) if side == "left" else slice(length - quarter, length)
-    mask = inputs["attention_mask"].clone() if "attention_mask" in inputs else torch.ones_like(ids)
+    mask = inputs[MASK].clone() if MASK in inputs else torch.ones_like(ids)
     mask[row, ..., where] = 0
-    result = {**inputs, "attention_mask": mask}
+    result = {**inputs, MASK: mask}
     if isinstance(labels, Tensor) and labels.shape == ids.shape:
         result["labels"] = labels = labels.clone()
         labels[row, where] = IGNORED

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_check import LayoutReport, Search, bound_to, check_layout
@@ -183,6 +186,11 @@ class DraftTrials:
         self.search = search or Search(BOUNDS.drafts, inf)
         self._proofs: dict[str, Proof] = {}
 
+    @property
+    def rows(self) -> int:
+        """The rows of the batch of the first kind of input."""
+        return next(len(value) for value in self.recorded_models[0].inputs.values() if isinstance(value, Tensor))
+
     def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
         """The draft bound to the reduced model; None where binding or the structural checks have an error."""
         plan = draft.plan()
@@ -233,6 +241,13 @@ class DraftTrials:
         reports = [self.report(draft, overlay=overlay) for overlay in overlays]
         return all(report is not None and report.ok for report in reports)
 
+    def right_with_padding(self, draft: Draft, *, overlay: bool = False) -> bool:
+        """Whether the first kind of input may be padded too: a mask may be made from the length of what a rank holds."""
+        padded, resolved = self.recorded_models[0].padded, self.bound(draft, overlay=overlay)
+        if padded is None or resolved is None or self.search.over:
+            return padded is None
+        return not self.search.attempt(resolved, padded).findings
+
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
         """The first error of a draft that is not right."""
         plan = draft.plan()
@@ -240,8 +255,10 @@ class DraftTrials:
         resolved, errors = bound_to(self.tree, plan, MeshSizes(tp=self.tp), overlays_of(overlay))
         if not errors and self.search.over:
             return f"the search ended after {BOUNDS.drafts} tries"
-        found = errors or check_layout(resolved, self.recorded_models, help=False).diagnostics
-        return with_line(found[0])
+        padded = self.recorded_models[0].padded
+        tried = (self.recorded_models,) if padded is None else (self.recorded_models, (padded,))
+        found = chain(errors, chain.from_iterable(check_layout(resolved, one, help=False).diagnostics for one in tried))
+        return with_line(next(found))
 
     def fixed(self, draft: Draft, *, overlay: bool = False, rounds: int = BOUNDS.repair_rounds) -> Draft | None:
         """The draft with the changes that the layout check proposes; None where they do not suffice."""
