@@ -150,12 +150,16 @@ def test_another_version_and_another_source(
         patch.setattr(kept_plans.torch, "__version__", "0")
         compiled()
     assert derived == ["Own"] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_plans, "package_code", lambda: "another commit")
+        compiled()
+    assert derived == ["Own"] * 3
     source = tmp_path / "source.py"
     source.write_text("changed")
     before = kept_plans.inspect.getsourcefile
     monkeypatch.setattr(kept_plans.inspect, "getsourcefile", lambda one: str(source) if one is Block else before(one))
     compiled()
-    assert derived == ["Own"] * 3
+    assert derived == ["Own"] * 4
 
 
 def cut(text: str) -> str:

@@ -8,15 +8,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 
 import torch
 import transformers
 
+from shardplan.core.data_files import data_folder
 from shardplan.core.tree import ModuleTree
 from shardplan.core.user_files import CannotRead, is_trusted, replace_whole
-from shardplan.core.version import __version__
 from shardplan.language.parsing import parse_text
 from shardplan.language.plan_files import read_text
 from shardplan.model import FoundModel
@@ -32,7 +33,7 @@ def cache_folder() -> Path:
 
 def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool, expert_parallel: bool) -> str | None:
     """A digest of everything that decides which plan is derived: the code of the model's classes, the modules, parameters and
-    configuration, the plan's purpose, and versions. None where code has no file, or the configuration is not data: then the
+    configuration, the plan's purpose, our own code, and versions. None where code has no file, or the configuration is not data: then the
     plan is not cached.
 
     Args:
@@ -48,13 +49,20 @@ def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool, expert_par
     except (OSError, TypeError):
         return None
     words = (
-        (__version__, torch.__version__, transformers.__version__),
+        (package_code(), torch.__version__, transformers.__version__),
         (tp, sequence_parallel, expert_parallel),
         code,
         config,
         tuple(_pictured(found.tree)),
     )
     return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+@cache
+def package_code() -> str:
+    """A digest of the package's files that decide what is derived: one release has many states in a clone, and in installations from a branch."""
+    files = (*Path(__file__).parents[2].rglob("*.py"), *data_folder("plans").glob("*.toml"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
 def _code_of(cls: type) -> str:
