@@ -340,7 +340,7 @@ def test_hidden_states_of_each_tower_are_gathered() -> None:
     split, other = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
     output = BaseModelOutput(hidden_states=((split, other), (split,)))
     with fake_mesh(2) as mesh:
-        HiddenStates(LeftBehind([(split, 8)]), 1, mesh["tp"]).of_model(output)
+        HiddenStates(LeftBehind([(split, frozenset((8,)))]), 1, mesh["tp"]).of_model(output)
     (first, same), (second,) = output.hidden_states
     assert first.shape == second.shape == (2, 8, 8) and same is other
 
@@ -350,7 +350,7 @@ def test_hidden_states_of_an_output_in_the_output_are_gathered() -> None:
     split = torch.randn(2, 4, 8)
     output = ModelOutput(text_model_output=BaseModelOutput(hidden_states=(split,)), logits=split)
     with fake_mesh(2) as mesh:
-        HiddenStates(LeftBehind([(split, 8)]), 1, mesh["tp"]).of_model(output)
+        HiddenStates(LeftBehind([(split, frozenset((8,)))]), 1, mesh["tp"]).of_model(output)
     assert output.text_model_output.hidden_states[0].shape == (2, 8, 8) and output.logits is split
 
 
@@ -360,3 +360,16 @@ def test_the_embeddings_that_a_hook_saw_as_a_sum_are_added_up() -> None:
     with fake_mesh(2) as mesh:
         HiddenStates(LeftBehind(lengths={8}, sums=[memory_of(state)]), 1, mesh["tp"]).of_model(output)
     assert output.hidden_states[0].shape == state.shape and output.hidden_states[0] is not state
+
+
+def test_hidden_states_of_layers_over_two_lengths() -> None:
+    """VideoPrism's patches and frames; PE Audio returns its last state without the first token, which is no slice."""
+    lengths = frozenset((8, 6))
+    states = tuple(torch.randn(2, length, 8) for length in (4, 3, 7))
+    with fake_mesh(2) as mesh:
+        left = LeftBehind([(state, lengths) for state in states])
+        output = HiddenStates(left, 1, mesh["tp"]).of_model(BaseModelOutput(hidden_states=states))
+        assert [state.shape[1] for state in output.hidden_states] == [8, 6, 7]
+        left = LeftBehind([(states[0], frozenset((8, 4)))])
+        with pytest.raises(RuntimeError, match="length 4 may be whole, or slices of 8"):
+            HiddenStates(left, 1, mesh["tp"]).of_model(BaseModelOutput(hidden_states=states[:1]))

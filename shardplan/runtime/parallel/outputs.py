@@ -143,32 +143,41 @@ class HiddenStates:
 
         def whole(state: Any) -> Any:
             like = isinstance(state, Tensor) and list(state.shape) in likes
-            return self._whole(state, length) if like else state
+            return self._whole(state, frozenset((length,))) if like else state
 
         return in_tuples(output, whole, read)
 
     def _named(self, state: Any) -> Any:
         if state is None or self.left.is_sum(state):
-            return state if state is None else self._whole(state, 0)
+            return state if state is None else self._whole(state, frozenset())
         if any(one is state for one, _ in self.left.states) or state.ndim <= self.seq_dim:
             return self._known(state)
-        part, size = state.shape[self.seq_dim], self.mesh.size()
-        length = next((length for length in (part, part * size) if length in self.left.lengths), None)
-        return state if length is None else self._whole(state, length)
+        part = state.shape[self.seq_dim]
+        known = self.left.lengths.intersection((part, part * self.mesh.size()))
+        return self._whole(state, frozenset(self.left.lengths)) if known else state
 
     def _known(self, state: Any) -> Any:
-        length = next((length for one, length in self.left.states if one is state), None)
-        return state if length is None else self._whole(state, length)
+        lengths = next((lengths for one, lengths in self.left.states if one is state), None)
+        return state if lengths is None else self._whole(state, lengths)
 
-    def _whole(self, state: Tensor, length: int) -> Tensor:
+    def _whole(self, state: Tensor, lengths: frozenset[int]) -> Tensor:
         """
         Args:
-            length: the length of the whole sequence.
+            lengths: those that the whole sequence may have.
+
+        Raises:
+            RuntimeError: the state may be whole, and a slice of a longer sequence.
         """
         if self.left.is_sum(state):  # the embeddings' output, if a hook saw it before the first block
             return move(state, self.mesh, P, I)
-        if state.shape[self.seq_dim] in (length, self.over_cp):  # the last one, which the final norm gathered
+        part = state.shape[self.seq_dim]
+        if part * self.mesh.size() not in lengths:  # the last one, gathered by the final norm, or made of that
             return move(state, self.mesh, R, I) if self.left.is_partial(state) else state
+        if part in (*lengths, self.over_cp):
+            raise RuntimeError(
+                f"hidden states of length {part} may be whole, or slices of {part * self.mesh.size()}: the model runs over "
+                f"sequences of both lengths (call it without output_hidden_states, or with other lengths)"
+            )
         return move(state, self.mesh, V(self.seq_dim), I)
 
 

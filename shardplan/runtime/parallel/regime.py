@@ -94,14 +94,14 @@ class LeftBehind:
     """The records of one forward of the outermost module. They keep no memory alive but that of hidden states, which are returned anyway.
 
     Args:
-        states: hidden states, and the length of their whole sequence; of several entries of one state, the first counts.
+        states: hidden states, and the lengths that their whole sequence may have; of several entries of one state, the first counts.
         lengths: lengths of whole sequences in scope modules that return no hidden states themselves, although modules around them do (BERT).
         gathered: in order, the memory of values that are whole before blocks, or were made whole, and whether their gradients are partial
             sums (R).
         sums: the memory of the partial sums that block inputs took.
     """
 
-    states: list[tuple[Tensor, int]] = field(default_factory=list)
+    states: list[tuple[Tensor, frozenset[int]]] = field(default_factory=list)
     lengths: set[int] = field(default_factory=set)
     gathered: list[tuple[StorageWeakRef, bool]] = field(default_factory=list)
     sums: list[StorageWeakRef] = field(default_factory=list)
@@ -142,7 +142,8 @@ class PartialEmbedding:
         self.running = False
         self.pending: dict[str, int] = {}  # embedding -> its partial sums that no block input has taken yet
         self.complete = False
-        self.shape: torch.Size | None = None  # of the block input's value, noted there
+        self.shape: torch.Size | None = None  # of the last block input's value, noted there
+        self.lengths: set[int] = set()  # of those noted since hidden states were returned last
         self.outermost: str | None = None  # the outermost module whose forward is running
         self.sources: list[
             tuple[nn.Module, frozenset[int]]
@@ -174,13 +175,16 @@ class PartialEmbedding:
         # A hook's addition to a partial sum (NEFTune's noise) would be added on each rank.
         self.complete = any(not source._forward_hooks.keys() <= known for source, known in self.sources)
         self.shape = None
+        self.lengths.clear()
 
     def returned(self, states: Iterable[Tensor | None]) -> None:
         """Called with the hidden states that the scope, or a module inside of it around blocks, returns: an encoder's have another length
-        than a decoder's. The model's code still reads them split."""
+        than a decoder's, and those of layers over patches another one than those of layers over frames (VideoPrism). The model's code
+        still reads them split."""
         if self.shape is not None:
-            length = self.shape[self.seq_dim]
-            self.left.states.extend((state, length) for state in states if state is not None)
+            lengths = frozenset(self.lengths) or frozenset((self.shape[self.seq_dim],))
+            self.left.states.extend((state, lengths) for state in states if state is not None)
+            self.lengths.clear()
 
     def end(self, states: Sequence[Tensor | None], gathered: bool) -> None:
         """Called with the hidden states that the scope's forward returns.
@@ -246,6 +250,7 @@ class PartialEmbedding:
         """
         if self.running and dim == self.seq_dim:
             self.shape = shape
+            self.lengths.add(shape[dim])
             self.gathered(x, partial=False)
 
 
