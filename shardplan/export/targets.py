@@ -20,14 +20,14 @@ from shardplan.compiler.lower import Program
 from shardplan.core.by_key import by_key
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, ResolvedPlan, stated_options
+from shardplan.styles.block_inputs import BLOCK_INPUT
 
 CANNOT_CROSS = Code("SP549")
 
 # Options of rules that an export may leave out: the target's style computes the same without them.
 SILENT = frozenset({"heads", "divides", "having", "fused"})
-# This style sums the gradient of the input of several split matrices once; in the targets each matrix sums its own.
-INPUT = "input_with_grad_allreduce"
-LEFT_OUT = (INPUT, "replicate", "none")
+# A block input sums the gradient of several split matrices' input once; in the targets each matrix sums its own.
+LEFT_OUT = (BLOCK_INPUT, "replicate", "none")
 EXPERTS = "moe_tp_experts"
 SUMMED = "replicated_with_grad_allreduce"
 
@@ -146,7 +146,7 @@ def _regions(resolved: ResolvedPlan) -> dict[str, str | None]:
     has no rule for such a module: its styles of experts and of matrices reduce their own outputs, and keep the rest (a router) whole."""
     modules = resolved.tree.modules
     stacks = {n.rpartition(".")[0] for n in resolved.parameters} - {n for n, m in modules.items() if m.kind == "linear"}
-    summed = [n for n, a in resolved.modules.items() if (a.rule.style, a.rule.output) == (INPUT, "all_reduce")]
+    summed = [n for n, a in resolved.modules.items() if (a.rule.style, a.rule.output) == (BLOCK_INPUT, "all_reduce")]
     inside = {name: [one for one in stacks if one == name or one.startswith(f"{name}.")] for name in summed}
     return {name: found[0] if found else None for name, found in inside.items() if len(found) < 2}
 

@@ -4,6 +4,9 @@ from shardplan.core.layout import SEQ, I, P, R, V
 
 from .style_record import NORM, OTHER, Options, Style, Trial
 
+# Where I becomes R: at what a block reads, and at the result of a module.
+BLOCK_INPUT, RESULT = "input_with_grad_allreduce", "output_with_grad_allreduce"
+
 STYLES = (
     Style(
         name="gather_seq_input",
@@ -23,7 +26,7 @@ STYLES = (
         source="arXiv 2205.05198",
     ),
     Style(
-        name="input_with_grad_allreduce",
+        name=BLOCK_INPUT,
         summary="The input of a block under tensor parallelism: the argument's gradient is all-reduced once for all "
         "that read it.",
         owns_parameters=False,
@@ -38,7 +41,7 @@ STYLES = (
         source="arXiv 1909.08053, the operator f",
     ),
     Style(
-        name="output_with_grad_allreduce",
+        name=RESULT,
         summary="The same after a module: the gradient of its output is all-reduced once for all that read it (a norm before "
         "parallel attention and MLP).",
         owns_parameters=False,

@@ -12,7 +12,7 @@ from shardplan.compiler.check import check, half_covered
 from shardplan.compiler.layout import RecordedModel
 from shardplan.compiler.layout.cross_module_reads import below, joined_reads
 from shardplan.compiler.layout.model import ModelLayouts
-from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, partial_gradients
+from shardplan.compiler.layout.solver.draft import PARTIAL, Draft, DraftTrials, Options, partial_gradients
 from shardplan.compiler.layout.solver.flow import Flow
 from shardplan.compiler.layout.solver.forbidding import Forbidden, forbidden
 from shardplan.compiler.layout.solver.regions import Group, grouped, regions
@@ -25,6 +25,7 @@ from shardplan.core.tree import ModuleTree, ancestors, block, full_name, part
 from shardplan.model import FoundModel
 from shardplan.model.forward_code import argument_names
 from shardplan.styles import STYLES
+from shardplan.styles.block_inputs import BLOCK_INPUT
 
 from .distributed import with_distributed
 from .init_stages import pipeline_section

@@ -8,10 +8,11 @@ from dataclasses import replace
 from shardplan.compiler.layout.layout_check import bound_to
 from shardplan.compiler.layout.layout_diagnostics import with_line
 from shardplan.compiler.layout.model import ModelLayouts
-from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
+from shardplan.compiler.layout.solver.draft import PARTIAL, Draft, Options, Rules
 from shardplan.core.plan import Overlays, overlays_of
 from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, element
 from shardplan.styles import NONE
+from shardplan.styles.block_inputs import BLOCK_INPUT
 
 STACKED = 2  # the least number of matrices in a module of experts
 WITHOUT: Rules = {}

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from shardplan.compiler.layout import LayoutReport
 from shardplan.compiler.layout.mergeable_sums import in_every_block
-from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, Draft, DraftTrials, Options
+from shardplan.compiler.layout.solver.draft import Draft, DraftTrials, Options
 from shardplan.compiler.layout.solver.flow import Flow
 from shardplan.compiler.layout.solver.lengths import features
 from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, block, element, part
 from shardplan.styles import STYLES
+from shardplan.styles.block_inputs import BLOCK_INPUT
 
 
 def with_sums(trials: DraftTrials, draft: Draft) -> Draft:

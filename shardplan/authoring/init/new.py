@@ -10,8 +10,7 @@ from typing import Any
 
 from shardplan.authoring.context_section import NoSection, context_section
 from shardplan.compiler.check.check_words import join
-from shardplan.compiler.layout.repairs import RESULT
-from shardplan.compiler.layout.solver.draft import BLOCK_INPUT, PARTIAL, Rules, is_alternative
+from shardplan.compiler.layout.solver.draft import PARTIAL, Rules, is_alternative
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile
 from shardplan.core.sources import SourceMap
@@ -19,6 +18,7 @@ from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, element
 from shardplan.language.parsing import parse_text
 from shardplan.language.plan_texts import value_text
 from shardplan.model import FoundModel
+from shardplan.styles.block_inputs import BLOCK_INPUT, RESULT
 from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive

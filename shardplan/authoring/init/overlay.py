@@ -8,9 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from shardplan.compiler.layout.finding import Finding
-from shardplan.compiler.layout.repairs import RESULT
 from shardplan.compiler.layout.solver.draft import (
-    BLOCK_INPUT,
     PARTIAL,
     Draft,
     DraftTrials,
@@ -24,6 +22,7 @@ from shardplan.core.layout import R
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
+from shardplan.styles.block_inputs import BLOCK_INPUT, RESULT
 
 from .ends import COMPLETE, GATHERED, GATHERS, Ends
 from .layer_kinds import plain

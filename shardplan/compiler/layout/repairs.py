@@ -17,6 +17,7 @@ from shardplan.core.tree import ancestors, block, full_name
 from shardplan.language.globs import parse_glob
 from shardplan.language.plan_texts import value_text
 from shardplan.styles import STYLES, Style
+from shardplan.styles.block_inputs import BLOCK_INPUT, RESULT
 from shardplan.styles.kept_options import KEPT, with_kept
 from shardplan.styles.style_record import REMOVAL, TrialKind
 
@@ -25,8 +26,6 @@ from .finding import Finding
 OURS = Location("<help>")
 Choice = tuple[Style | None, Output | None]  # a style, and its `output:`
 REMOVE: Choice = (None, None)
-# Where I becomes R: at what a block reads, and at the result of a module.
-BLOCK_INPUT, RESULT = "input_with_grad_allreduce", "output_with_grad_allreduce"
 
 
 @dataclass(frozen=True, slots=True)

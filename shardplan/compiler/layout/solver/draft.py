@@ -29,7 +29,6 @@ Rules = Mapping[str, Options]
 Entry = TypeVar("Entry")
 
 FURTHER = "#"  # no module name contains it
-BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
 FIXABLE = ("partial", "complete", "meeting", "output")  # of gradients of whole values: the sharding fits
 

@@ -9,8 +9,9 @@ from itertools import chain, islice, product
 
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
+from shardplan.styles.block_inputs import BLOCK_INPUT
 
-from .draft import BLOCK_INPUT, PARTIAL, Draft, DraftTrials, Options, Rules, partial_gradients, sharing
+from .draft import PARTIAL, Draft, DraftTrials, Options, Rules, partial_gradients, sharing
 from .flow import Flow
 from .lengths import Lengths, output_features
 from .regions import Group

@@ -9,9 +9,10 @@ from typing import Any
 from shardplan.core.search_bounds import BOUNDS
 from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.model.forward_code import forward_reads
+from shardplan.styles.block_inputs import BLOCK_INPUT
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
-from .draft import BLOCK_INPUT, Draft, DraftTrials, Options, Score, divided, sharing
+from .draft import Draft, DraftTrials, Options, Score, divided, sharing
 from .flow import Flow, Product
 from .lengths import Lengths, Sized, counted_by, matrix_of, output_features
 from .regions import Group
