@@ -17,6 +17,7 @@ from shardplan.proof.fingerprints import Fingerprint, NotStable
 
 Compiled = Callable[..., Any]
 _KNOWN: dict[str, Any] = {}
+EACH_TIME = Asked.compiled
 
 
 def look_for_no_repairs(patch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,6 @@ def compile_once(put: Callable[[type, str, Compiled], None] = setattr) -> None:
     Args:
         put: sets an attribute.
     """
-    compiled = Asked.compiled
 
     def once(asked: Asked, sizes: Any, *args: Any, **options: Any) -> Any:
         plan = asked.plan
@@ -41,10 +41,10 @@ def compile_once(put: Callable[[type, str, Compiled], None] = setattr) -> None:
         except NotStable:
             plan = None
         if not isinstance(plan, dict | str) or (isinstance(plan, str) and Path(plan).exists()):
-            return compiled(asked, sizes, *args, **options)
+            return EACH_TIME(asked, sizes, *args, **options)
         if key in _KNOWN:
             return _KNOWN[key]
-        found = compiled(asked, sizes, *args, **options)
+        found = EACH_TIME(asked, sizes, *args, **options)
         if found.given.derived is None:
             _KNOWN[key] = found
         return found
