@@ -291,6 +291,7 @@ def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
 
     report = validate(shardplan.Model(Keeping(), inputs=odd), SEQUENCE, sequence_parallel=True)
     assert codes(report) == ["SP422"] and "17 elements, which tp=2 does not divide" in report.errors[0].message
+    assert "`--no-sequence-parallel` (`sequence_parallel=False`)" in (report.errors[0].help or "")
     assert codes(
         shardplan.verify(shardplan.Model(Keeping(), inputs=odd), SEQUENCE, {"tp": 2}, sequence_parallel=True)
     ) == ["SP422"]

@@ -10,8 +10,14 @@ from traceback import walk_tb
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced.lines import raising_line
+from shardplan.runtime.parallel.chunks import UnevenSequence
 
 RAISES = Code("SP422")
+# Whisper's encoder reads as many positions as its settings say.
+NO_SEQUENCE_PARALLELISM = (
+    "where inputs decide the length, give others; where the model does (patches, frames), leave the sequence whole: "
+    "`--no-sequence-parallel` (`sequence_parallel=False`)"
+)
 
 
 PACKAGE = str(Path(__file__).parent.parent)
@@ -46,6 +52,7 @@ def raised(error: Exception) -> Diagnostic:
         severity=Severity.ERROR,
         message=f"the sharded reduced model raises {reason(cause)}",
         notes=where,
+        help=NO_SEQUENCE_PARALLELISM if isinstance(cause, UnevenSequence) else None,
     )
 
 

@@ -14,9 +14,13 @@ def chunk_size(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def uneven(size: int, dim: int, ranks: int) -> ValueError:
+class UnevenSequence(ValueError):
+    """A sequence that the ranks do not divide."""
+
+
+def uneven(size: int, dim: int, ranks: int) -> UnevenSequence:
     """The error for a sequence that the tp axis does not divide: it says what to pad, and what else to call."""
-    return ValueError(
+    return UnevenSequence(
         f"dim {dim} has {size} elements, which tp={ranks} does not divide: pad it to {chunk_size(size, ranks) * ranks} "
         f"(sequence parallelism splits the sequence evenly). `shardplan.pad_to_multiple(batch, {ranks}, pad_token_id=...)` pads "
         "input_ids, attention_mask and labels; `with shardplan.without_sequence_parallel(model):` runs any length"
