@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,37 @@ def trains_as_the_unsharded() -> None:
 @pytest.mark.slow
 def test_layers_that_the_user_compiled_train_as_the_unsharded_model() -> None:
     on_ranks(2, trains_as_the_unsharded)
+
+
+def hidden_states_are_as_the_unsharded_or_refused() -> list[str]:
+    """Of the first model, of which Dynamo makes one graph up to its last norm, and of the next: it runs frames that broke one by one."""
+    mesh = shardplan.build_mesh(tp=2, dp_shard=1, device_type="cpu")
+    torch._dynamo.reset()
+    ended, found = list[Any](), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", ended.append)
+        for _ in range(2):
+            model, reference = small_model("llama"), small_model("llama")
+            shardplan.apply_plan(model, mesh, "auto", sequence_parallel=True, data_parallel=False)
+            try:
+                for one in (torch.compile(model, backend="aot_eager"), reference):
+                    out = one(input_ids=batch(1), labels=batch(1), output_hidden_states=True, use_cache=False)
+                    (out.loss + sum(state.square().mean() for state in out.hidden_states)).backward()
+            except RuntimeError as error:
+                assert "gradients of its hidden states are not known" in str(error)
+                found.append("refused")
+                continue
+            assert_same_gradients(model, reference, "hidden states of a compiled model")
+            found.append("right")
+        gc.collect()
+    assert [one.exc_value for one in ended] == []
+    return found
+
+
+@pytest.mark.slow
+def test_hidden_states_of_a_model_that_the_user_compiled_are_right_or_refused() -> None:
+    (found, *others) = on_ranks(2, hidden_states_are_as_the_unsharded_or_refused)
+    assert "right" in found and others == [found]
 
 
 class _Switched(nn.Module):

@@ -10,6 +10,7 @@ from shardplan.core.moves import MOVES, move_ops
 from shardplan.runtime.parallel.chunks import chunk_size, own_chunk
 from shardplan.runtime.parallel.tensor_moves import move
 from shardplan.torchlib.packing import pack, packed_order, unpack
+from tests.proofs import fake_mesh
 from tests.simulation import LocalTensor, on_every_rank, rank_values, simulated_mesh
 
 TP = 4
@@ -126,3 +127,18 @@ def test_what_a_slice_gives_may_be_written_into():
         y.sum().backward()
     torch.testing.assert_close(whole(rank_values(y.detach()), V(1)), 3 * value)
     torch.testing.assert_close(whole(rank_values(x.grad), I), torch.full_like(value, 3))
+
+
+@pytest.mark.slow  # the first graph of a process takes seconds
+def test_a_graph_that_returns_a_value_and_its_move_divides_the_gradient() -> None:
+    """AOTAutograd returns views of one value as views made anew, without their functions."""
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        value = x * 3
+        return move(value, mesh, R, I), value
+
+    with fake_mesh(2) as mesh:
+        for run in (both, torch.compile(both, backend="aot_eager")):
+            x = torch.ones(4, requires_grad=True)
+            sum(one.sum() for one in run(x)).backward()
+            assert x.grad is not None and x.grad.tolist() == [4.5] * 4

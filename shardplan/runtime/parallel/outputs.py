@@ -166,12 +166,17 @@ class HiddenStates:
             lengths: those that the whole sequence may have.
 
         Raises:
-            RuntimeError: the state may be whole, and a slice of a longer sequence.
+            RuntimeError: the state may be whole, and a slice of a longer sequence; or torch.compile runs the model in parts.
         """
         if self.left.is_sum(state):  # the embeddings' output, if a hook saw it before the first block
             return move(state, self.mesh, P, I)
         part = state.shape[self.seq_dim]
         if part * self.mesh.size() not in lengths:  # the last one, gathered by the final norm, or made of that
+            if state.requires_grad and not self.left.gathered:
+                raise RuntimeError(
+                    "torch.compile runs this model in parts, so the gradients of its hidden states are not known: compile its layers "
+                    "(`layer.compile()`), or call it without output_hidden_states"
+                )
             return move(state, self.mesh, R, I) if self.left.is_partial(state) else state
         if part in (*lengths, self.over_cp):
             raise RuntimeError(

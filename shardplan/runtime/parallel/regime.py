@@ -89,6 +89,9 @@ class Regime:
         return self.expert_share if parameter.stored.axis is Axis.EP else 1.0
 
 
+Memory = StorageWeakRef | Tensor
+
+
 @dataclass(frozen=True)
 class LeftBehind:
     """The records of one forward of the outermost module. They keep no memory alive but that of hidden states, which are returned anyway.
@@ -103,24 +106,32 @@ class LeftBehind:
 
     states: list[tuple[Tensor, frozenset[int]]] = field(default_factory=list)
     lengths: set[int] = field(default_factory=set)
-    gathered: list[tuple[StorageWeakRef, bool]] = field(default_factory=list)
-    sums: list[StorageWeakRef] = field(default_factory=list)
+    gathered: list[tuple[Memory, bool]] = field(default_factory=list)
+    sums: list[Memory] = field(default_factory=list)
 
     def is_sum(self, state: Tensor) -> bool:
         """Whether a hidden state is a partial sum: a block input took it, or a view of it."""
-        return reached_as_partial_sum(state) or (bool(self.sums) and memory_of(state) in self.sums)
+        return reached_as_partial_sum(state) or any(_has(state, one) for one in self.sums)
 
     def is_partial(self, state: Tensor) -> bool:
         """Whether the gradient of a whole hidden state is a partial sum. A state in the memory of a gathered value is that value: GPT-2
         has a view of the last one, and a block that is an FSDP2 unit gets one. Any other state was computed from the last one."""
-        memory = memory_of(state)
-        same = (partial for one, partial in self.gathered if one == memory)
-        return next(same, bool(self.gathered) and self.gathered[-1][1])
+        for one, partial in self.gathered:
+            if _has(state, one):
+                return partial
+        return bool(self.gathered) and self.gathered[-1][1]
 
 
-def memory_of(x: Tensor) -> StorageWeakRef:
-    """A key of a tensor's memory, equal for tensors that share the memory. While the key lives, no other memory has this address."""
-    return StorageWeakRef(x.untyped_storage())
+def memory_of(x: Tensor) -> Memory:
+    """A key of a tensor's memory, equal for tensors that share the memory. While the key lives, no other memory has this address. In a graph
+    of torch.compile, where tensors have no memory yet, the tensor itself."""
+    return x if torch.compiler.is_compiling() else StorageWeakRef(x.untyped_storage())
+
+
+def _has(state: Tensor, memory: Memory) -> bool:
+    if isinstance(memory, Tensor):
+        return memory is state
+    return not torch.compiler.is_compiling() and memory == memory_of(state)
 
 
 class PartialEmbedding:
@@ -145,6 +156,7 @@ class PartialEmbedding:
         self.shape: torch.Size | None = None  # of the last block input's value, noted there
         self.lengths: set[int] = set()  # of those noted since hidden states were returned last
         self.outermost: str | None = None  # the outermost module whose forward is running
+        self.in_graph = False  # whether a graph of torch.compile has its beginning
         self.sources: list[
             tuple[nn.Module, frozenset[int]]
         ] = []  # the embeddings, and their hooks when the plan was applied
@@ -157,6 +169,7 @@ class PartialEmbedding:
         ended = self.outermost is None or name in (self.outermost, *ancestors(self.outermost))
         if ended and _current_graph_task_id() == -1:
             self.outermost, self.running, self.left = name, False, LeftBehind()
+            self.in_graph = torch.compiler.is_compiling()
 
     def leave(self, name: str) -> LeftBehind:
         """Called when such a forward ends, also by an exception. Gives the outermost module the records about the hidden states it returns."""
@@ -177,11 +190,11 @@ class PartialEmbedding:
         self.shape = None
         self.lengths.clear()
 
-    def returned(self, states: Iterable[Tensor | None]) -> None:
+    def returned(self, states: Sequence[Tensor | None]) -> None:
         """Called with the hidden states that the scope, or a module inside of it around blocks, returns: an encoder's have another length
         than a decoder's, and those of layers over patches another one than those of layers over frames (VideoPrism). The model's code
         still reads them split."""
-        if self.shape is not None:
+        if self.shape is not None and states:
             lengths = frozenset(self.lengths) or frozenset((self.shape[self.seq_dim],))
             self.left.states.extend((state, lengths) for state in states if state is not None)
             self.lengths.clear()
@@ -198,12 +211,16 @@ class PartialEmbedding:
             return
         self.returned(states)
         if not states:
-            self.left.lengths.add(self.shape[self.seq_dim])
+            self.left.lengths.update(self.lengths or (self.shape[self.seq_dim],))
+
+    @property
+    def _records(self) -> bool:
+        # In this order: otherwise a layer that is compiled alone would need a new graph for each outermost module.
+        return (self.in_graph or not torch.compiler.is_compiling()) and self.outermost is not None
 
     def gathered(self, x: Tensor, *, partial: bool) -> Tensor:
         """Called with a value that was made whole, and whether its readers give it a partial sum as gradient."""
-        # The first condition comes first: otherwise each value of the second would need a new graph.
-        if not torch.compiler.is_compiling() and self.outermost is not None:
+        if self._records:
             self.left.gathered.append((memory_of(x), partial))
         return x
 
@@ -236,7 +253,7 @@ class PartialEmbedding:
             return getattr(x, _PARTIAL)
         partial = bool(self.pending) and not self.complete
         setattr(x, _PARTIAL, partial)
-        if partial and not torch.compiler.is_compiling() and self.outermost is not None:
+        if partial and self._records:
             self.left.sums.append(memory_of(x))
         self.pending = {source: count - 1 for source, count in self.pending.items() if count > 1}
         return partial

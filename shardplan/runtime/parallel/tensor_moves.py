@@ -66,6 +66,12 @@ class _How(NamedTuple):
     only: bool = False
 
 
+def _same_values(x: Tensor) -> Tensor:
+    """What a function returns that changes gradients alone: a view; in a graph of torch.compile a copy. Where a graph returns several views of
+    one value, AOTAutograd makes them again outside of it, and their functions' backwards do not run (torch 2.13)."""
+    return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+
+
 class _Move(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: _How) -> Tensor:
@@ -78,7 +84,7 @@ class _Move(DirectFunction):
             ops.forward == "slice"
         ):  # a view forbids changes in place (`hidden_states *= scale`), and keeps all of x alive
             return y.clone(memory_format=torch.contiguous_format)
-        return y.view_as(x) if y is x else y
+        return _same_values(x) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,7 +239,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float | Tensor) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return _same_values(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

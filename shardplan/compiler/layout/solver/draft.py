@@ -187,8 +187,9 @@ class DraftTrials:
 
     @property
     def rows(self) -> int:
-        """The rows of the batch of the first kind of input."""
-        return next(len(value) for value in self.recorded_models[0].inputs.values() if isinstance(value, Tensor))
+        """The rows of the first tensor of the first kind of input, which are the batch's; 0 where no argument is a tensor."""
+        tensors = (one for one in self.recorded_models[0].inputs.values() if isinstance(one, Tensor) and one.ndim)
+        return next(map(len, tensors), 0)
 
     def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
         """The draft bound to the reduced model; None where binding or the structural checks have an error."""
