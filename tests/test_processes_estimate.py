@@ -31,9 +31,8 @@ def within_one_percent(real: dict[str, int]) -> None:
 
 
 def peaks():
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # what is kept for other tests, a small model and its run, is no part of a step
+    # What is kept for other tests, a small model and its run, is no part of a step.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Asked, "compiled", EACH_TIME)
         return {name: measured_peak(case) for name, case in CASES.items()}
 

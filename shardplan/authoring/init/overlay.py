@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -71,23 +71,27 @@ def _with_list(trials: DraftTrials, flow: Flow, draft: Draft, listing: str) -> D
         return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={trials.tp} does not divide"
     by_token = Overlay(trials, flow, draft, listing, by_token=True).candidates()
     only_right = [candidate for candidate in by_token if candidate not in candidates]  # nothing is repaired in these
+    found = _right(trials, flow, candidates, only_right)
+    return next(filter(trials.right_with_padding, found), None) or trials.reason(candidates[-1], overlay=True)
+
+
+def _right(
+    trials: DraftTrials, flow: Flow, candidates: Sequence[Draft], only_right: Sequence[Draft]
+) -> Iterator[Draft]:
+    """The drafts that are right: of the candidates, and of what is made of them by repairs and with whole parts."""
     counts: dict[int, int] = {}  # candidate -> the number of its errors
     for number, candidate in enumerate((*only_right, *candidates), -len(only_right)):
         report = trials.report(candidate, overlay=True)
         if report is not None and report.ok:
-            if trials.right_with_padding(candidate, overlay=True):
-                return candidate
+            yield candidate
         elif number >= 0 and report is not None and len(report.diagnostics) <= BOUNDS.overlay_errors:
             counts[number] = len(report.diagnostics)
     for number in sorted(counts, key=lambda number: (counts[number], number))[: BOUNDS.overlays_fixed]:
-        found = trials.fixed(candidates[number], overlay=True)
-        if found is not None and trials.right_with_padding(found, overlay=True):
-            return found
+        if (found := trials.fixed(candidates[number], overlay=True)) is not None:
+            yield found
     for candidate in candidates:
-        found = with_whole_parts(trials, flow, candidate)
-        if found is not None and trials.right_with_padding(found, overlay=True):
-            return found
-    return trials.reason(candidates[-1], overlay=True)
+        if (found := with_whole_parts(trials, flow, candidate)) is not None:
+            yield found
 
 
 def with_whole_parts(trials: DraftTrials, flow: Flow, draft: Draft) -> Draft | None:

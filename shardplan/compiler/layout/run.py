@@ -130,7 +130,7 @@ class RecordedModel:
         return self._with(inputs) or self
 
     @cached_property
-    def padded(self) -> RecordedModel | None:
+    def with_padding(self) -> RecordedModel | None:
         """The same with padding in a row; None where the call has no ids that can be padded, or the model's code does not run with them."""
         if not can_be_padded(self.model, self.inputs):
             return None

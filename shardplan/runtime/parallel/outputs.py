@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -143,40 +143,35 @@ class HiddenStates:
 
         def whole(state: Any) -> Any:
             like = isinstance(state, Tensor) and list(state.shape) in likes
-            return self._whole(state, frozenset((length,))) if like else state
+            return self._whole(state, {length}) if like else state
 
         return in_tuples(output, whole, read)
 
     def _named(self, state: Any) -> Any:
         if state is None or self.left.is_sum(state):
-            return state if state is None else self._whole(state, frozenset())
+            return state if state is None else self._whole(state, ())
         if any(one is state for one, _ in self.left.states) or state.ndim <= self.seq_dim:
             return self._known(state)
         part = state.shape[self.seq_dim]
         known = self.left.lengths.intersection((part, part * self.mesh.size()))
-        return self._whole(state, frozenset(self.left.lengths)) if known else state
+        return self._whole(state, self.left.lengths) if known else state
 
     def _known(self, state: Any) -> Any:
         lengths = next((lengths for one, lengths in self.left.states if one is state), None)
         return state if lengths is None else self._whole(state, lengths)
 
-    def _whole(self, state: Tensor, lengths: frozenset[int]) -> Tensor:
+    def _whole(self, state: Tensor, lengths: Collection[int]) -> Tensor:
         """
         Args:
             lengths: those that the whole sequence may have.
 
         Raises:
-            RuntimeError: the state may be whole, and a slice of a longer sequence; or torch.compile runs the model in parts.
+            RuntimeError: the state may be whole, and a slice of a longer sequence; as `LeftBehind.is_partial`.
         """
         if self.left.is_sum(state):  # the embeddings' output, if a hook saw it before the first block
             return move(state, self.mesh, P, I)
         part = state.shape[self.seq_dim]
         if part * self.mesh.size() not in lengths:  # the last one, gathered by the final norm, or made of that
-            if state.requires_grad and not self.left.gathered:
-                raise RuntimeError(
-                    "torch.compile runs this model in parts, so the gradients of its hidden states are not known: compile its layers "
-                    "(`layer.compile()`), or call it without output_hidden_states"
-                )
             return move(state, self.mesh, R, I) if self.left.is_partial(state) else state
         if part in (*lengths, self.over_cp):
             raise RuntimeError(

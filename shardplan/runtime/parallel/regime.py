@@ -115,10 +115,19 @@ class LeftBehind:
 
     def is_partial(self, state: Tensor) -> bool:
         """Whether the gradient of a whole hidden state is a partial sum. A state in the memory of a gathered value is that value: GPT-2
-        has a view of the last one, and a block that is an FSDP2 unit gets one. Any other state was computed from the last one."""
+        has a view of the last one, and a block that is an FSDP2 unit gets one. Any other state was computed from the last one.
+
+        Raises:
+            RuntimeError: torch.compile runs the model in parts, in which nothing is recorded.
+        """
         for one, partial in self.gathered:
             if _has(state, one):
                 return partial
+        if state.requires_grad and not self.gathered:
+            raise RuntimeError(
+                "torch.compile runs this model in parts, so the gradients of its hidden states are not known: compile its layers "
+                "(`layer.compile()`), or call it without output_hidden_states"
+            )
         return bool(self.gathered) and self.gathered[-1][1]
 
 
@@ -195,9 +204,12 @@ class PartialEmbedding:
         than a decoder's, and those of layers over patches another one than those of layers over frames (VideoPrism). The model's code
         still reads them split."""
         if self.shape is not None and states:
-            lengths = frozenset(self.lengths) or frozenset((self.shape[self.seq_dim],))
+            lengths = self._whole_lengths(self.shape)
             self.left.states.extend((state, lengths) for state in states if state is not None)
             self.lengths.clear()
+
+    def _whole_lengths(self, last: torch.Size) -> frozenset[int]:
+        return frozenset(self.lengths or (last[self.seq_dim],))
 
     def end(self, states: Sequence[Tensor | None], gathered: bool) -> None:
         """Called with the hidden states that the scope's forward returns.
@@ -209,9 +221,10 @@ class PartialEmbedding:
         self.pending.clear()
         if self.shape is None or gathered:
             return
-        self.returned(states)
-        if not states:
-            self.left.lengths.update(self.lengths or (self.shape[self.seq_dim],))
+        if states:
+            self.returned(states)
+        else:
+            self.left.lengths.update(self._whole_lengths(self.shape))
 
     @property
     def _records(self) -> bool:

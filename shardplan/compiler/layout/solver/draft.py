@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -241,12 +240,13 @@ class DraftTrials:
         reports = [self.report(draft, overlay=overlay) for overlay in overlays]
         return all(report is not None and report.ok for report in reports)
 
-    def right_with_padding(self, draft: Draft, *, overlay: bool = False) -> bool:
-        """Whether the first kind of input may be padded too: a mask may be made from the length of what a rank holds."""
-        padded, resolved = self.recorded_models[0].padded, self.bound(draft, overlay=overlay)
-        if padded is None or resolved is None or self.search.over:
-            return padded is None
-        return not self.search.attempt(resolved, padded).findings
+    def right_with_padding(self, draft: Draft) -> bool:
+        """Whether a draft with an overlay passes where the first kind of input is padded: a mask may be made from the length of what a rank holds."""
+        padded = self.recorded_models[0].with_padding
+        if padded is None:
+            return True
+        resolved = self.bound(draft, overlay=True)
+        return resolved is not None and not self.search.over and not self.search.attempt(resolved, padded).findings
 
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
         """The first error of a draft that is not right."""
@@ -255,10 +255,12 @@ class DraftTrials:
         resolved, errors = bound_to(self.tree, plan, MeshSizes(tp=self.tp), overlays_of(overlay))
         if not errors and self.search.over:
             return f"the search ended after {BOUNDS.drafts} tries"
-        padded = self.recorded_models[0].padded
-        tried = (self.recorded_models,) if padded is None else (self.recorded_models, (padded,))
-        found = chain(errors, chain.from_iterable(check_layout(resolved, one, help=False).diagnostics for one in tried))
-        return with_line(next(found))
+        found = errors or check_layout(resolved, self.recorded_models, help=False).diagnostics
+        if not found:
+            padded = self.recorded_models[0].with_padding
+            assert padded is not None  # the draft is right without
+            found = check_layout(resolved, (padded,), help=False).diagnostics
+        return with_line(found[0])
 
     def fixed(self, draft: Draft, *, overlay: bool = False, rounds: int = BOUNDS.repair_rounds) -> Draft | None:
         """The draft with the changes that the layout check proposes; None where they do not suffice."""
